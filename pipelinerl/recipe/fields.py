@@ -218,7 +218,7 @@ class OverlongConfig(Section):
     penalty: float = Field(1.0, ge=0, description="Reward taken away at max_tokens.")
 
 
-SCORERS = ("task", "exact", "regex", "math", "json_schema")
+SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema")
 """What `reward.scorer` may name, besides a function of the user's own."""
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -229,8 +229,8 @@ class RewardConfig(Section):
     scorer: str = Field(
         "task",
         description="`task` (reasoning-gym's own scorer; `exact` for a file's problems), `exact` (same text), `regex` "
-        "(the reference is a pattern), `math` (math-verify), `json_schema`, or `pkg.module:function`, whose number is "
-        "taken as it is.",
+        "(the reference is a pattern), `math` (math-verify; finds an answer anywhere in the text), `math_boxed` (the same, but "
+        "only what the last `\\boxed{}` holds), `json_schema`, or `pkg.module:function`, whose number is taken as it is.",
     )
     answer_pattern: str = Field(
         "", description="Regular expression whose last match's group 1 is the answer; empty = the whole completion."

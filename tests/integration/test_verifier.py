@@ -372,11 +372,11 @@ from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem
 from services.verifier.rewards.compose import make_reward
 from services.verifier.worker import score_item
 
-answers = {"json_schema": '{"const": 12}'}
+answers, completions = {"json_schema": '{"const": 12}'}, {"math_boxed": r"\\boxed{12}"}
 entry = {"question": "", "answer": "12", "metadata": {}}
 for scorer in SCORERS:
     reference = {"answer": answers.get(scorer, "12"), "dataset": "chain_sum", "entry": entry}
-    item = VerifyItem(completion_text="12", reference_json=json.dumps(reference))
+    item = VerifyItem(completion_text=completions.get(scorer, "12"), reference_json=json.dumps(reference))
     result = score_item(make_reward(RewardConfig(scorer=scorer), TaskConfig()), item)
     assert (result.status, result.reward) == (VERIFY_STATUS_OK, 1.0), (scorer, result)
 print("light")

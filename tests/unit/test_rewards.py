@@ -15,6 +15,7 @@ import pytest
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
 from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty, user_scorer
@@ -122,6 +123,33 @@ def test_a_reference_that_cannot_be_used_is_not_a_wrong_answer(
 )
 def test_math(reference: str, answer: str | None, value: float) -> None:
     assert math_scorer(8.0)(item(answer, reference)).value == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("so that is 42", 0.0),
+        (r"so that is \boxed{42", 0.0),  # cut inside the box
+        (r"so that is \boxed{7}, or rather 42", 0.0),
+        (r"not \boxed{42} but \boxed{7}", 0.0),
+        (r"it is \boxed{\frac{84}{2}}, I think", 1.0),  # braces within, text behind
+        (r"first \boxed{7}, then $\boxed{42}$", 1.0),
+        (r"\boxed{}", 0.0),
+        ("", 0.0),
+        (None, 0.0),
+    ],
+)
+def test_boxed_math_takes_the_last_closed_box_and_nothing_else(answer: str | None, value: float) -> None:
+    assert math_scorer(8.0, boxed=True)(item(answer, "42")).value == value
+
+
+def test_the_recipe_that_asks_for_a_box_scores_nothing_else() -> None:
+    recipe = load_recipe("gsm")
+    reward = make_reward(recipe.reward, recipe.task)
+    for completion, value in ((r"so that is \boxed{42}", 1.0), ("so that is 42", 0.0), (r"so that is \boxed{42", 0.0)):
+        about = {"answer": reward.find_answer(completion), "completion_tokens": 9, "max_tokens": 8192}
+        scored = reward(RewardInput("", completion, reference={"answer": "42"}, **about))
+        assert (scored.parts["answer"], scored.reason) == (value, "" if value else r"no closed \boxed{} in the answer")
 
 
 # --- JSON Schema

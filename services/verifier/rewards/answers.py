@@ -16,6 +16,8 @@ from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput,
 
 _BARE_CHARACTERS = 200
 """Length of an answer up to which it may be LaTeX without its dollar signs."""
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_NO_BOX = Score(0.0, r"no closed \boxed{} in the answer")
 
 
 def exact(item: RewardInput) -> Score:
@@ -42,8 +44,22 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise BadReference("answer", f"{pattern[:80]!r} is not a regular expression: {error}") from error
 
 
-def math_scorer(timeout_s: float) -> Scorer:
+def last_box(text: str) -> str | None:
+    r"""The last `\boxed{...}` of `text`, with braces in it in pairs; None where there is none, or the text ends inside it."""
+    start, depth = text.rfind(r"\boxed{"), 0
+    if start >= 0:
+        for brace in _BRACES.finditer(text, start + len(r"\boxed")):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                return text[start : brace.end()]
+    return None
+
+
+def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
     """1 when math-verify finds both sides equal as expressions: `1/2`, `0.5` and `\\frac{1}{2}` are one answer.
+
+    It finds an answer anywhere: "so that is 42" is one. With `boxed`, only what the last `\\boxed{...}` holds is one; a text
+    without it, or cut inside it, is wrong.
 
     math-verify interrupts itself by SIGALRM, well before `timeout_s`, so this runs on a process's main thread. An answer that
     it cannot parse or compare in time is wrong; what an alarm cannot interrupt falls to the worker's deadline.
@@ -71,7 +87,10 @@ def math_scorer(timeout_s: float) -> Scorer:
         wanted = of_reference(reference_answer(item))
         if item.answer is None:
             return NO_ANSWER
-        found = expressions(item.answer)
+        answer = last_box(item.answer) if boxed else item.answer
+        if answer is None:
+            return _NO_BOX
+        found = expressions(answer)
         if not found:
             return Score(0.0, "no mathematical expression in the answer")
         right = verify(wanted, found, timeout_seconds=alarm_s)

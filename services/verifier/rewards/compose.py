@@ -101,8 +101,8 @@ def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
             scorer = exact
         case "regex":
             scorer = regex
-        case "math":
-            scorer = math_scorer(config.timeout_s)
+        case "math" | "math_boxed":
+            scorer = math_scorer(config.timeout_s, boxed=config.scorer == "math_boxed")
         case "json_schema":
             scorer = json_schema_scorer(config.json_schema)
         case path:
