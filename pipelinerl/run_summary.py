@@ -36,6 +36,7 @@ class RunTotals:
     tokens_trained: int = 0
     sequences_trained: int = 0
     sequences_multi_version: float = 0
+    sequences_truncated: float = 0
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
     largest_lag: int | None = None
@@ -99,6 +100,7 @@ class RunTotals:
             sequences = record.get("sequences_trained", 1)
             self.sequences_trained += sequences
             self.sequences_multi_version += record["multi_version_fraction"] * sequences
+            self.sequences_truncated += record.get("truncated_fraction", 0.0) * sequences
 
     def _add_work(self, record: Record) -> None:
         seconds = (record.get("step_s") or {}).get("compute") or 0.0
@@ -159,6 +161,7 @@ class RunTotals:
             "stale_share_by_length": stale_shares(self.ended_by_length),
             "ess": {"mean": _mean(self.ess), "min": min(self.ess, default=None)},
             "sequences_multi_version_fraction": _ratio(self.sequences_multi_version, self.sequences_trained),
+            "sequences_truncated_fraction": _ratio(self.sequences_truncated, self.sequences_trained),
             "weight_updates": {
                 "count": len(self.transfer_s),
                 "bytes": self.update_bytes,

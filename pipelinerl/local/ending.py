@@ -130,6 +130,7 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
     lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     multi, broken = summary.get("sequences_multi_version_fraction"), summary.get("parity_failures")
+    truncated = summary.get("sequences_truncated_fraction")
     if last is not None:
         yield f"  held-out accuracy  {percent(first)} -> {percent(last)}"
     if lag.get("mean") is not None:
@@ -142,5 +143,7 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
     if (rate := (summary.get("tokens_per_s") or {}).get("computed")) is not None:
         mfu = "" if summary.get("mfu_mean") is None else f", MFU {percent(summary['mfu_mean'])}"
         yield f"  trainer            {number(rate)} tokens/s while it computes{mfu}"
+    if truncated:
+        yield f"  cut short          {percent(truncated)} of the sequences, at sampling.max_tokens or model.max_context"
     if broken:
         yield f"  PARITY             {broken} probes of served against trained policy failed: see logs"

@@ -31,6 +31,7 @@ const PrlReport = (() => {
       ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps; largest by the formula ${number(s.largest_lag)}`],
       ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
       ["In flight", percent(s.sequences_multi_version_fraction), "of sequences span two or more versions"],
+      ["Cut short", percent(s.sequences_truncated_fraction), "of sequences at sampling.max_tokens or model.max_context"],
       ["Actor stall", seconds(updates.stall_s_p50), `p99 ${seconds(updates.stall_s_p99)}, ${number(updates.count)} updates`],
       ["Parity", number(s.logprob_mismatch_max), s.parity_failures ? `${number(s.parity_failures)} PROBES FAILED` : "largest probe difference, nats"],
     ];

@@ -124,6 +124,7 @@ const PrlViews = (() => {
         { name: "compute", color: COLOR[1], points: smooth(pick(r, axis, (one) => one.step_s && one.step_s.compute)) },
         { name: "send", color: COLOR[2], points: smooth(pick(r, axis, (one) => one.step_s && sum(one.step_s.snapshot, one.step_s.send))) }] }),
       (root) => lines(root, { title: "Completion length", sub: "Mean tokens of the batch's completions", series: noisy("tokens", COLOR[0], pick(r, axis, (one) => one.completion_tokens_mean)), xName: axis.name, yLow: 0 }),
+      (root) => lines(root, { title: "Cut short", sub: "Share of the batch's completions that reached sampling.max_tokens or model.max_context", series: noisy("share", COLOR[0], pick(r, axis, (one) => one.truncated_fraction)), xName: axis.name, format: percent, yLow: 0 }),
     ];
   }
 

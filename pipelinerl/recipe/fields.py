@@ -214,8 +214,8 @@ class TaskConfig(Section):
 class OverlongConfig(Section):
     """Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): linear from 0 to -penalty over the last `buffer_tokens`."""
 
-    buffer_tokens: int = Field(0, ge=0, description="Width of the zone before max_tokens; 0 = off.")
-    penalty: float = Field(1.0, ge=0, description="Reward taken away at max_tokens.")
+    buffer_tokens: int = Field(0, ge=0, description="Width of the zone before the length limit; 0 = off.")
+    penalty: float = Field(1.0, ge=0, description="Reward taken away at the limit, at which completions are cut.")
 
 
 SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema")
@@ -277,7 +277,12 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0, le=4, description="Temperature of μ.")
     top_p: float = Field(1.0, description="1 and nothing else: see docs/learning.md.")
     top_k: int = Field(0, description="0 and nothing else, likewise.")
-    max_tokens: int = Field(64, ge=1, le=1_048_576, description="Completion tokens at most.")
+    max_tokens: int = Field(
+        64,
+        ge=1,
+        le=1_048_576,
+        description="Completion tokens at most; fewer where the prompt leaves less of the context.",
+    )
     seeded: bool = Field(
         False, description="A seed per sample: repeatable in conventional mode with one actor, and slower."
     )

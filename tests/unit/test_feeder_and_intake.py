@@ -8,9 +8,14 @@ import pytest
 
 from pipelinerl.errors import UserError
 from pipelinerl.messages.sequences import PromptGroup, Sequence, VersionSpan, encode_sequence
+from pipelinerl.recipe.fields import OverlongConfig, RewardConfig
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.v1 import sequence_pb2
+from services.actor.finishing import FinishedSample, verify_item
 from services.trainer.data.feeder import EncodedProblem
+from services.verifier.rewards.compose import ComposedReward
+from services.verifier.rewards.item import Score
+from services.verifier.worker import score_item
 from tests.support.memory_bus import MemoryServer
 from tests.unit.builders import make_sequence
 from tests.unit.trainer_fakes import Desk, desk
@@ -105,6 +110,17 @@ async def test_failed_sequences_are_counted_by_reason_and_their_siblings_train()
         batch = await one.intake.take_batch(version=0)
         assert [s.sample_index for s in batch[0].sequences] == [0, 1]
         assert one.failed() == {"reward_timeout": 1, "token outside the vocabulary": 1}
+
+
+async def test_a_completion_cut_by_the_context_gets_the_whole_overlong_penalty() -> None:
+    """Of 16 tokens at most, a prompt of 3 leaves 14 in a context of 17."""
+    async with desk(model={"source": "path", "name": "nowhere", "max_context": 17}) as one:
+        group = (await one.take_issued())[0]
+    cut = replace(make_sequence(group, 0, completion=(4,) * 14), reference_json=group.reference_json)
+    item = verify_item(FinishedSample(group, cut))
+    config = RewardConfig(overlong=OverlongConfig(buffer_tokens=8, penalty=0.5))
+    reward = ComposedReward(config, lambda item: Score(1.0))
+    assert score_item(reward, item).components == {"answer": 1.0, "overlong": -0.5}
 
 
 async def test_equal_rewards_are_filtered_when_asked_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.messages.sequences import VersionSpan
+from pipelinerl.messages.sequences import FinishReason, VersionSpan
 from pipelinerl.rl.ledger import LedgerCounts
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.data.evaluation import HeldoutResult, HeldoutSample
@@ -35,9 +36,10 @@ class Desk:
         self.recorder = Recorder(make_recipe(**sections), files, TrainerMetrics(self.registry))
 
     def step(self, skipped: str = "", **more: Any) -> dict[str, Any]:
-        """Trains on a group of two sequences, one of them of two versions."""
+        """Trains on a group of two sequences; one of them is of two versions, and was cut."""
         group = make_group(self.taken)
-        members = (make_sequence(group, 0), make_sequence(group, 1, spans=TWO_VERSIONS))
+        cut = replace(make_sequence(group, 1, spans=TWO_VERSIONS), finish_reason=FinishReason.LENGTH)
+        members = (make_sequence(group, 0), cut)
         self.taken += 1
         figures = {
             **step_figures(skipped),
@@ -73,6 +75,8 @@ def test_a_skipped_step_trained_on_nothing(desk: Desk) -> None:
     summary = desk.summary()
     assert (summary["steps"], summary["steps_skipped"], summary["tokens_trained"]) == (2, 1, 8)
     assert (summary["sequences_multi_version_fraction"], summary["lag"]["max"]) == (0.5, 0.0)
+    assert (record["truncated_fraction"], desk.of("truncated_ratio")) == (0.5, 0.5)
+    assert summary["sequences_truncated_fraction"] == 0.5
     assert desk.recorder.totals.sequences_trained == 4, "of the one step that changed weights"
     assert desk.recorder.totals.ess == [0.9]
     assert (desk.of("token_lag_steps_count"), desk.of("steps_skipped_total")) == (8, 1)

@@ -129,6 +129,7 @@ def run_folder(folder: Path) -> Path:
     recipe = recipe_from_data({"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}}, "tiny")
     (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
     steps = [record(step, heldout_accuracy=0.1 * step if step % 2 else None) for step in range(1, 6)]
+    steps = [one | {"truncated_fraction": 0.25, "multi_version_fraction": 0.5} for one in steps]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
     evil = EVIL.replace("\ud800", "")
     pieces = {"tokens": [evil[:7], evil[7:30], evil[30:]], "weights": [1.0, 3.0, None], "spans": [[1, 0, 2], [2, 2, 3]]}
@@ -175,8 +176,9 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     tags = Tags()
     tags.feed(body)
     names = [name for name, _ in tags.seen]
-    assert (names.count("figure"), names.count("img"), names.count("script")) == (18, 0, 0)
-    assert names.count("svg") == 9, "those that have data"
+    assert (names.count("figure"), names.count("img"), names.count("script")) == (19, 0, 0)
+    assert names.count("svg") == 10, "those that have data"
+    assert re.search(r"Cut short.{0,60}25%", body), "the tile"
     assert names.count("path") >= 7
     assert body.count("&lt;img src=x onerror=alert(2)&gt;") >= 3
     tokens = [attributes for name, attributes in tags.seen if "token" in (attributes.get("class") or "").split()]

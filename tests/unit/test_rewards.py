@@ -228,6 +228,7 @@ def test_no_answer_gets_no_credit_and_an_unknown_family_names_near_ones() -> Non
 )
 def test_overlong_penalty_is_equation_13(tokens: int, expected: float) -> None:
     assert overlong_penalty(tokens, max_tokens=100, buffer_tokens=20, penalty=1.0) == pytest.approx(expected)
+    assert overlong_penalty(tokens, max_tokens=20, buffer_tokens=90, penalty=1.0) == -min(1.0, tokens / 20), "no wider"
 
 
 # --- a user's function

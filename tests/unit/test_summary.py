@@ -39,6 +39,7 @@ def records() -> list[dict[str, Any]]:
              ended_by_length={"16": [2, 0], "64": [5, 3]}, largest_lag=7,
              weight_update=update(1, 3.0, 0.3), logprob_mismatch=None),
         step(3, {"2": 50}, heldout_accuracy=0.75, tokens_generated=390, ess=None, multi_version_fraction=0.6,
+             truncated_fraction=0.36,
              weight_update=None, actor_busy_fraction=0.875, trainer_busy_fraction=0.5,
              mfu=0.25, memory_peak_gib=2.5, idle_s=0.125),
     ]  # fmt: skip
@@ -131,6 +132,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert "held-out accuracy  25.0% -> 75.0%" in text
     assert "mean 1.02, p95 2, max 10, by the formula 7; 60.0% of the sequences span several policy versions" in text
     assert "trainer            160 tokens/s while it computes, MFU 25.0%" in text
+    assert "cut short          12.0% of the sequences" in text
     assert f"report             {tmp_path}/report.html" in text
     assert f"checkpoint         {tmp_path}/checkpoint" in text
     assert closing_lines({}, run, Ending(1.0, interrupted=True))[1].startswith("interrupted after 1s")

@@ -41,7 +41,7 @@ from pipelinerl.telemetry.metrics import short_reason
 from pipelinerl.telemetry.spans import Trace, child, headers_of, root, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
-from services.trainer.data.feeder import EncodedProblem
+from services.trainer.data.feeder import EncodedProblem, longest_completion
 from services.trainer.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ class Evaluator:
             completion_text=completion.completion_text,
             reference_json=problem.reference_json,
             completion_tokens=len(tokens_of(completion)),
-            max_tokens=self._recipe.sampling.max_tokens,
+            max_tokens=longest_completion(self._recipe, len(problem.prompt_token_ids)),
             finish_reason=completion.finish_reason,
         )
 

@@ -223,7 +223,7 @@ class Feeder:
             prompt_text=problem.prompt_text,
             reference_json=problem.reference_json,
             num_samples=sampling.group_size,
-            sampling=sampling_of(recipe),
+            sampling=sampling_of(recipe, len(problem.prompt_token_ids)),
             seed=group_seed(recipe.seed, number) if sampling.seeded else 0,
             issued_version=max(0, self._updater.served_version),
         )
@@ -251,9 +251,18 @@ def unusable_prompts(recipe: Recipe, reason: str, detail: str) -> str:
     return f"task.name = {recipe.task.name!r}: {count} could not be sent out, the last one: {detail}; {fix}"
 
 
-def sampling_of(recipe: Recipe) -> SamplingParams:
+def sampling_of(recipe: Recipe, prompt_tokens: int = 0) -> SamplingParams:
+    """How completions of a prompt of so many tokens are sampled."""
     sampling = recipe.sampling
-    return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens)
+    return SamplingParams(
+        sampling.temperature, sampling.top_p, sampling.top_k, longest_completion(recipe, prompt_tokens)
+    )
+
+
+def longest_completion(recipe: Recipe, prompt_tokens: int) -> int:
+    """Tokens at which a completion is cut: `sampling.max_tokens`, or what the prompt leaves of `model.max_context`. Length
+    penalties count from there, so that none escapes them by a long prompt."""
+    return min(recipe.sampling.max_tokens, recipe.model.max_context - prompt_tokens)
 
 
 def group_seed(run_seed: int, group_number: int) -> int:

@@ -70,6 +70,7 @@ OF_STEP: dict[str, tuple[str, ...]] = {
         "multi_version_ratio",
         "Share of the batch's sequences that more than one version sampled.",
     ),
+    "truncated_fraction": ("truncated_ratio", "Share of the batch's sequences that were cut at their length limit."),
     "packing_fill": ("packing_fill_ratio", "Tokens over token budget of the step's micro-batches."),
     "mfu": ("mfu_ratio", "Model FLOPs utilization of the step; of known devices only."),
     "imbalance": ("imbalance_ratio", "Share of the ranks' compute time spent waiting for each other."),

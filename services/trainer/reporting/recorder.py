@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipelinerl.kube.client import Pod
+from pipelinerl.messages.sequences import FinishReason
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import WAIT_SHARE, all_equal
 from pipelinerl.rl.ledger import Outcome
@@ -305,6 +306,7 @@ class Recorder:
             "tokens_trained_per_s": figures["tokens_trained"] / since_last_s,
             "completion_tokens_mean": float(np.mean([s.num_completion_tokens for s in sequences])),
             "multi_version_fraction": float(np.mean([s.num_versions > 1 for s in sequences])),
+            "truncated_fraction": float(np.mean([s.finish_reason is FinishReason.LENGTH for s in sequences])),
             **self._arrived,
             "actor_busy_fraction": self._actor_busy_fraction(),
             "trainer_busy_fraction": (self.totals.compute_s + figures["step_s"]["compute"]) / (now - self._started_at),

@@ -86,10 +86,12 @@ def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int
     """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13): a slope before the limit instead of a cliff at it.
 
     `penalty` times the equation: 0 up to `max_tokens - buffer_tokens`, -1 from `max_tokens` on, linear between.
-    Lengths in tokens; L_max is `max_tokens`, L_cache is `buffer_tokens` (at least 1).
+    Lengths in tokens; L_max is `max_tokens`, at which the completion would be cut, L_cache is `buffer_tokens` (at least 1), and
+    no more than L_max.
     """
-    over = completion_tokens - (max_tokens - buffer_tokens)
-    return 0.0 - penalty * min(max(over / buffer_tokens, 0.0), 1.0)
+    zone = min(buffer_tokens, max_tokens)
+    over = completion_tokens - (max_tokens - zone)
+    return 0.0 - penalty * min(max(over / zone, 0.0), 1.0)
 
 
 def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
