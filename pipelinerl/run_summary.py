@@ -28,8 +28,8 @@ _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed"
 class RunTotals:
     """What the summary needs from the whole run. What was trained on counts steps that changed weights only."""
 
-    heldout: list[tuple[int, float, int | None]] = field(default_factory=list)
-    """(version, accuracy, problems without a verdict) of each evaluation."""
+    heldout: list[tuple[int, float, int | None, float | None]] = field(default_factory=list)
+    """(version, accuracy, problems without a verdict, accuracy with these as wrong answers) of each evaluation."""
     heldout_tokens: int = 0
     commits_held_s: float = 0.0
     tokens_generated: int = 0
@@ -75,7 +75,7 @@ class RunTotals:
         """What `to_state` gave, perhaps by way of JSON. Checkpoints of earlier versions have some fields in `throughput`."""
         flat = {**state.get("throughput", {}), **state}
         own = {
-            "heldout": [(version, accuracy, unanswered) for version, accuracy, unanswered in state["heldout"]],
+            "heldout": [(*one, None)[:4] for one in state["heldout"]],  # earlier versions had no lower bound
             "lag_histogram": {int(lag): tokens for lag, tokens in state["lag_histogram"].items()},
         }
         return cls(**{name: value for name, value in {**flat, **own}.items() if name != "throughput"})
@@ -119,7 +119,8 @@ class RunTotals:
         """What arrived since the step before. The trainer counts it when it arrives, the runner from the record."""
         if record.get("heldout_accuracy") is not None:
             version = record.get("heldout_version", record.get("step"))
-            self.heldout.append((version, record["heldout_accuracy"], record.get("heldout_unanswered")))
+            known = (record.get("heldout_unanswered"), record.get("heldout_accuracy_lower_bound"))
+            self.heldout.append((version, record["heldout_accuracy"], *known))
         self.heldout_tokens += record.get("heldout_tokens") or 0
         self.commits_held_s += record.get("commits_held_s") or 0.0
         self.parity_failures += record.get("parity_failures") or 0
@@ -149,7 +150,10 @@ class RunTotals:
             "wall_s": None,
             "heldout_accuracy_first": self.heldout[0][1] if self.heldout else None,
             "heldout_accuracy_last": self.heldout[-1][1] if self.heldout else None,
-            "heldout": [{"version": v, "accuracy": a, "unanswered": missing} for v, a, missing in self.heldout],
+            "heldout": [
+                {"version": version, "accuracy": accuracy, "unanswered": missing, "lower_bound": lower_bound}
+                for version, accuracy, missing, lower_bound in self.heldout
+            ],
             "heldout_tokens": self.heldout_tokens,
             "commits_held_s": self.commits_held_s,
             "tokens_generated": self.tokens_generated,

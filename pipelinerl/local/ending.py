@@ -131,8 +131,10 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     multi, broken = summary.get("sequences_multi_version_fraction"), summary.get("parity_failures")
     truncated = summary.get("sequences_truncated_fraction")
+    newest = (summary.get("heldout") or [{}])[-1]
     if last is not None:
-        yield f"  held-out accuracy  {percent(first)} -> {percent(last)}"
+        bound = f"; {percent(newest.get('lower_bound'))} with unanswered problems as wrong"
+        yield f"  held-out accuracy  {percent(first)} -> {percent(last)}{bound if newest.get('unanswered') else ''}"
     if lag.get("mean") is not None:
         span = "" if multi is None else f"; {percent(multi)} of the sequences span several policy versions"
         formula = "" if summary.get("largest_lag") is None else f", by the formula {summary['largest_lag']}"

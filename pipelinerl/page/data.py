@@ -124,7 +124,8 @@ class RunHistory:
             return None
         version = record.get("heldout_version", record.get("step"))
         time_s = self._times_s.get(version, record.get("time_s"))
-        return {"step": version, "time_s": time_s, "accuracy": record["heldout_accuracy"]}
+        accuracy, lower_bound = record["heldout_accuracy"], record.get("heldout_accuracy_lower_bound")
+        return {"step": version, "time_s": time_s, "accuracy": accuracy, "lower_bound": lower_bound}
 
     def _add_sample(self, sample: Record) -> dict[str, Any]:
         shown = shown_sample(sample)
@@ -150,7 +151,12 @@ def report_data(
         history.add(record)
     times_s = {0: 0.0, **{record["step"]: record.get("time_s") for record in records if "step" in record}}
     heldout = [  # at the policy version that was measured; the last evaluation ends after the last record
-        {"step": one["version"], "time_s": times_s.get(one["version"]), "accuracy": one["accuracy"]}
+        {
+            "step": one["version"],
+            "time_s": times_s.get(one["version"]),
+            "accuracy": one["accuracy"],
+            "lower_bound": one.get("lower_bound"),
+        }
         for one in summary.get("heldout") or []
     ]
     data = {**history.data(), "heldout": heldout}

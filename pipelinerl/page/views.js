@@ -9,6 +9,9 @@ const PrlViews = (() => {
   const { node, number, lines, bars, heat } = PrlCharts;
   const percent = (v) => (v === null || v === undefined ? "–" : `${Number((100 * v).toFixed(1))}%`);
   const seconds = (v) => (v === null || v === undefined ? "–" : v === 0 || v >= 1 ? `${number(v)} s` : `${number(1000 * v)} ms`);
+  /* Of an evaluation with problems without a verdict: these as wrong answers. */
+  const lowerBound = (one) => (one && (one.lower_bound ?? one.accuracy) < one.accuracy ? one.lower_bound : null);
+  const lowerBoundNote = (one) => (lowerBound(one) === null ? "" : `; ${percent(one.lower_bound)} with unanswered problems as wrong`);
   const COLOR = ["var(--series-1)", "var(--series-2)", "var(--series-3)", "var(--series-4)"];
   const RECENT = 20;
 
@@ -50,8 +53,11 @@ const PrlViews = (() => {
   function learning(data, axis) {
     const r = data.records;
     const accuracy = pick(data.heldout, axis, (one) => one.accuracy);
+    const bounds = pick(data.heldout, axis, lowerBound).filter((p) => p[1] !== null);
+    const evaluations = [{ name: "accuracy", color: COLOR[0], points: accuracy, dots: accuracy.length < 40 }];
+    if (bounds.length) evaluations.push({ name: "with unanswered problems as wrong", color: COLOR[1], points: bounds, dots: true });
     return [
-      (root) => lines(root, { title: "Held-out accuracy", sub: "Problems never trained on", series: [{ name: "accuracy", color: COLOR[0], points: accuracy, dots: accuracy.length < 40 }], xName: axis.name, format: percent, yLow: 0, yHigh: 1, emptyText: "No evaluation yet" }),
+      (root) => lines(root, { title: "Held-out accuracy", sub: "Problems never trained on", series: evaluations, xName: axis.name, format: percent, yLow: 0, yHigh: 1, emptyText: "No evaluation yet" }),
       (root) => lines(root, { title: "Train reward", sub: "Mean over the batch", series: noisy("reward", COLOR[0], pick(r, axis, (one) => one.reward_mean)), xName: axis.name }),
       (root) => lines(root, { title: "Entropy", sub: "Of the policy's next token, nats; near zero means it has stopped exploring", series: noisy("entropy", COLOR[0], pick(r, axis, (one) => one.entropy)), xName: axis.name, yLow: 0 }),
       (root) => lines(root, { title: "Gradient norm", sub: "Before clipping", series: noisy("norm", COLOR[0], pick(r, axis, (one) => one.grad_norm)), xName: axis.name, yLow: 0 }),
@@ -206,5 +212,5 @@ const PrlViews = (() => {
     root.append(field);
   }
 
-  return { percent, seconds, duration, learning, freshness, pipeline, plots, tiles, section, fold };
+  return { percent, seconds, duration, lowerBoundNote, learning, freshness, pipeline, plots, tiles, section, fold };
 })();

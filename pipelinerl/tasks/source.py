@@ -4,8 +4,8 @@ The same (split, index) gives the same problem in every process of every run wit
 resumes from a number. Held-out problems never occur in training. How a problem becomes tokens is the trainer's business.
 
 A file of prompts and answers, JSONL or Parquet, is read and checked whole at start: a bad line is an error with its number, not
-a surprise hours later. Its last `num_heldout` problems are the held-out split; training goes through the others in a shuffled
-order, epoch after epoch.
+a surprise hours later. The seed draws its held-out problems, since files are often sorted; training goes through the others
+in a shuffled order, epoch after epoch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class FileSource:
                 num_heldout,
                 f"{config.path} has {len(problems)} distinct problems; some must be left for training",
             )
-        self._train, self._heldout = problems[:-num_heldout], problems[-num_heldout:]
+        drawn = random.Random(f"{seed}/heldout").sample(range(len(problems)), num_heldout)
+        self._heldout = [problems[number] for number in drawn]
+        self._train = [problems[number] for number in sorted(set(range(len(problems))) - set(drawn))]
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self._seed = seed
 

@@ -51,7 +51,7 @@ async def track(run_dir: Path, recipe: Recipe, start: Any, steps: range, *, fini
     async with run_trackers.run_trackers(recipe, settings, start) as trackers:
         for step in steps:
             trackers.step({"step": step, "ess": 1 / step, "ess_by_lag": {"17+": 0.5}, "mfu": None})
-        trackers.heldout(HeldoutResult(steps[-1], 0.75, num_unanswered=1, num_tokens=9, samples=()))
+        trackers.heldout(HeldoutResult(steps[-1], 0.75, 0.6, num_unanswered=1, num_tokens=9, samples=()))
         trackers.end({"steps": steps[-1], "interrupted": not finished}, finished=finished)
 
 

@@ -77,25 +77,33 @@ SILENT = FakeActor(silent=frozenset({"h000001"}))
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "actor", "accuracy", "asked", "told"),
+    ("outcomes", "actor", "accuracy", "lower_bound", "asked", "told"),
     [
-        (TIMED_OUT, FakeActor(), 2 / 3, 4, "{'reward_timeout': 1}"),
-        ({}, FakeActor(failures=FAILED), 0.5, 1, "{'non_finite_logprobs': 1, 'engine': 1}"),  # an empty one is wrong
-        ({}, SILENT, 1.0, 3, "{'no completion': 1}"),
+        (TIMED_OUT, FakeActor(), 2 / 3, 2 / 4, 4, "{'reward_timeout': 1}"),
+        (
+            {},
+            FakeActor(failures=FAILED),
+            0.5,
+            1 / 4,
+            1,
+            "{'non_finite_logprobs': 1, 'engine': 1}",
+        ),  # an empty one is wrong
+        ({}, SILENT, 1.0, 3 / 4, 3, "{'no completion': 1}"),
     ],
     ids=["reward", "actor", "silent"],
 )
-async def test_what_has_no_verdict_is_left_out_and_counted(
+async def test_what_has_no_verdict_is_left_out_and_counted_and_wrong_in_the_lower_bound(
     outcomes: dict[str, VerifyResult],
     actor: FakeActor,
     accuracy: float,
+    lower_bound: float,
     asked: int,
     told: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     verifier = FakeVerifier(outcomes)
     result = await evaluate(verifier, timeout_s=2.5 if actor is SILENT else 10.0, a=actor)
-    assert (result.accuracy, len(verifier.asked)) == (accuracy, asked)
+    assert (result.accuracy, result.lower_bound, len(verifier.asked)) == (accuracy, lower_bound, asked)
     assert f"leaves out problems: {told}" in caplog.text
     assert ("3 of 4 completions in time" in caplog.text) is (actor is SILENT)
 

@@ -123,14 +123,15 @@ def test_a_broken_probe_is_a_failure_and_the_maximum_is_over_the_others(desk: De
 
 def test_what_an_evaluation_cost_and_problems_without_a_verdict_are_recorded(desk: Desk) -> None:
     assert desk.step()["heldout_unanswered"] is None
-    desk.recorder.heldout(HeldoutResult(1, 0.75, 4, 30, ()))
+    desk.recorder.heldout(HeldoutResult(1, 0.75, 0.5, 4, 30, ()))
     desk.recorder.commits_held(1.5)
     record = desk.step()
     assert (record["heldout_accuracy"], record["heldout_unanswered"]) == (0.75, 4)
     assert (record["heldout_tokens"], record["commits_held_s"]) == (30, 1.5)
     assert (desk.step()["heldout_tokens"], desk.step()["commits_held_s"]) == (None, 0)
     summary = desk.summary()
-    assert summary["heldout"] == [{"version": 1, "accuracy": 0.75, "unanswered": 4}]
+    assert summary["heldout"] == [{"version": 1, "accuracy": 0.75, "unanswered": 4, "lower_bound": 0.5}]
+    assert (record["heldout_accuracy_lower_bound"], desk.of("heldout_accuracy_lower_bound_ratio")) == (0.5, 0.5)
     assert (summary["heldout_tokens"], summary["commits_held_s"]) == (30, 1.5)
     assert desk.of("heldout_unanswered_problems") == 4
     assert (desk.of("heldout_tokens_total"), desk.of("commits_held_seconds_total")) == (30, 1.5)
@@ -167,7 +168,7 @@ def test_the_page_gets_the_tokens_that_a_long_runs_file_leaves_out(tmp_path: Pat
         recorder = Recorder(recipe, files, TrainerMetrics(CollectorRegistry()), board=board, tokenizer=tokenizer)
         for version in (2, 3):
             problem = HeldoutSample("p", "ab", 1.0, ((version, 0, 2),), np.array([0, 1], dtype=np.int32))
-            recorder.heldout(HeldoutResult(version, 1.0, 0, 3, (problem,)))
+            recorder.heldout(HeldoutResult(version, 1.0, 1.0, 0, 3, (problem,)))
     written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [one["tokens"] for one in written] == [["a", "b"], None]
     assert [one["tokens"] for one in board._samples] == [["a", "b"]] * 2

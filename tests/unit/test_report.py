@@ -58,12 +58,12 @@ class Tags(html.parser.HTMLParser):
 
 
 def test_heldout_stands_at_the_version_it_measured_the_last_one_included() -> None:
-    evaluations = [{"version": version, "accuracy": 0.4 + 0.1 * version} for version in (0, 2, 3)]
+    evaluations = [{"version": version, "accuracy": 0.4 + 0.1 * version, "lower_bound": 0.1} for version in (0, 2, 3)]
     shown = data([record(1), record(2), record(3)], [], heldout=evaluations)
     assert shown["heldout"] == [
-        {"step": 0, "time_s": 0.0, "accuracy": 0.4},
-        {"step": 2, "time_s": 4.0, "accuracy": pytest.approx(0.6)},
-        {"step": 3, "time_s": 6.0, "accuracy": pytest.approx(0.7)},
+        {"step": 0, "time_s": 0.0, "accuracy": 0.4, "lower_bound": 0.1},
+        {"step": 2, "time_s": 4.0, "accuracy": pytest.approx(0.6), "lower_bound": 0.1},
+        {"step": 3, "time_s": 6.0, "accuracy": pytest.approx(0.7), "lower_bound": 0.1},
     ]
 
 
@@ -129,7 +129,8 @@ def run_folder(folder: Path) -> Path:
     recipe = recipe_from_data({"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}}, "tiny")
     (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
     steps = [record(step, heldout_accuracy=0.1 * step if step % 2 else None) for step in range(1, 6)]
-    steps = [one | {"truncated_fraction": 0.25, "multi_version_fraction": 0.5} for one in steps]
+    steps[-1] |= {"heldout_unanswered": 9, "heldout_accuracy_lower_bound": 0.4, "multi_version_fraction": 0.5}
+    steps = [one | {"truncated_fraction": 0.25} for one in steps]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
     evil = EVIL.replace("\ud800", "")
     pieces = {"tokens": [evil[:7], evil[7:30], evil[30:]], "weights": [1.0, 3.0, None], "spans": [[1, 0, 2], [2, 2, 3]]}
@@ -178,6 +179,7 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     names = [name for name, _ in tags.seen]
     assert (names.count("figure"), names.count("img"), names.count("script")) == (19, 0, 0)
     assert names.count("svg") == 10, "those that have data"
+    assert "40% with unanswered problems as wrong" in body
     assert re.search(r"Cut short.{0,60}25%", body), "the tile"
     assert names.count("path") >= 7
     assert body.count("&lt;img src=x onerror=alert(2)&gt;") >= 3

@@ -38,7 +38,8 @@ def records() -> list[dict[str, Any]]:
         step(2, {"1": 95, "10": 5}, heldout_accuracy=None, tokens_generated=250, ess=0.7, multi_version_fraction=0.7,
              ended_by_length={"16": [2, 0], "64": [5, 3]}, largest_lag=7,
              weight_update=update(1, 3.0, 0.3), logprob_mismatch=None),
-        step(3, {"2": 50}, heldout_accuracy=0.75, tokens_generated=390, ess=None, multi_version_fraction=0.6,
+        step(3, {"2": 50}, heldout_accuracy=0.75, heldout_unanswered=1,
+             heldout_accuracy_lower_bound=0.7, tokens_generated=390, ess=None, multi_version_fraction=0.6,
              truncated_fraction=0.36,
              weight_update=None, actor_busy_fraction=0.875, trainer_busy_fraction=0.5,
              mfu=0.25, memory_peak_gib=2.5, idle_s=0.125),
@@ -73,7 +74,7 @@ def test_evaluations_skipped_steps_and_joins_are_counted_from_the_steps() -> Non
     joins = [{"actor": "actor-1", "version": 1, "join_s": 0.5}, {"actor": "actor-2", "version": 1, "join_s": 1.5}]
     told = [
         step(1, {}, skipped="loss not finite", parity_failures=0, heldout_accuracy=0.5, heldout_version=0,
-             heldout_unanswered=2, joins=joins),
+             heldout_unanswered=2, heldout_accuracy_lower_bound=0.25, joins=joins),
         step(2, {"0": 4}, skipped="", parity_failures=3, heldout_tokens=70, commits_held_s=1.5),
         step(3, {"0": 4}, skipped="", parity_failures=1),
     ]  # fmt: skip
@@ -81,7 +82,7 @@ def test_evaluations_skipped_steps_and_joins_are_counted_from_the_steps() -> Non
     assert (summary["steps_skipped"], summary["parity_failures"]) == (1, 4)
     assert (summary["heldout_tokens"], summary["commits_held_s"]) == (70, 1.5)
     assert summary["sequence_reasons"] is None, "the steps do not tell"
-    assert summary["heldout"] == [{"version": 0, "accuracy": 0.5, "unanswered": 2}]
+    assert summary["heldout"] == [{"version": 0, "accuracy": 0.5, "unanswered": 2, "lower_bound": 0.25}]
     assert summary["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": None}
 
 
@@ -129,7 +130,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     lines = closing_lines(summary_from_metrics(recipe(), records()), run, Ending(75.0))
     text = "\n".join(lines)
     assert "done after 1m 15s: 3 optimizer steps" in text
-    assert "held-out accuracy  25.0% -> 75.0%" in text
+    assert "held-out accuracy  25.0% -> 75.0%; 70.0% with unanswered problems as wrong" in text
     assert "mean 1.02, p95 2, max 10, by the formula 7; 60.0% of the sequences span several policy versions" in text
     assert "trainer            160 tokens/s while it computes, MFU 25.0%" in text
     assert "cut short          12.0% of the sequences" in text

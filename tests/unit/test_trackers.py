@@ -129,7 +129,7 @@ def settings_in(run_dir: Path) -> TrainerSettings:
 
 
 def evaluation(version: int) -> HeldoutResult:
-    return HeldoutResult(version, 0.75, num_unanswered=1, num_tokens=9, samples=())
+    return HeldoutResult(version, 0.75, 0.6, num_unanswered=1, num_tokens=9, samples=())
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

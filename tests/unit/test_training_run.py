@@ -27,7 +27,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         assert not any("checkpoint" in call for call in policy.calls)
         began_s = run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
         assert began_s is not None  # training has begun, and no checkpoint is there: its age counts from here
-        run.recorder.heldout(HeldoutResult(1, 0.75, num_unanswered=1, num_tokens=9, samples=()))
+        run.recorder.heldout(HeldoutResult(1, 0.75, 0.6, num_unanswered=1, num_tokens=9, samples=()))
         policy.may_step.set()
         await running
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]
@@ -43,7 +43,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
     assert not (tmp_path / "checkpoint" / "resume").exists()
     (tracked,) = run.recorder._trackers._trackers
     heldout, (step, figures), (_, told) = tracked.points  # type: ignore[attr-defined]
-    assert heldout == (1, {"heldout/accuracy": 0.75, "heldout/unanswered": 1.0})
+    assert heldout == (1, {"heldout/accuracy": 0.75, "heldout/accuracy_lower_bound": 0.6, "heldout/unanswered": 1.0})
     assert (step, figures["sequences/trained"]) == (2, 2.0)
     assert (tracked.finished, told["summary/steps"]) == (False, 1.0)  # type: ignore[attr-defined]
 

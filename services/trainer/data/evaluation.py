@@ -162,7 +162,8 @@ class HeldoutSample:
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """`accuracy`: share of right answers among the problems with a verdict; `num_unanswered` problems have none.
+    """`accuracy`: share of right answers among the problems with a verdict; `num_unanswered` problems have none. They are wrong
+    answers in `lower_bound`, the share of right ones among all problems.
 
     No verdict: no completion in time, a failure of the actor, no answer of the verifier in time, or a reward that failed.
     `num_tokens`: of the completions.
@@ -170,6 +171,7 @@ class HeldoutResult:
 
     version: int
     accuracy: float
+    lower_bound: float
     num_unanswered: int
     num_tokens: int
     samples: tuple[HeldoutSample, ...]
@@ -269,6 +271,7 @@ class Evaluator:
         return HeldoutResult(
             version,
             right / num_answered,
+            right / len(self._problems),
             unanswered.total(),
             sum(len(tokens_of(completion)) for completion in completions.values()),
             tuple(self._sample(completion, verdicts) for _, completion in sorted(completions.items())[:4]),

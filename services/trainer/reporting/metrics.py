@@ -84,6 +84,10 @@ OF_STEP: dict[str, tuple[str, ...]] = {
 lacks is no series."""
 NOW_AND_THEN: dict[str, tuple[str, ...]] = {
     "heldout_accuracy": ("heldout_accuracy_ratio", "Held-out accuracy, last evaluation."),
+    "heldout_accuracy_lower_bound": (
+        "heldout_accuracy_lower_bound_ratio",
+        "Held-out accuracy with problems without a verdict as wrong answers, last evaluation.",
+    ),
     "heldout_unanswered": (
         "heldout_unanswered_problems",
         "Held-out problems without a verdict, last evaluation.",

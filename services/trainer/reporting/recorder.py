@@ -147,12 +147,13 @@ class Recorder:
     def heldout(self, result: HeldoutResult) -> None:
         self._arrived |= {
             "heldout_accuracy": result.accuracy,
+            "heldout_accuracy_lower_bound": result.lower_bound,
             "heldout_version": result.version,
             "heldout_unanswered": result.num_unanswered,
             "heldout_tokens": result.num_tokens,
         }
         self.totals.heldout_tokens += result.num_tokens
-        self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered))
+        self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered, result.lower_bound))
         for sample in result.samples:
             self._sample(heldout_sample(result.version, sample, self._tokenizer))
         self._trackers.heldout(result)
@@ -375,6 +376,7 @@ def _nothing_arrived() -> StepRecord:
     """What comes between two steps and goes into the record of the next one, before any of it has come."""
     return {
         "heldout_accuracy": None,
+        "heldout_accuracy_lower_bound": None,
         "heldout_version": None,
         "heldout_unanswered": None,
         "heldout_tokens": None,

@@ -142,7 +142,11 @@ class RunTrackers:
 
     def heldout(self, result: HeldoutResult) -> None:
         time_s = time.time()
-        figures = {"heldout/accuracy": result.accuracy, "heldout/unanswered": float(result.num_unanswered)}
+        figures = {
+            "heldout/accuracy": result.accuracy,
+            "heldout/accuracy_lower_bound": result.lower_bound,
+            "heldout/unanswered": float(result.num_unanswered),
+        }
         for tracker in self._trackers:
             tracker.send(lambda to: to.log(HELDOUT_VERSION, result.version, time_s, figures))
 
