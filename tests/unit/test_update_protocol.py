@@ -143,12 +143,18 @@ class RunningActor:
     gate: ServingGate
     listener: UpdateListener
     task: asyncio.Task[None]
+    process: str = "p1"
 
     async def register(
-        self, process: str = "p1", ranks: int = 1, pod_uid: str = "", phase: RegistrationPhase = "joining"
+        self, process: str = "", ranks: int = 1, pod_uid: str = "", phase: RegistrationPhase = "joining"
     ) -> None:
         registration = Registration(
-            actor=self.name, process=process, grpc_address=f"{self.name}:1", ranks=ranks, phase=phase, pod_uid=pod_uid
+            actor=self.name,
+            process=process or self.process,
+            grpc_address=f"{self.name}:1",
+            ranks=ranks,
+            phase=phase,
+            pod_uid=pod_uid,
         )
         await self.bus.put_member(self.name, registration.SerializeToString())
 
@@ -226,12 +232,18 @@ async def ends_with(task: asyncio.Task[None], error: type[Exception], match: str
 
 
 @asynccontextmanager
-async def stage(*names: str, deadline_s: float = 5.0, join_timeout_s: float = 60.0) -> AsyncIterator[Stage]:
-    server = MemoryServer()
+async def stage(
+    *names: str,
+    deadline_s: float = 5.0,
+    join_timeout_s: float = 60.0,
+    server: MemoryServer | None = None,
+    sender: ScriptedSender | None = None,
+) -> AsyncIterator[Stage]:
+    server, sender = server or MemoryServer(), sender or ScriptedSender()
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
         await bus.create_streams()
-        sender, history = ScriptedSender(), Told()
+        history = Told()
         updater = WeightUpdater(
             bus, sender, history, incarnation=1, deadline_s=deadline_s, join_timeout_s=join_timeout_s
         )
@@ -246,12 +258,16 @@ async def stage(*names: str, deadline_s: float = 5.0, join_timeout_s: float = 60
 
 
 async def start_actor(
-    name: str, server: MemoryServer, stack: AsyncExitStack, refuses: Exception | None = None
+    name: str,
+    server: MemoryServer,
+    stack: AsyncExitStack,
+    receiver: ScriptedReceiver | None = None,
+    process: str = "p1",
 ) -> RunningActor:
     bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
-    receiver, gate = ScriptedReceiver(refuses=refuses), ServingGate(max_lag=None)
-    listener = UpdateListener(bus, receiver, gate, ActorMetrics(CollectorRegistry()), instance=name, process="p1")
-    return RunningActor(name, bus, receiver, gate, listener, asyncio.create_task(listener.run()))
+    receiver, gate = receiver or ScriptedReceiver(), ServingGate(max_lag=None)
+    listener = UpdateListener(bus, receiver, gate, ActorMetrics(CollectorRegistry()), instance=name, process=process)
+    return RunningActor(name, bus, receiver, gate, listener, asyncio.create_task(listener.run()), process)
 
 
 async def test_every_actor_serves_what_was_sent_on_the_ranks_that_it_takes() -> None:
@@ -313,7 +329,7 @@ async def test_a_measured_version_is_kept_until_it_is_released() -> None:
 )
 async def test_an_actor_that_cannot_prepare_says_why_and_ends(refusal: Exception, ends: type, says: str) -> None:
     async with stage("a", "b") as one:
-        stranger = await start_actor("c", one.server, one.stack, refuses=refusal)
+        stranger = await start_actor("c", one.server, one.stack, ScriptedReceiver(refuses=refusal))
         await ends_with(stranger.task, ends, says)
         await one.until(lambda: f"c: {refusal}" in one.updater.reasons)
         await one.send(0)
@@ -372,6 +388,44 @@ async def test_updates_go_on_while_a_joiner_is_stuck_and_take_it_in_when_it_serv
         assert one.updater.evictions == 0
         await one.actors["a"].bus.remove_member("a")
         await one.until_serving("b")
+
+
+async def test_a_side_group_outlives_the_epochs_of_the_others() -> None:
+    async with stage("a", "c", deadline_s=600) as one:
+        await one.send(0)
+        joiner = await one.join("b", stuck=True)
+        await one.until(lambda: joiner.listener.staging_state == "receiving")
+        side = joiner.listener.epoch
+        await one.actors["c"].bus.remove_member("c")
+        await one.until(lambda: one.updater.num_present == 2)
+        await one.send(1)  # in an epoch of a alone, of which b hears
+        await one.until(lambda: joiner.gate.announced == PolicyVersion(1, 1))
+        assert (list(one.updater.members), one.joining, one.history.regroups) == (["a"], ["b"], 1)
+        assert (joiner.listener.epoch, joiner.listener.staging_state, joiner.receiver.discards) == (
+            side,
+            "receiving",
+            0,
+        )
+        joiner.receiver.may_receive.set()
+        await one.until(lambda: one.served("b") == [0, 1])
+        assert one.sender.sent == ["snapshot-0", "snapshot-0", "snapshot-1", "snapshot-1"], "each once to b"
+
+
+async def test_an_order_that_nats_has_stored_twice_is_followed_once() -> None:
+    async with stage("a") as one:
+        publish = one.updater.bus.publish_control
+
+        async def publish_twice(*message: Any) -> None:
+            for _ in range(2):
+                await publish(*message)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+
+        one.updater.bus.publish_control = publish_twice  # type: ignore[method-assign]
+        await one.send(0)
+        await one.send(1)
+        receiver = one.actors["a"].receiver
+        assert (receiver.joined, one.served("a"), receiver.discards) == ([("epoch-1", 1, 2)], [0, 1], 0)
 
 
 async def test_an_actor_never_goes_back_to_an_older_version() -> None:

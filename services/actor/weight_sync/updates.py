@@ -64,9 +64,13 @@ class UpdateListener:
         """Of the weights that the served model is prepared for; empty before the trainer's manifest came."""
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
+        self._expected: PolicyVersion | None = None
+        """Announced in this epoch last."""
         self._staged: PolicyVersion | None = None
         self._committing = False
         self.epoch: EpochStart | None = None
+        self._alone = False
+        """The epoch is that of a side group."""
         self.serving = asyncio.Lock()
 
     @property
@@ -105,7 +109,7 @@ class UpdateListener:
             case Manifest():
                 await self._on_manifest(decoded)
             case EpochStart():
-                await self._on_epoch(decoded)
+                await self._on_epoch(decoded, alone=bool(message.actor))
             case Announce():
                 await self._on_announce(decoded, trace_in(message.headers))
             case Commit():
@@ -140,11 +144,18 @@ class UpdateListener:
             "recipe and the same initial model (PIPELINERL_RECIPE, PIPELINERL_MODEL_DIR)"
         ) from error
 
-    async def _on_epoch(self, epoch: EpochStart) -> None:
+    async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
+        """`alone`: it was said to this actor only, as the epoch of a side group. Epochs of the others come and go beside a side
+        group, which lasts until an epoch names this process, or the trainer leaves it."""
+        mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
+        if mine is not None and mine.incarnation == epoch.incarnation:
+            beside = me is None and self._alone and not alone
+            if beside or epoch.epoch <= mine.epoch:  # NATS may have stored one twice
+                return
         await self._stop_receiving()
+        self.epoch = None
         if me is None:
-            self.epoch = None
             return
         if self.manifest_id != epoch.manifest_id:
             await self._fail(epoch, 0, TransferError(f"manifest {epoch.manifest_id} is not the one prepared here"))
@@ -157,20 +168,21 @@ class UpdateListener:
         except TransferError as error:
             await self._fail(epoch, 0, error)
             return
-        self.epoch = epoch
+        self.epoch, self._alone = epoch, alone
         log.info("joined epoch %d as rank %d of %d", epoch.epoch, me.first_rank, epoch.world_size)
         await self._answer("joined", EpochJoined(**self._of(epoch)))
 
     async def _on_announce(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         self._gate.announce(version)
-        if not self._in_epoch(announce.incarnation, announce.epoch):
+        if not self._in_epoch(announce.incarnation, announce.epoch) or version == self._expected:
             return
         await self._stop_receiving()
         if self._gate.served is not None and newer(self._gate.served, version):
             error = TransferError(f"serves {self._gate.served} already, which is newer")
             await self._fail(announce, announce.version, error)
             return
+        self._expected = version
         self._receiving = self._tasks.create_task(self._receive(announce, trace))
 
     async def _receive(self, announce: Announce, trace: Trace) -> None:
@@ -231,7 +243,7 @@ class UpdateListener:
 
     async def _stop_receiving(self) -> None:
         """Ends a receive under way and forgets what was staged. Bounded: the receiver abandons a stuck transfer."""
-        task, self._receiving = self._receiving, None
+        task, self._receiving, self._expected = self._receiving, None, None
         unfinished = task is not None and not task.done()
         if task is not None:
             task.cancel()
