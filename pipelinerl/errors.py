@@ -52,8 +52,8 @@ class PayloadTooLarge(BusError):
         super().__init__(f"message of {size_bytes} bytes on {subject} exceeds max_payload of {limit_bytes} bytes")
 
 
-class NotPermitted(BusError):
-    """NATS does not let this user publish or subscribe to a subject."""
+class NotPermitted(UserError):
+    """NATS does not let this user publish or subscribe to a subject. Not a `BusError`: waiting mends nothing, the service ends."""
 
     def __init__(self, user: str, subject: str, action: str = "publish") -> None:
         self.user, self.subject, self.action = user, subject, action

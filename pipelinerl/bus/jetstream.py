@@ -129,8 +129,9 @@ async def service_bus(
 class Bus:
     """One run's streams. Made by `connect`.
 
-    Every call is bounded in time and raises `BusError` when the server does not answer. The iterators are not: they wait,
-    across reconnections, until the context is left. Cancelling a wait (`anext` too) never loses a message.
+    Every call is bounded in time and raises `BusError` when the server does not answer, `NotPermitted` when this user may not
+    make it. The iterators are not: they wait, across reconnections, until the context is left. Cancelling a wait (`anext` too)
+    never loses a message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:

@@ -125,7 +125,7 @@ class Puller(ABC):
         self._inbox = ""
         self._subscription: Subscription | None = None
         self._woken = asyncio.Event()
-        self._error: BusError | None = None
+        self._error: BusError | NotPermitted | None = None
 
     @abstractmethod
     def on_reconnect(self) -> None: ...
@@ -155,7 +155,7 @@ class Puller(ABC):
         await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
 
     async def _wait(self, timeout_s: float) -> bool:
-        """Whether anything happened in time. Raises `BusError` when that is an error."""
+        """Whether anything happened in time. Raises `BusError` or `NotPermitted` when that is an error."""
         self._woken.clear()
         if self._error is None:
             with contextlib.suppress(TimeoutError):
@@ -305,7 +305,7 @@ class OrderedReader(Puller, Generic[_Item]):
                 if consumer and self._connection.is_connected:
                     async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                         await self._connection.js.delete_consumer(self._stream, consumer)
-        except BusError as error:  # it is gone already, or goes by itself when idle
+        except (BusError, NotPermitted) as error:  # it is gone already, or goes by itself when idle
             _log.debug("consumer of %s not deleted: %s", self._stream, error)
 
     async def _on_message(self, message: Msg) -> None:

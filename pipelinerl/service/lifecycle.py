@@ -154,10 +154,11 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def sole_error(error: BaseException) -> BaseException:
-    """The error itself where task groups wrapped it and nothing else."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
+    """The error itself where task groups wrapped nothing else: several tasks may have met the same one."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    inner = [sole_error(one) for one in error.exceptions]
+    return inner[0] if len({(type(one), str(one)) for one in inner}) == 1 else error
 
 
 @contextmanager

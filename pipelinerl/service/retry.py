@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pipelinerl.errors import BusError, NotPermitted, PayloadTooLarge
+from pipelinerl.errors import BusError, PayloadTooLarge
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Backoff:
 
 def is_bus_outage(error: Exception) -> bool:
     """Whether waiting may help: NATS is away, or a stream is full."""
-    return isinstance(error, BusError) and not isinstance(error, PayloadTooLarge | NotPermitted)
+    return isinstance(error, BusError) and not isinstance(error, PayloadTooLarge)
 
 
 async def retry_forever(

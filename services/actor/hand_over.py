@@ -15,7 +15,7 @@ from functools import partial
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.reader import PromptDelivery
-from pipelinerl.errors import BusError, MessageError
+from pipelinerl.errors import BusError, MessageError, NotPermitted
 from pipelinerl.messages.sequences import PartialSequence, PromptGroup, encode_group
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.spans import headers_of, trace_in
@@ -156,7 +156,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
         try:
             async with asyncio.timeout_at(until), at_once:
                 await _publish(bus, one, instance)
-        except (BusError, MessageError, TimeoutError) as error:
+        except (BusError, NotPermitted, MessageError, TimeoutError) as error:
             lost = sum(len(sample.completion_token_ids) for sample in one.partials.values())
             log.error(
                 "group %s cannot be handed over, its %d missing samples start anew and %d tokens are lost: %s",

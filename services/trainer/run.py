@@ -18,7 +18,7 @@ from grpc import aio
 
 from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.jetstream import Bus
-from pipelinerl.errors import BusError, ServiceError
+from pipelinerl.errors import BusError, NotPermitted, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.kube.pods import PodWatch
@@ -232,7 +232,7 @@ class TrainingRun:
         )
         try:
             await self._bus.publish_control("end", end.SerializeToString())
-        except BusError as error:
+        except (BusError, NotPermitted) as error:
             log.warning("the end of the run could not be announced: %s", error)
 
 

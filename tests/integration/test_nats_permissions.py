@@ -18,7 +18,13 @@ from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_TRAINER, Subjects
 from pipelinerl.errors import BusError, FieldError, NotPermitted
 from pipelinerl.local.nats import NatsServer
+from pipelinerl.messages.control import Registration
+from pipelinerl.messages.sequences import decode_group, encode_group
+from services.actor.generation import ServingGate
+from services.actor.hand_over import HeldGroups
+from services.actor.membership import Heartbeat
 from tests.support.guarded_nats import PASSWORDS, guarded, logged, reload
+from tests.unit.builders import make_group
 
 RUN = "demo"
 SUBJECTS = Subjects(RUN)
@@ -137,6 +143,41 @@ async def test_a_reader_whose_pulls_are_refused_is_told(tmp_path: Path) -> None:
         async with user_of(server, tmp_path, TRAINER) as bus:
             await bus.create_streams()
             assert "MSG.NEXT.SEQUENCES_demo" in (await refused(_first(bus.read_sequences(1)))).subject
+
+
+async def _beats(bus: Bus) -> None:
+    await Heartbeat(bus, ServingGate(None), lambda: "", Registration(actor="actor-1", process="p1")).run()
+
+
+async def _acknowledges(bus: Bus) -> None:
+    held, delivery = HeldGroups(), await bus.next_prompt(SOON_S)
+    assert delivery is not None
+    group = decode_group(delivery.payload, expected_run=RUN)
+    held.take(group, delivery)
+    await held.acknowledge(group.group_id)
+
+
+@pytest.mark.parametrize(
+    ("missing", "subject", "does"),
+    [
+        ("$KV.members-demo.*", "$KV.members-demo.actor-1", _beats),
+        ("$JS.ACK.PROMPTS_demo.actors.>", "$JS.ACK.PROMPTS_demo.actors.1.", _acknowledges),
+    ],
+)
+async def test_what_an_actor_does_again_and_again_ends_it_where_it_is_not_permitted(
+    tmp_path: Path, missing: str, subject: str, does: Callable[[Bus], Awaitable[None]]
+) -> None:
+    short = authorization(RUN, PASSWORDS)
+    short["users"][1]["permissions"]["publish"].remove(missing)
+    with guarded(tmp_path, RUN, authorization=short) as server:
+        async with user_of(server, tmp_path, TRAINER) as bus:
+            await bus.create_streams()
+            done = make_group(run=RUN, done_samples=(0, 1))
+            await bus.publish_prompt(encode_group(done), done.group_id)
+        async with user_of(server, tmp_path, ACTOR) as bus:
+            error = await refused(does(bus))
+    assert (error.user, error.subject[: len(subject)]) == ("actor", subject)
+    assert "python -m pipelinerl.bus.permissions RUN" in str(error)
 
 
 async def test_nobody_reads_anothers_answers(server: NatsServer) -> None:

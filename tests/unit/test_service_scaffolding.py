@@ -29,7 +29,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import Field
 
-from pipelinerl.errors import FieldError, ServiceError, UserError
+from pipelinerl.errors import FieldError, NotPermitted, ServiceError, UserError
 from pipelinerl.local.processes import http_status
 from pipelinerl.run_dir import write_json
 from pipelinerl.service import http, tls
@@ -357,6 +357,9 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptur
     assert exit_code(lambda: None) == 0
     assert raising(ExceptionGroup("tasks", [FieldError("a.b", 1, "use 2")])) == 2
     assert capsys.readouterr().err == "error: a.b = 1: use 2\n"
+    refused = [NotPermitted("actor", "demo.sequences") for _ in range(2)]  # what waited at once is refused at once
+    assert raising(ExceptionGroup("tasks", [refused[0], ExceptionGroup("more", refused)])) == 2
+    assert "user 'actor' may not publish to demo.sequences" in capsys.readouterr().err
     assert not caplog.records
     assert raising(ServiceError("port 1 in use")) == 1
     assert raising(RuntimeError("defect")) == 1

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.errors import NotPermitted
 from pipelinerl.messages.sequences import decode_group
 from services.trainer import resume
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
@@ -107,3 +108,14 @@ async def test_an_outage_loses_nothing() -> None:
         await several_looks()
         assert len(await one.intake.take_batch(version=0)) == 2
         assert one.tracker.ledger.counts.failed == 0
+
+
+async def test_a_missing_permission_is_not_waited_for() -> None:
+    async with desk("feeder") as one:
+
+        async def refused() -> object:
+            raise NotPermitted("trainer", "$JS.API.STREAM.INFO.PROMPTS_unit")
+
+        one.bus.prompts_info = refused  # type: ignore[method-assign, assignment]
+        with pytest.raises(NotPermitted):
+            await one.run.resume.keep_streams(one.run.loop)
