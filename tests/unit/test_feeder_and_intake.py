@@ -311,6 +311,29 @@ async def test_conventional_mode_issues_whole_phases_and_shuffles_each() -> None
     assert await orders(seed=1) == phases != await orders(seed=2)
 
 
+async def test_a_last_phase_that_is_shorter_ends_though_groups_of_it_are_filtered_and_fail() -> None:
+    algorithm = {"max_lag": None, "conventional_g": 3, "filter_equal_rewards": True}
+    trainer = {**TRAINER, "steps": 4}
+    async with desk(mode="conventional", algorithm=algorithm, trainer=trainer) as one:
+        answered = 0
+        for version in range(4):
+            if version in (0, 3):
+                one.serve(version)
+            taking = asyncio.create_task(one.intake.take_batch(version))
+            while not taking.done():
+                for group in await one.take_issued():
+                    answered += 1
+                    if answered % 3 == 1:
+                        await one.answer(group, (1.0, 1.0))
+                    else:
+                        for index in range(2):
+                            failure = "reward_timeout" if answered % 3 == 2 else ""
+                            await one.publish(make_sequence(group, index, reward=float(index), failure=failure))
+                await asyncio.sleep(0)
+            assert len(await taking) == 2
+        assert (one.tracker.issued_groups, one.tracker.lost_groups) == (24, 16), "one of three is trained on"
+
+
 async def conventional_run(seed: int) -> tuple[list[str], int]:
     """All prompts of a conventional run of one actor, as issued, and the feeder's state at its end."""
     sampling = {"group_size": 2, "max_tokens": 16, "seeded": True}

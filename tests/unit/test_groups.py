@@ -149,6 +149,67 @@ def test_phases_by_hand() -> None:
     assert (groups_before_step(shorter, 2), groups_before_step(shorter, 3), issue_limit(shorter, 3)) == (4, 4, 16)
 
 
+@given(
+    conventional=st.booleans(),
+    phase_steps=st.integers(1, 9),
+    steps=st.integers(1, 20),
+    per_step=st.integers(1, 3),
+    group_size=st.integers(1, 3),
+    max_lag=st.sampled_from([None, 0, 1, 4]),
+    loss=st.sampled_from([0.0, 0.1, 0.6]),
+    seed=st.integers(0, 2**32),
+)
+def test_every_run_ends_whatever_is_lost_and_nothing_is_left_over(
+    conventional: bool,
+    phase_steps: int,
+    steps: int,
+    per_step: int,
+    group_size: int,
+    max_lag: int | None,
+    loss: float,
+    seed: int,
+) -> None:
+    """Feeder and intake by their rules. Groups are lost as they arrive, failed or filtered, or when their turn comes, as stale;
+    in the last phase, too. Whenever the trainer waits, a group is on its way or may be issued."""
+    if conventional and max_lag is not None:
+        max_lag = max(max_lag, phase_steps - 1)
+    recipe = make_recipe(
+        mode="conventional" if conventional else "pipeline",
+        sampling={"group_size": group_size, "max_tokens": 16},
+        algorithm={"advantage": "group_mean", "max_lag": max_lag, "conventional_g": phase_steps},
+        trainer={"steps": steps, "batch_size": per_step * group_size, "tokens_per_microbatch": 64},
+        actor={"sequences_in_progress": 6},
+    )
+    bounds, random, on_their_way = (
+        IssueBounds(recipe),
+        Random(seed),
+        list[int](),
+    )  # each with the version that samples it
+    issued = lost = taken = served = 0
+    for version in range(steps):
+        sent = version if starts_phase(recipe, version) else served
+        while taken < groups_before_step(recipe, version):
+            if random.random() < 0.5:
+                served = sent
+            may_issue = bounds.allowance(served, 1, issued - lost, num_waiting=0)
+            issued += may_issue
+            on_their_way += [served] * may_issue
+            if not on_their_way and served < sent:
+                continue
+            assert on_their_way, f"the step at version {version} waits for ever"
+            sampled_by = on_their_way.pop(random.randrange(len(on_their_way)))
+            if random.random() < loss or (max_lag is not None and version - sampled_by > max_lag):
+                lost += 1
+            else:
+                taken += 1
+        taken -= per_step
+        wait_share, oldest = random.random(), issued - len(on_their_way)
+        bounds.begin_step(
+            1, issued - lost, len(on_their_way), wait_share, for_max_lag=False, issued=issued, oldest_open=oldest
+        )
+    assert (issued - lost, taken, on_their_way) == (steps * per_step, 0, [])
+
+
 @given(st.integers(1, 5), st.integers(0, 6), st.data())
 def test_in_issue_order_lag_never_exceeds_max_lag(per_step: int, max_lag: int, data: st.DataObject) -> None:
     """Issue as much as allowed, lose some groups at random, train in order of issue; every lag is within the bound,
