@@ -53,7 +53,7 @@ class PayloadTooLarge(BusError):
 
 
 class NotPermitted(UserError):
-    """NATS does not let this user publish or subscribe to a subject. Not a `BusError`: waiting mends nothing, the service ends."""
+    """NATS does not let this user publish or subscribe to a subject. Not a `BusError`: no waiting mends it, so services end."""
 
     def __init__(self, user: str, subject: str, action: str = "publish") -> None:
         self.user, self.subject, self.action = user, subject, action

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.reader import PromptDelivery
-from pipelinerl.errors import BusError, MessageError
+from pipelinerl.errors import BusError, MessageError, PayloadTooLarge
 from pipelinerl.messages.control import Phase
 from pipelinerl.messages.sequences import (
     PartialSequence,
@@ -36,7 +36,7 @@ from services.actor.engine import (
     state_of,
 )
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
-from services.actor.hand_over import HeldGroups
+from services.actor.hand_over import HeldGroups, hand_back
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
@@ -112,8 +112,9 @@ class GenerationLoop:
 
     Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
     commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
-    trainer's feeder issues it). A group is admitted sample by sample, so a large one never leaves slots empty. A sample that
-    another actor began before it left is continued where it stopped.
+    trainer's feeder issues it). A group is admitted sample by sample, so a large one never leaves slots empty; if the gate
+    closes meanwhile, the samples that are left go back to PROMPTS for another actor. A sample that another actor began before
+    it left is continued where it stopped.
     """
 
     def __init__(
@@ -142,7 +143,8 @@ class GenerationLoop:
             while True:
                 await self._gate.opened.wait()
                 await self._slots.acquire()
-                taken = await self._next_group()
+                # Both took their time, and the gate may have closed while a slot was waited for.
+                taken = await self._next_group() if self._gate.opened.is_set() else None
                 if taken is None:
                     self._slots.release()
                     continue
@@ -152,6 +154,9 @@ class GenerationLoop:
                         await self._slots.acquire()
                     if self._interrupted:
                         return
+                    if not self._gate.opened.is_set() and await self._handed_back(group, samples[position:]):
+                        self._slots.release()
+                        break
                     self._metrics.busy.enter()
                     tasks.create_task(self._sample(group, sample_index, trace))
 
@@ -198,6 +203,16 @@ class GenerationLoop:
         samples = self._held.take(group, delivery)
         await self._held.acknowledge(group.group_id)  # one that asks for nothing is done
         return (group, samples, trace_in(delivery.headers)) if samples else None
+
+    async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
+        """Whether another actor will generate these samples, which were not begun here. Waits for the stream."""
+        try:
+            await hand_back(self._bus, self._held, group.group_id, samples, instance=self._instance)
+        except (MessageError, PayloadTooLarge) as error:
+            log.warning("%d samples of group %s are generated here: %s", len(samples), group.group_id, error)
+            return False
+        log.info("%d samples of group %s go to another actor: %s", len(samples), group.group_id, self._gate.reason)
+        return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
         """Ends its samples as failed sequences; with the last one stored the group is acknowledged. None: no group to name."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,6 +64,9 @@ class HeldGroups:
         """Groups in hand, whatever the messages they came in. May be read on any thread."""
         return len(self._held)
 
+    def __getitem__(self, group_id: str) -> HeldGroup:
+        return self._held[group_id]
+
     def unfinished(self) -> list[HeldGroup]:
         """Those that lack samples."""
         return [held for held in self._held.values() if held.missing]
@@ -91,11 +94,16 @@ class HeldGroups:
 
     async def published(self, group: PromptGroup, sample_index: int) -> None:
         """Marks one sequence as stored in SEQUENCES; acknowledges a message with its last one."""
-        if held := self._held.get(group.group_id):
-            held.partials.pop(sample_index, None)
-            for message in held.messages.values():
-                message.missing.discard(sample_index)
-            await self.acknowledge(group.group_id)
+        await self.done_with(group.group_id, [sample_index])
+
+    async def done_with(self, group_id: str, samples: Iterable[int]) -> None:
+        """They are stored, or another actor's from now on; a message that asks for no other is acknowledged."""
+        if held := self._held.get(group_id):
+            for sample_index in samples:
+                held.partials.pop(sample_index, None)
+                for message in held.messages.values():
+                    message.missing.discard(sample_index)
+            await self.acknowledge(group_id)
 
     async def acknowledge(self, group_id: str) -> None:
         """Acknowledges what is done of this group. What cannot be now is tried again by `keep_alive`."""
@@ -155,7 +163,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
         group_id = one.group.group_id
         try:
             async with asyncio.timeout_at(until), at_once:
-                await _publish(bus, one, instance)
+                await _publish(bus, one, sorted(one.missing), instance)
         except (BusError, NotPermitted, MessageError, TimeoutError) as error:
             lost = sum(len(sample.completion_token_ids) for sample in one.partials.values())
             log.error(
@@ -175,11 +183,20 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
             await held.acknowledge_all()
 
 
-async def _publish(bus: Bus, held: HeldGroup, instance: str) -> None:
-    """Raises `BusError`, `MessageError`."""
+async def hand_back(bus: Bus, held: HeldGroups, group_id: str, samples: Sequence[int], *, instance: str) -> None:
+    """Returns `samples` of a group in hand to PROMPTS, which this actor has not begun; another one generates them.
+
+    Waits for the stream. Raises `MessageError`, `PayloadTooLarge`; they stay in hand then.
+    """
+    await _publish(bus, held[group_id], samples, instance)
+    await held.done_with(group_id, samples)
+
+
+async def _publish(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:
+    """Asks for `samples` of what is held. Raises `PayloadTooLarge`, `MessageError`."""
     group_id, partials = held.group.group_id, [held.partials[index] for index in sorted(held.partials)]
     room = bus.max_payload_bytes - HEADER_ROOM_BYTES
-    payloads, left_out = messages_of(held.group, sorted(held.missing), partials, room)
+    payloads, left_out = messages_of(held.group, samples, partials, room)
     if left_out:
         log.error("group %s: %d tokens are too many for a message, and are generated anew", group_id, left_out)
     first = next(iter(held.messages.values()))

@@ -155,9 +155,10 @@ class Stage:
         """Until the engine has so many requests under way."""
         await self.until(lambda: self.engine.running == count)
 
-    async def all_acknowledged(self) -> None:
+    async def all_acknowledged(self, left: int = 0) -> None:
+        """Everything in hand; `left`: messages that nobody has in hand."""
         await self.until(lambda: len(self.held) == 0)
-        assert (await self.bus.prompts_info()).messages == 0
+        assert (await self.bus.prompts_info()).messages == left
 
     async def published(self, count: int) -> list[TrainedSequence]:
         """The first `count` sequences of the log, waiting for them."""

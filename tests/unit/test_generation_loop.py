@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import BusError
-from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, VersionSpan, encode_group
+from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, VersionSpan, decode_group, encode_group
 from pipelinerl.telemetry.metrics import MOST_REASONS
 from pipelinerl.v1 import sequence_pb2
 from pipelinerl.v1.verifier_pb2 import (
@@ -48,6 +48,45 @@ async def test_takes_nothing_before_a_version_is_served() -> None:
         assert one.gate.reason == "no policy version served yet"
         one.gate.serve(PolicyVersion(1, 0))
         assert len(await one.published(2)) == 2
+
+
+async def test_a_gate_that_closes_keeps_a_loop_that_waits_for_a_slot_from_taking_a_group() -> None:
+    async with stage(in_progress=1) as one:
+        one.engine.open.clear()
+        await one.issue(0, num_samples=1)
+        await one.generating(1)
+        await one.issue(1)
+        one.gate.announce(PolicyVersion(1, 9))  # max_lag is 1
+        one.engine.open.set()
+        await one.published(1)
+        await one.all_acknowledged(left=1)
+        delivery = await one.bus.next_prompt(1.0)
+        assert delivery is not None
+        assert (delivery.msg_id, delivery.num_deliveries) == ("g00000001", 1)
+
+
+async def test_when_the_gate_closes_the_samples_of_a_group_that_are_not_begun_go_back() -> None:
+    async with stage(in_progress=1) as one:
+        one.engine.open.clear()
+        await one.issue(0, num_samples=4)
+        await one.generating(1)
+        await one.issue(1)
+        one.gate.announce(PolicyVersion(1, 9))
+        one.engine.open.set()
+        assert [s.sequence_id for s in await one.published(1)] == ["g00000000.0"]
+        await one.all_acknowledged(left=2)
+        rest, other = [await one.bus.next_prompt(1.0) for _ in range(2)]
+        assert rest is not None
+        assert other is not None
+        asked = {group.group_id: group.done_samples for group in (decode_group(d.payload) for d in (rest, other))}
+        assert asked == {"g00000000": (0,), "g00000001": ()}
+        assert [rest.num_deliveries, other.num_deliveries] == [1, 1], "handing back costs no delivery"
+        assert one.engine.started == ["g00000000.0"]
+        for delivery in (rest, other):
+            await delivery.give_back()
+        one.gate.serve(PolicyVersion(1, 9))
+        assert len({s.sequence_id for s in await one.published(6)}) == len(one.engine.started) == 6
+        await one.all_acknowledged()
 
 
 async def test_a_verifier_that_is_away_fills_the_buffer_and_loses_nothing() -> None:

@@ -1,5 +1,5 @@
-"""Trainer and actors of the weight-update protocol together, while actors come and go and messages arrive late: whatever happens,
-somebody acts on it, so that nothing but silence has to be ended by a deadline. Real messages and state machines, no bytes."""
+"""Trainer and actors of the weight-update protocol together, while actors come and go and messages arrive late: nothing that
+somebody says or does has to be ended by a deadline. Real messages and state machines, no bytes."""
 
 from __future__ import annotations
 
