@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 5.0
+ANSWER_WITHIN_S = 5.0
 DISMISS_S = 1.5
 """How long the last order to the other ranks may wait for a computation of theirs."""
 HEARTBEATS_ALONE = "an actor's departure is noticed by its own word or by its heartbeat"
@@ -212,16 +213,33 @@ class TrainingRun:
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _poll_actors(self) -> None:
+        """Tells the recorder how busy the members are, as far as they say. Each is asked by a task of its own: one that does
+        not answer keeps nobody waiting."""
+        loads: dict[str, ActorState] = {}
+        asking: dict[tuple[str, str], asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                members = {(name, member.grpc_address) for name, member in self.updater.members.items()}
+                for gone in asking.keys() - members:
+                    asking.pop(gone).cancel()
+                    loads.pop(gone[0], None)
+                for new in members - asking.keys():
+                    asking[new] = tasks.create_task(self._ask_load(*new, loads))
+                self.recorder.actor_loads(loads, measuring=self.loop.measuring)
+                await asyncio.sleep(LOAD_EVERY_S)
+
+    async def _ask_load(self, name: str, address: str, loads: dict[str, ActorState]) -> None:
+        """Keeps the actor's entry of `loads` fresh over one channel, and makes another one after an error, until cancelled."""
         while True:
-            loads: dict[str, ActorState] = {}
-            for name, member in list(self.updater.members.items()):
-                try:
-                    async with self._actor_client(name, member.grpc_address) as client:
-                        loads[name] = await client.state(timeout_s=LOAD_EVERY_S)
-                except ServiceError as error:
-                    log.debug("no load of %s: %s", name, error)
-            self.recorder.actor_loads(loads, measuring=self.loop.measuring)
-            await asyncio.sleep(LOAD_EVERY_S)
+            try:
+                async with self._actor_client(name, address) as client:
+                    while True:
+                        loads[name] = await client.state(timeout_s=ANSWER_WITHIN_S)
+                        await asyncio.sleep(LOAD_EVERY_S)
+            except ServiceError as error:
+                log.debug("no load of %s: %s", name, error)
+                loads.pop(name, None)
+                await asyncio.sleep(LOAD_EVERY_S)
 
     async def _say_end(self, finished: bool) -> None:
         end = RunEnd(

@@ -12,11 +12,12 @@ from pipelinerl.rl.groups import FIRST_INCARNATION
 from pipelinerl.run_dir import resumable
 from pipelinerl.v1 import trainer_pb2
 from services.trainer import loop
+from services.trainer import run as training
 from services.trainer.checkpoint.run_state import Start, load_run_state
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.weight_sync.updater import WeightUpdater
 from tests.unit.builders import make_group, make_sequence
-from tests.unit.trainer_fakes import stop_during_step, training_run
+from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving, stop_during_step, training_run
 
 
 async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summary(tmp_path: Path) -> None:
@@ -203,3 +204,28 @@ async def test_a_trainer_that_starts_again_without_a_checkpoint_has_none_to_show
     again = Start(FIRST_INCARNATION.restarted(0), again=True)
     async with training_run(tmp_path, start=again) as (run, _):
         assert run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_version") is None
+
+
+async def test_a_frozen_actor_keeps_nobody_waiting_and_each_is_asked_over_one_channel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "LOAD_EVERY_S", 0.01)
+    frozen, well = FakeActor(frozen=True), FakeActor()
+    async with (
+        serving(a=frozen, b=well) as addresses,
+        training_run(tmp_path, updater=FakeUpdater) as (run, _),
+        asyncio.timeout(60),
+    ):
+        run.updater.serve(addresses)  # type: ignore[attr-defined]
+        told: list[set[str]] = []
+        run.recorder.actor_loads = lambda loads, measuring: told.append(set(loads))  # type: ignore[method-assign]
+        polling = asyncio.create_task(run._poll_actors())
+        while len(well.asked_by) < 5:
+            await asyncio.sleep(0.01)
+        assert {"b"} in told
+        assert (len(frozen.asked_by), len(set(well.asked_by))) == (1, 1)
+        run.updater.serve({})  # type: ignore[attr-defined]
+        while told[-1]:
+            await asyncio.sleep(0.01)
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)

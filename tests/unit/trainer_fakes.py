@@ -60,6 +60,16 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
     failures: Mapping[str, str] = field(default_factory=dict)
     silent: frozenset[str] = frozenset()
     logprobs: Sequence[float] = (-1.0, -2.0)
+    frozen: bool = False
+    """It does not say how it is."""
+    asked_by: list[str] = field(default_factory=list)
+    """From where it was asked how it is."""
+
+    async def GetState(self, request: Any, context: Any) -> actor_pb2.ActorState:
+        self.asked_by.append(context.peer())
+        if self.frozen:
+            await asyncio.sleep(600)
+        return actor_pb2.ActorState(sequences_in_progress=3)
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[actor_pb2.GenerateResult]:
         for prompt in request.prompts:
