@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
 from pipelinerl.errors import TransferError
 from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, RanksMissing, TransferAborted
@@ -108,7 +108,10 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
 
 ABORT_WITHIN_S = 5.0
 """How long closing waits for NCCL to let go. What it holds after that is left to it."""
-_LOOK_S = 0.0001
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.0001, 0.005
+"""Between two looks at a broadcast."""
+_LOOK_SHARE = 1 / 8
+"""Of the time that it has taken so far: so much too late its end is noticed at most."""
 _making = threading.Lock()
 
 
@@ -160,16 +163,17 @@ class NcclTransport:
 
         Raises TimeoutError, TransferAborted when it was given up or closed meanwhile, RuntimeError for NCCL's own errors.
         """
-        deadline = time.monotonic() + timeout_s
+        began_at = time.monotonic()
         options = BroadcastOptions()
         options.rootRank = 0
         with self._placement.scope():
             work = self._group.broadcast([tensor], options)
             while not work.is_completed():
                 self._check_wanted()
-                if time.monotonic() >= deadline:
+                taken_s = time.monotonic() - began_at
+                if taken_s >= timeout_s:
                     raise TimeoutError
-                time.sleep(_LOOK_S)
+                time.sleep(min(max(_SHORTEST_LOOK_S, _LOOK_SHARE * taken_s), _LONGEST_LOOK_S))
             self._check_wanted()
             work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises what went wrong; does not wait any more
 
@@ -211,9 +215,10 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
                 os.environ[name] = before
 
 
-_GO, _VOID = "go", "void"
-"""Keys of a meeting: all have checked in; it was given up."""
-_MEETING_LOOK_S = 0.01
+_OUTCOME, _GO, _VOID = "outcome", "go", "void"
+"""Key of a meeting, and its values: all have checked in; it was given up."""
+_MEETING_LOOK_S = 0.1
+"""How often one who waits in a meeting looks whether it is given up. What is waited for wakes it at once."""
 _LET_GO_S = 0.5
 """How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
 
@@ -365,7 +370,7 @@ def _wait_for_all(
     """Rank 0's side: says go when all ranks have checked in. Raises RanksMissing, TransferAborted, and says void then."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))
-    while missing:
+    while missing and not _are_set(meeting, [f"here/{rank}" for rank in missing]):
         still = [rank for rank in missing if not meeting.check([f"here/{rank}"])]
         now = time.monotonic()
         if len(still) < len(missing):
@@ -373,20 +378,27 @@ def _wait_for_all(
             continue
         impatient = patience_s is not None and len(missing) < spec.world - 1 and now - last_came >= patience_s
         if given_up.is_set() or impatient or now - started >= timeout_s:
-            meeting.set(_VOID, "1")
+            meeting.set(_OUTCOME, _VOID)
             if given_up.is_set():
                 raise TransferAborted(f"the meeting of {spec.name} was given up")
             raise RanksMissing(spec.name, tuple(missing), spec.world, now - started)
-        given_up.wait(_MEETING_LOOK_S)
-    meeting.set(_GO, "1")
+    meeting.set(_OUTCOME, _GO)
 
 
 def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> None:
     """The others' side: returns when rank 0 says go. Raises TimeoutError, TransferAborted."""
     meeting.set(f"here/{spec.rank}", "1")
-    while not meeting.check([_GO]):
-        if given_up.is_set() or meeting.check([_VOID]):
-            raise TransferAborted(f"the meeting of {spec.name} was given up")
+    while not (is_over := _are_set(meeting, [_OUTCOME])) and not given_up.is_set():
         if time.monotonic() >= deadline:
             raise TimeoutError
-        given_up.wait(_MEETING_LOOK_S)
+    if not is_over or meeting.get(_OUTCOME).decode() == _VOID:
+        raise TransferAborted(f"the meeting of {spec.name} was given up")
+
+
+def _are_set(meeting: PrefixStore, keys: list[str]) -> bool:
+    """Whether all are set within `_MEETING_LOOK_S`; returns as soon as they are. One call of the store."""
+    try:
+        meeting.wait(keys, timedelta(seconds=_MEETING_LOOK_S))
+    except DistStoreError:
+        return False
+    return True

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
@@ -340,6 +340,28 @@ def test_rank_0_knows_who_did_not_come_and_ends_the_wait_of_those_who_did(
     assert caught.value.ranks == missing
     coming.join(60)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(("rank", "calls_of_a_look"), [(0, 1 + 8), (1, 1)])
+def test_who_waits_in_a_meeting_asks_the_store_ten_times_a_second(rank, calls_of_a_look, monkeypatch) -> None:
+    calls = 0
+
+    class CountingStore(PrefixStore):
+        def check(self, *arguments):
+            nonlocal calls
+            calls += 1
+            return super().check(*arguments)
+
+        def wait(self, *arguments):
+            nonlocal calls
+            calls += 1
+            return super().wait(*arguments)
+
+    monkeypatch.setattr("pipelinerl.transfer.group.PrefixStore", CountingStore)
+    store = GroupStore("127.0.0.1")
+    with pytest.raises(DeadlineExceeded):
+        WeightGroup.connect(spec(store, "epoch-1", rank, 9), 0.5)
+    assert 0 < calls <= 6 * calls_of_a_look
 
 
 def host_store(port: "multiprocessing.Queue[int]") -> None:
