@@ -81,7 +81,9 @@ async def test_survivors_serve_the_version_and_the_broken_one_comes_back(
         await stage.all_on(2, [a, back, c])
 
 
-async def test_joiners_are_brought_up_to_date_together_without_an_update(tmp_path: Path) -> None:
+async def test_joiners_are_brought_up_to_date_together_without_an_update_and_beside_epochs_of_the_others(
+    tmp_path: Path,
+) -> None:
     async with fault_stage(
         tmp_path, settings=Settings(member_ttl_s=15.0, deadline_s=60.0, stall_timeout_s=30.0)
     ) as stage:
@@ -93,6 +95,13 @@ async def test_joiners_are_brought_up_to_date_together_without_an_update(tmp_pat
         assert [report.kind for report in first.reports] == ["joined", "serves"], "the others notice nothing"
         await stage.update(1)
         await stage.all_on(1, [first, *joiners])
+        late = await stage.start("e", Break("receiving", "freezes", 1))
+        await late.until(lambda: late.broke)
+        joiners.pop().send(signal.SIGTERM)
+        await stage.until(lambda: stage.updater.num_present == 4)
+        await stage.update(2)  # in an epoch of a, b and c
+        late.send(signal.SIGCONT)
+        await stage.all_on(2, [first, *joiners, late])
 
 
 @pytest.fixture
