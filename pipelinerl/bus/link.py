@@ -205,6 +205,7 @@ class Connection(Client):
         self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # requests by token: subject, answer
         self._tokens = map(str, itertools.count())
         self._answers = ""  # subjects of answers begin with it
+        self._unanswered = False  # this user may not have answers (any more)
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
@@ -243,9 +244,12 @@ class Connection(Client):
     ) -> Msg:
         """As nats-py's, at half its cost (no task, no random token); any number of tasks may wait at once.
 
-        Raises `NotPermitted` as soon as the server refuses the subject, and nats-py's errors when nobody answers, or not in
-        time (by default `request_timeout_s`), or the connection is lost: what was sent may then have been received.
+        Raises `NotPermitted` as soon as the server refuses the subject or the answers, and nats-py's errors when nobody
+        answers, or not in time (by default `request_timeout_s`), or the connection is lost: what was sent may then have been
+        received.
         """
+        if self._unanswered:
+            raise self._no_answers()
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         token = next(self._tokens)
         self._waiting[token] = (subject, answer)
@@ -296,14 +300,16 @@ class Connection(Client):
     async def _subscribe_answers(self) -> None:
         """Once for all requests; nats-py renews it after a reconnection."""
         self._answers = self.new_inbox() + "."
-        inbox = f"{self._answers}*"
         with bus_errors(f"subscribing at {self.url}"):
-            await self.subscribe(inbox, cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
+            await self.subscribe(f"{self._answers}*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
             # nats-py's first ping may overtake the subscription; a refusal comes before the second's answer.
             for _ in range(2):
                 await self.flush()
-        if inbox.lower() in self._last_error.lower():
-            raise NotPermitted(self.user, inbox, "subscribe")
+        if self._unanswered:
+            raise self._no_answers()
+
+    def _no_answers(self) -> NotPermitted:
+        return NotPermitted(self.user, f"{self._answers}*", "subscribe")
 
     async def _on_answer(self, message: Msg) -> None:
         _subject, answer = self._waiting.get(message.subject[len(self._answers) :], ("", None))
@@ -316,8 +322,11 @@ class Connection(Client):
             _log.warning("NATS at %s: %s", self.url, self._last_error)
         if refusal := _REFUSAL.search(str(error)):
             lowered = refusal[2].lower()
+            self._unanswered = self._unanswered or lowered == f"{self._answers}*".lower()
             for subject, answer in self._waiting.values():
-                if subject.lower() == lowered:
+                if self._unanswered:
+                    _fail(answer, self._no_answers())
+                elif subject.lower() == lowered:
                     _fail(answer, NotPermitted(self.user, subject))
             for puller in list(self.pullers):
                 puller.on_refusal(lowered)
