@@ -17,7 +17,8 @@ from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
-    from pipelinerl.rl.planner import Machine, Model, Plan
+    from pipelinerl.rl.memory import Model
+    from pipelinerl.rl.planner import Machine, Plan
     from pipelinerl.rl.throughput import Lengths
 
 NAME = "plan"
@@ -58,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0. Raises `UserError` for what cannot be planned."""
     from pipelinerl.recipe.loading import load_recipe
-    from pipelinerl.rl.planner import Model, counted, make_plan, usual_kv_bytes
+    from pipelinerl.rl.memory import Model
+    from pipelinerl.rl.planner import counted, make_plan
 
     recipe = load_recipe(args.recipe, args.overrides)
     if recipe.mode != "pipeline":
@@ -67,9 +69,8 @@ def execute(args: argparse.Namespace) -> int:
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
             raise FieldError(f"--{option.replace('_', '-')}", value, "give a number above 0")
-    parameters = size_of(args.parameters)
-    kv_bytes = args.kv_kib_per_token * 1024 if args.kv_kib_per_token else usual_kv_bytes(parameters)
-    model = Model(parameters, kv_bytes, 4 if recipe.model.dtype == "float32" else 2)
+    kv_bytes = args.kv_kib_per_token * 1024 if args.kv_kib_per_token else None
+    model = Model.of(recipe, size_of(args.parameters), kv_bytes)
     lengths, source = lengths_of(args.lengths, recipe)
     machine = machine_of(args.accelerator, model, recipe, lengths)
     plan = make_plan(

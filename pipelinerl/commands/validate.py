@@ -1,19 +1,28 @@
 """`pipelinerl validate RECIPE`: says whether a recipe can be used, listing everything that is wrong with it.
 
 Judges the recipe and what it names (files, folders, functions), so that one meant for a cluster validates on a laptop;
-what this machine lacks for running it, such as a GPU, is printed as a note and does not change the verdict.
+what this machine lacks for running it, such as a GPU, is printed as a note and does not change the verdict. Told how much
+memory the GPUs have that it is meant for, it adds up what has to fit there.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
+
+from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
+    from pipelinerl.rl.memory import Model
 
 NAME = "validate"
 HELP = "check a recipe and print a summary of it"
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
+_SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
+_ROUNDED = 1.1
+"""Names round down: a "7B" has 7.6."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,20 +31,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
         help="override one field of the recipe; the value is YAML (repeatable)",
     )  # fmt: skip
+    parser.add_argument(
+        "--gpu-memory", metavar="SIZE", help="of each GPU, such as 80GiB: say what has to fit there, and what to set"
+    )
+    parser.add_argument(
+        "--parameters", metavar="SIZE",
+        help="of the model, such as 7.6B, for --gpu-memory; otherwise the number in its name and a tenth more",
+    )  # fmt: skip
 
 
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0; raises `UserError` with everything that is wrong otherwise."""
     from pipelinerl.recipe.loading import RecipeError, load_recipe
     from pipelinerl.recipe.preflight import Lacking, examine
+    from pipelinerl.rl.memory import actor_problem, trainer_problem
     from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 
     recipe = load_recipe(args.recipe, args.overrides)
-    found = examine(recipe)
-    if mistakes := [problem for problem in found if not isinstance(problem, Lacking)]:
+    found, memory = examine(recipe), list[tuple[str, str]]()
+    mistakes = [problem for problem in found if not isinstance(problem, Lacking)]
+    if args.gpu_memory is not None:
+        model, memory_gib = model_of(recipe, args.parameters), gib_of(args.gpu_memory)
+        memory = memory_outline(recipe, model, memory_gib)
+        ranks = recipe.trainer.shard_ranks or recipe.trainer.nproc
+        told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
+        mistakes += [problem for problem in told if problem is not None]
+    if mistakes:
         raise RecipeError(recipe.name, mistakes)
     print(f"{recipe.name}: valid")
-    for name, value in outline(recipe):
+    for name, value in [*outline(recipe), *memory]:
         print(f"  {name:<11}  {value}")
     if warning := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count)):
         print(f"warning:\n  - {warning}")
@@ -101,3 +125,52 @@ def _ranks(recipe: Recipe) -> str:
     shards = f", {trainer.shard_ranks} share one copy" if trainer.shard_ranks else ""
     rows = f", {trainer.context_parallel} share a row" if trainer.context_parallel > 1 else ""
     return f"{trainer.nproc}{shards}{rows}"
+
+
+def gib_of(text: str) -> float:
+    """Memory in GiB. Raises `FieldError`."""
+    found = _MEMORY.fullmatch(text)
+    if not found or not float(found[1]) > 0:
+        raise FieldError("--gpu-memory", text, "give a number with GiB or GB, such as 80GiB")
+    return float(found[1]) * (1.0 if found[2].lower() == "gib" else 1e9 / 2**30)
+
+
+def model_of(recipe: Recipe, parameters: str | None) -> Model:
+    """The recipe's model of so many parameters; None: as its name says. Raises `FieldError`."""
+    from pipelinerl.commands.plan import size_of
+    from pipelinerl.rl.memory import Model
+
+    if parameters is not None:
+        return Model.of(recipe, size_of(parameters))
+    named = [size_of(size) for size in _SIZE_IN_NAME.findall(recipe.model.name)]
+    if not named:
+        name = recipe.model.name or recipe.model.source
+        fix = f"the name of the model, {name}, does not tell its size; give it, such as 7.6B"
+        raise FieldError("--parameters", None, fix)
+    return Model.of(recipe, _ROUNDED * max(named))
+
+
+def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
+    """What is in the memory of a GPU, as (name, value) rows: an actor's, and one of the trainer. Pure."""
+    from pipelinerl.rl.memory import ENGINE_GIB, GIB, kv_cache_gib, state_bytes, update_gib
+
+    engine, trainer = recipe.actor.engine, recipe.trainer
+    size, in_share = engine.tensor_parallel_size, memory_gib * engine.gpu_memory_utilization
+    kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
+    each = kv_gib * GIB / model.kv_bytes / in_progress
+    ranks = trainer.shard_ranks or trainer.nproc
+    state_gib = state_bytes(recipe, model) / GIB / ranks
+    return [
+        ("parameters", f"{model.parameters / 1e9:.3g}B, {model.kv_bytes / 1024:.0f} KiB of KV cache a token"),
+        (
+            "actor GPU",
+            f"{in_share:.1f} GiB for vLLM: weights {model.weights_bytes / GIB / size:.1f}, KV cache {kv_gib / size:.1f} "
+            f"({each:,.0f} tokens for each of {in_progress} sequences), the rest {ENGINE_GIB:g}; "
+            f"{memory_gib - in_share:.1f} beside it, for updates {update_gib(recipe, model):.1f}",
+        ),
+        (
+            "trainer GPU",
+            f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}; {memory_gib - state_gib:.1f} for "
+            "activations and what is gathered",
+        ),
+    ]

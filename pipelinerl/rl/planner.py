@@ -18,20 +18,24 @@ from dataclasses import dataclass
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import groups_per_step
+from pipelinerl.rl.memory import (
+    GIB,
+    MODEL_STATE_SHARE,
+    Model,
+    actor_problem,
+    fewest_ranks,
+    kv_cache_gib,
+    state_bytes,
+)
 from pipelinerl.rl.packing import COPIES_OF_A_TOKEN
 from pipelinerl.rl.simulator import Simulation, Timing, simulate
 from pipelinerl.rl.throughput import MOST_STALE, DecodeCurve, Lengths, Split, conventional_rate, split
 
-GIB = 2**30
 BANDWIDTH_EFFICIENCY = DECODE_EFFICIENCY = 0.6
 """Share of the data sheet's memory bandwidth, and of its FLOP/s, that decoding reaches: about what the paper's curve for a 7B
 model on H100 amounts to."""
 TRAINING_EFFICIENCY = 0.4
 """MFU of training."""
-ENGINE_GIB = 3.0
-"""What vLLM needs of an accelerator's memory beyond weights and KV cache."""
-MODEL_STATE_SHARE = 0.7
-"""Of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
 NETWORK = 12.5e9
 """Bytes per second of a weight update: 100 Gbit/s."""
 CONTROL_S = 0.25e-3
@@ -41,8 +45,6 @@ AS_FAST = 0.99
 IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FASTEST_STEP_S = 2e-3
 """A decode step below that is one of which a data sheet says little: engines need milliseconds around it."""
-MOST_PER_ACTOR = 64
-"""Accelerators, as `actor.engine.tensor_parallel_size` allows."""
 _MOST_SPLITS = 4096
 """Numbers of actors that are looked at."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
@@ -74,24 +76,6 @@ ACCELERATORS = {
 
 
 @dataclass(frozen=True)
-class Model:
-    parameters: float
-    kv_bytes: float
-    """Of one token in the KV cache, over all layers."""
-    dtype_bytes: int = 2
-
-    @property
-    def weights_bytes(self) -> float:
-        return self.parameters * self.dtype_bytes
-
-
-def usual_kv_bytes(parameters: float) -> float:
-    """Of a dense model of that size with grouped-query attention in 16 bits: Llama 3's 128 KiB per token at 8B, and with the
-    square root of the size elsewhere (379 KiB at 70B, where Llama 3 has 320). Qwen2.5-7B has 56."""
-    return 128 * 1024 * math.sqrt(parameters / 8e9)
-
-
-@dataclass(frozen=True)
 class Machine:
     """What a plan must know of an actor and a rank of the trainer."""
 
@@ -119,21 +103,11 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
 
     Raises `FieldError` when the model does not fit.
     """
-    engine, per_actor = recipe.actor.engine, recipe.actor.engine.tensor_parallel_size
-    memory_gib = per_actor * (accelerator.memory_gib * engine.gpu_memory_utilization - ENGINE_GIB)
-    if memory_gib <= 0:
-        fix = f"leaves nothing of the {accelerator.memory_gib:,.0f} GiB of {accelerator.name} for weights; use more"
-        raise FieldError("actor.engine.gpu_memory_utilization", engine.gpu_memory_utilization, fix)
-    kv_gib = memory_gib - model.weights_bytes / GIB
+    if problem := actor_problem(recipe, model, accelerator.memory_gib):
+        raise problem
+    per_actor = recipe.actor.engine.tensor_parallel_size
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
-    if kv_gib * GIB < held_bytes:
-        needed = 2 ** math.ceil(math.log2((model.weights_bytes + held_bytes) * per_actor / (memory_gib * GIB)))
-        large = f"weights of {model.weights_bytes / GIB:,.0f} GiB and {held_bytes / GIB:,.1f} GiB of KV cache for one sequence"
-        fix = f"{large} do not fit {accelerator.name}; use {needed}"
-        if needed > MOST_PER_ACTOR:
-            fix = f"{large} do not fit {MOST_PER_ACTOR} {accelerator.name}, the most that an actor may have"
-        raise FieldError("actor.engine.tensor_parallel_size", per_actor, fix)
 
     def step_s(in_progress: int) -> float:
         moved = (model.weights_bytes + in_progress * held_bytes) / (accelerator.bandwidth * BANDWIDTH_EFFICIENCY)
@@ -145,7 +119,7 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
         per_actor,
         DecodeCurve(tuple((float(h), h / step_s(h)) for h in IN_PROGRESS)),
         computed / (accelerator.flops * TRAINING_EFFICIENCY),
-        kv_gib,
+        kv_cache_gib(recipe, model, accelerator.memory_gib),
         accelerator.memory_gib,
     )
 
@@ -162,15 +136,6 @@ def samples_per_prompt(recipe: Recipe, lengths: Lengths) -> int:
     prompt_tokens, copied = longest_prompt(recipe), longest_prompt(recipe) / COPIES_OF_A_TOKEN
     fit = (recipe.trainer.tokens_per_microbatch - prompt_tokens + copied) / (lengths.mean + copied)
     return max(1, min(recipe.sampling.group_size, int(fit)))
-
-
-def state_bytes(recipe: Recipe, model: Model) -> float:
-    """Of weights, gradients and optimizer, over all ranks of the trainer: float32 masters and gradients beside 16-bit weights,
-    and two moments."""
-    if recipe.trainer.lora is not None:
-        return model.weights_bytes
-    moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
-    return model.parameters * (model.dtype_bytes + 4 + 4 + moments)
 
 
 def weight_update_s(model: Model, num_actors: int) -> float:
@@ -217,9 +182,9 @@ def make_plan(
     max_lag, per_actor = recipe.algorithm.max_lag, machine.per_actor
     held = tokens_held(lengths, longest_prompt(recipe))
     most_in_progress = int(machine.kv_gib * GIB / (held * model.kv_bytes))
-    fewest_ranks = math.ceil(state_bytes(recipe, model) / (machine.memory_gib * MODEL_STATE_SHARE * GIB))
-    if num_accelerators < per_actor + fewest_ranks:
-        fix = f"an actor needs {per_actor} and the trainer {fewest_ranks} of this kind; give more"
+    fewest = fewest_ranks(recipe, model, machine.memory_gib)
+    if num_accelerators < per_actor + fewest:
+        fix = f"an actor needs {per_actor} and the trainer {fewest} of this kind; give more"
         raise FieldError("--accelerators", num_accelerators, fix)
     if not most_in_progress:
         fix = f"the KV cache of an actor does not hold one sequence, {held * model.kv_bytes / GIB:.2g} GiB; give more"
@@ -228,7 +193,7 @@ def make_plan(
         fix = f"the KV cache of an actor holds {most_in_progress} of them; use at most that"
         raise FieldError("--sequences-in-progress", sequences_in_progress, fix)
     candidates = [h for h in IN_PROGRESS if h <= most_in_progress]
-    most_actors = (num_accelerators - fewest_ranks) // per_actor
+    most_actors = (num_accelerators - fewest) // per_actor
     workload = machine.decode, machine.training, lengths, recipe.trainer.batch_size
     splits = [
         split(*workload, h, actors, num_accelerators - actors * per_actor, weight_update_s(model, actors))
@@ -265,10 +230,10 @@ def make_plan(
         f"{counted(h, 'sequence')}, each of {held:,.0f} tokens on average, prompt and the "
         f"part of the completion that exists, hold {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
         f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state, where "
-        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations: {fewest_ranks} or more would do",
+        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations: {fewest} or more would do",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for "
         f"{update_s:.2g} s of each weight update comes on top",
-        *_warnings(recipe, machine, chosen, fewest_ranks, update_s),
+        *_warnings(recipe, machine, chosen, fewest, update_s),
     )
     return Plan(machine, lengths, chosen, played, share, kv_used_gib, phase * lengths.mean / phase_s, reasons)
 
@@ -309,7 +274,7 @@ def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
     return f"H = {h}: more in progress on each actor decode faster, but are older when they are trained on"
 
 
-def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest_ranks: int, update_s: float) -> Iterator[str]:
+def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, update_s: float) -> Iterator[str]:
     """What keeps the plan from using all that there is, and what makes it doubtful."""
     batch_size, max_lag = recipe.trainer.batch_size, recipe.algorithm.max_lag
     if AS_FAST * chosen.updates < min(chosen.generation, chosen.training):
@@ -318,7 +283,7 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest_ranks: int
             f"raise trainer.batch_size = {batch_size}"
         )
     actors = math.ceil(chosen.num_generators * chosen.rate / chosen.generation)
-    ranks = max(fewest_ranks, math.ceil(chosen.num_trainers * chosen.rate / chosen.training))
+    ranks = max(fewest, math.ceil(chosen.num_trainers * chosen.rate / chosen.training))
     enough = actors * machine.per_actor + ranks
     if enough < 0.8 * (chosen.num_generators * machine.per_actor + chosen.num_trainers):
         limits = f"trainer.batch_size = {batch_size}"

@@ -7,6 +7,7 @@ reference of the KL term is what the run began from.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.memory import GIB, Model, state_bytes, trainer_problem
 from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import load_value_head
 from services.trainer.checkpoint.state_files import restore
@@ -22,6 +24,8 @@ from services.trainer.learn.model import DTYPES, blank_policy, compile_layers, f
 from services.trainer.learn.policy import Policy, add_value_head
 from services.trainer.learn.sharding import shard_policy
 from services.trainer.learn.step import Learner
+
+log = logging.getLogger(__name__)
 
 
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None) -> Learner:
@@ -75,6 +79,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
             load_value_head(whole, Path(source))
     if recipe.trainer.compile:
         compile_layers(whole.model, world.device)
+    check_memory(recipe, whole, world)
     dtype = DTYPES[recipe.model.dtype]
 
     def sharded(policy: Policy) -> Policy:
@@ -98,6 +103,21 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
     if resume is not None:
         restore(learner, resume)
     return learner
+
+
+def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
+    """Raises `FieldError` where this rank's device cannot hold its part of weights, gradients and optimizer; warns where they
+    leave little for activations. A CPU is not looked at."""
+    if world.device.type != "cuda":
+        return
+    parameters = sum(parameter.numel() for parameter in whole.parameters())
+    model, ranks = Model.of(recipe, parameters), world.layout.shard_ranks
+    memory_gib = torch.cuda.mem_get_info(world.device)[1] / GIB
+    problem = trainer_problem(recipe, model, memory_gib, ranks)
+    if problem is not None and state_bytes(recipe, model) > memory_gib * GIB * ranks:
+        raise problem
+    if problem is not None:
+        log.warning("%s", problem)
 
 
 def rank_device(local_rank: int) -> torch.device:

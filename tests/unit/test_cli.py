@@ -98,6 +98,11 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate smollm2 --set reward.scorer=json:dum", "dum is not there in json; did you mean dump?"),
         ("validate arithmetic --set task.prompt_style=plain", "task.prompt_style = 'plain': a warm-started model"),
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
+        ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
+        (
+            "validate there.yaml --gpu-memory 80GB",
+            "--parameters = None: the name of the model, there, does not tell its size",
+        ),
         ("run nope", "recipe = 'nope': no such file"),
         ("run nowhere.yaml", "model.name = 'nowhere': no such folder"),
         ("run nowhere.yaml --actors 0", "actor.count = 0"),
@@ -124,9 +129,13 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         (f"{PLAN} 7B --lengths 64 --accelerator p.jsonl", "has no decode: points [sequences in progress, tokens/s]"),
         (f"{PLAN} 7B --lengths 64 --sequences-in-progress 0", "--sequences-in-progress = 0: give a number above 0"),
         (f"{PLAN} 7B --lengths 64 --kv-kib-per-token inf", "--kv-kib-per-token = inf: give a number above 0"),
-        (f"{PLAN} 900T --lengths 64", "do not fit 64 H100, the most that an actor may have"),
+        (f"{PLAN} 900T --lengths 64", "do not fit 75 GiB; 64, the most that an actor may have, are too few"),
         (f"{PLAN} 70B --lengths 64", "actor.engine.tensor_parallel_size = 1: weights of 261 GiB"),
-        (f"{PLAN} 7B --lengths 64", "--accelerators = 2: an actor needs 1 and the trainer 3 of this kind; give more"),
+        (f"{PLAN} 7B --lengths 64", "gpu_memory_utilization = 0.9: leaves 7.5 of 75 GiB beside vLLM"),
+        (
+            f"{PLAN} 7B --lengths 64 --set actor.engine.gpu_memory_utilization=0.6",
+            "--accelerators = 2: an actor needs 1 and the trainer 2 of this kind; give more",
+        ),
         ("report .", "has no recipe.yaml"),
         ("report nosuch", "RUN_DIR = 'nosuch': there is no such folder; give the folder of a run"),
         ("report p.jsonl", "is a file; give the folder of a run"),
@@ -143,6 +152,23 @@ def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(
     assert (code, printed) == (2, "")
     assert said in errors
     assert sorted(workplace.rglob("*")) == before
+
+
+def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> None:
+    """By its name a 7B model has 7.7B parameters, of 14.3 GiB; by its own number 14.2."""
+    gsm = ("validate", "gsm", "--gpu-memory", "80GiB")
+    code, printed, _ = pipelinerl(*gsm)
+    assert code == 0
+    assert "60.0 GiB for vLLM: weights 14.3" in printed
+    assert "20.0 beside it, for updates 16.3" in printed
+    code, printed, errors = pipelinerl(
+        *gsm, "--parameters", "7.6B", "--set", "actor.engine.gpu_memory_utilization=0.85"
+    )
+    assert (code, printed) == (2, "")
+    assert "actor.engine.gpu_memory_utilization = 0.85: leaves 12.0 of 80 GiB beside vLLM" in errors
+    assert "use at most 0.79" in errors
+    code, _, errors = pipelinerl(*gsm, "--set", "trainer.nproc=2")
+    assert (code, "trainer.nproc = 2" in errors, "use at least 3 ranks" in errors) == (2, True, True)
 
 
 def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command) -> None:

@@ -2,9 +2,9 @@
 
 `ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live
 ones. `InPlaceLoader` prepares the same and copies it into the live weights, for CUDA graphs and compiled models, which hold
-addresses. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither. `choose`
-says which one a model allows, and why not a better one. `MergingLoader` takes the factors of adapters, and gives another
-loader the checkpoint's weights with B·A added.
+addresses. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither and for
+devices without room for a second instance. `choose` says which one it is, and why not a better one. `MergingLoader` takes the
+factors of adapters, and gives another loader the checkpoint's weights with B·A added.
 
 Nothing here receives anything or knows versions: what is loaded is a whole model each time.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,11 +23,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import ManifestMismatch
+from pipelinerl.rl.memory import update_shortage
 from pipelinerl.transfer.chunks import add_low_rank
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+log = logging.getLogger(__name__)
 
 Named = tuple[str, Tensor]
 
@@ -53,9 +57,25 @@ class Loader(Protocol):
         ...
 
 
+def no_room(live: nn.Module, device: torch.device, share: float) -> str:
+    """Why `device` has no room for a second instance of `live` beside an engine with `share` of its memory; empty where it has,
+    and on a CPU. Warns where that leaves little to receive into."""
+    if device.type != "cuda":
+        return ""
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # that torch keeps for new ones
+    shortage = update_shortage(weights, free, total, share)
+    if shortage and free >= weights:
+        log.warning("%s", shortage)
+        return ""
+    return shortage
+
+
 def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force_paused: bool) -> tuple[Loader, str]:
     """The loader for `live`, and why it is not the shadow one (empty when it is). Call it where no decode step runs."""
-    reason = "asked for" if force_paused else shadow_obstacle(live, vllm_config)
+    lacking = no_room(live, device, vllm_config.cache_config.gpu_memory_utilization)
+    reason = "asked for" if force_paused else shadow_obstacle(live, vllm_config) or lacking
     if not reason:
         reason = held_addresses(vllm_config)
         if not reason:
@@ -65,7 +85,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
         if not problem:
             return in_place, reason
         reason = f"{reason}; {problem}"
-    return PausedLoader(live, vllm_config, device), reason
+    return PausedLoader(live, vllm_config, device, on_host=bool(lacking)), reason
 
 
 def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
@@ -326,13 +346,17 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 class PausedLoader:
     """Loads while generation is paused, through vLLM's layerwise reload: for models that cannot be swapped.
 
-    The stall is the whole load, and all received tensors are held until then.
+    The stall is the whole load, and all received tensors are held until then. With `on_host` they are in host memory, so that
+    the device needs room for one layer and what is being received only.
     """
 
     mode = "paused"
 
-    def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, live: nn.Module, vllm_config: VllmConfig, device: torch.device, *, on_host: bool = False
+    ) -> None:
         self._live, self._model_config, self._device = live, vllm_config.model_config, device
+        self._on_host = on_host
         self._tensors: list[Named] = []
 
     def check(self, manifest: Manifest) -> None:
@@ -340,7 +364,7 @@ class PausedLoader:
 
     def load(self, tensors: Iterable[Named]) -> None:
         self.drop()
-        self._tensors = list(tensors)
+        self._tensors = [(name, tensor.to("cpu") if self._on_host else tensor) for name, tensor in tensors]
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -1,0 +1,138 @@
+"""What fits an accelerator, by hand, for 7.6B parameters in 16 bits: 14.16 GiB, and 0.49 GiB of KV cache for 9,216 tokens."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.rl.memory import GIB, Model, actor_problem, kv_cache_gib, trainer_problem, update_shortage
+from services.actor.weight_sync import loaders
+from services.trainer.loading import check_memory
+
+SEVEN_B = Model(parameters=7.6e9, kv_bytes=56 * 1024)
+SHARE = "actor.engine.gpu_memory_utilization"
+
+
+@pytest.mark.parametrize(
+    ("share", "memory_gib", "field", "said"),
+    [
+        (0.75, 80.0, "", ""),
+        # 12 GiB beside vLLM for 14.16 + 2; 1 - 16.16 / 80 = 0.798.
+        (0.85, 80.0, SHARE, "leaves 12.0 of 80 GiB beside vLLM, where a weight update needs 16.2"),
+        (0.85, 80.0, SHARE, "use at most 0.79"),
+        # (14.16 + 0.49 + 3) / 80 = 0.2206.
+        (0.2, 80.0, SHARE, "leaves vLLM 16.0 of 80 GiB, too few for weights"),
+        (0.2, 80.0, SHARE, "use at least 0.23"),
+        # 2 * 14.16 + 0.49 + 5 = 33.8 on one, 19.4 on each of two.
+        (0.5, 24.0, "actor.engine.tensor_parallel_size", "do not fit 24 GiB; use 2"),
+        (0.5, 5.0, "actor.engine.tensor_parallel_size", "64, the most that an actor may have, are too few"),
+    ],
+)
+def test_an_actor_holds_the_weights_twice(share: float, memory_gib: float, field: str, said: str) -> None:
+    problem = actor_problem(load_recipe("gsm", [f"{SHARE}={share}"]), SEVEN_B, memory_gib)
+    assert (problem.field if problem else "") == field
+    assert said in str(problem or "")
+
+
+def test_what_is_advised_fits() -> None:
+    at_most = load_recipe("gsm", [f"{SHARE}=0.79"])
+    assert actor_problem(at_most, SEVEN_B, 80.0) is None
+    assert kv_cache_gib(at_most, SEVEN_B, 80.0) == pytest.approx(0.79 * 80 - 3 - 15.2e9 / GIB)
+    assert actor_problem(load_recipe("gsm", [f"{SHARE}=0.23"]), SEVEN_B, 80.0) is None
+    two = load_recipe("gsm", ["actor.engine.tensor_parallel_size=2", f"{SHARE}=0.6"])
+    assert actor_problem(two, SEVEN_B, 24.0) is None
+
+
+def test_ranks_that_share_the_states() -> None:
+    """18 bytes for each parameter are 127.4 GiB, of which a rank of 80 GiB takes 56: two would hold 63.7 each, three 42.5."""
+    recipe = load_recipe("gsm")
+    assert trainer_problem(recipe, SEVEN_B, 80.0, ranks=3) is None
+    said = str(trainer_problem(recipe, SEVEN_B, 80.0, ranks=2))
+    assert said.startswith(
+        "trainer.nproc = 4: 63.7 GiB of weights, gradients and optimizer on each of 2 leave less than 30%"
+    )
+    assert said.endswith("use at least 3 ranks")
+    assert trainer_problem(load_recipe("gsm", ["trainer.optimizer=adamw_8bit"]), SEVEN_B, 80.0, ranks=2) is None
+
+
+def test_an_engine_that_leaves_too_little_beside_it_is_named_with_what_to_set() -> None:
+    """10 GiB of weights and 2 beside 9 free ones of 40: three too few, 7.5% of the device."""
+    said = update_shortage(10 * GIB, 9 * GIB, 40 * GIB, share=0.7)
+    assert "needs 12.0 GiB of GPU memory beside vLLM" in said
+    assert "9.0 of 40.0 GiB are free: set actor.engine.gpu_memory_utilization to at most 0.62" in said
+    assert update_shortage(10 * GIB, 12 * GIB, 40 * GIB, share=0.7) == ""
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A stand-in for a GPU of 8 GiB, of which 3 are free and 1 is kept by torch."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * GIB)
+    return torch.device("cuda", 0)
+
+
+def weights(gib: float) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(1024, int(gib * GIB) // 4096, bias=False)
+
+
+def test_an_actor_asks_its_device_for_a_second_instance(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    assert "set actor.engine.gpu_memory_utilization to at most 0.52" in loaders.no_room(weights(5.0), device, 0.9)
+    assert caplog.text == ""
+    assert loaders.no_room(weights(3.0), device, 0.9) == "", "close: two of five GiB are for what is received"
+    assert "set actor.engine.gpu_memory_utilization to at most 0.77" in caplog.text
+    caplog.clear()
+    assert (loaders.no_room(weights(2.0), device, 0.9), loaders.no_room(weights(99.0), torch.device("cpu"), 0.9)) == (
+        "",
+        "",
+    )
+    assert caplog.text == ""
+
+
+def test_without_room_versions_wait_in_host_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for tensors on a GPU, a model and vLLM's layerwise reload."""
+    taken: list[tuple[str, object]] = []
+    reload, embedding = Mock(), Mock(UnquantizedEmbeddingMethod=int)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.vocab_parallel_embedding", embedding)
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.9), model_config=None)
+    monkeypatch.setattr(loaders, "shadow_obstacle", lambda model, config: "")
+    for gib, forced, expected in ((5.0, False, "on cpu"), (1.0, True, "")):
+        live: Any = weights(gib)
+        live.load_weights = lambda tensors: taken.extend(tensors)
+        loader, reason = loaders.choose(live, config, device, forced)
+        assert (loader.mode, "set actor.engine.gpu_memory_utilization to" in reason) == ("paused", not forced)
+        received: Any = Mock(to=lambda where: f"on {where}")
+        loader.load([("w", received)])
+        loader.swap()
+        assert taken.pop() == ("w", expected or received)
+
+
+def test_a_rank_asks_its_device_whether_the_states_fit(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = load_recipe("arithmetic")  # float32: 16 bytes for each parameter
+
+    def check(state_gib: float, where: torch.device = device, ranks: int = 1) -> None:
+        whole: Any = weights(state_gib / 4)
+        world: Any = SimpleNamespace(device=where, layout=SimpleNamespace(shard_ranks=ranks))
+        check_memory(recipe, whole, world)
+
+    with pytest.raises(
+        FieldError, match=r"trainer\.nproc = 1: 9\.0 GiB .* of 8 GiB for activations; use at least 2 ranks"
+    ):
+        check(9.0)
+    check(9.0, ranks=2)
+    check(99.0, where=torch.device("cpu"))
+    assert caplog.text == ""
+    check(7.0)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "7.0 GiB of weights" in caplog.text
