@@ -29,7 +29,7 @@ from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, WEIGHTS
 from services.trainer.learn.model import DTYPES, hub_arguments
 from services.trainer.learn.step import Learner, PreparedStep
 from services.trainer.loading import load_learner
-from services.trainer.weight_sync.sender import Snapshot, WeightSender, adapter_factors, whole_weights
+from services.trainer.weight_sync.sender import Snapshot, WeightSender, adapter_factors, as_in_files, whole_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,10 @@ class PolicyTrainer:
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
         """A copy of what actors get of the weights as they are, which are `version`."""
-        return self.sender.snapshot(version, self.learner.gather(ADAPTER if sends_adapter(self._recipe) else WEIGHTS))
+        if sends_adapter(self._recipe):
+            return self.sender.snapshot(version, self.learner.gather(ADAPTER))
+        weights = as_in_files(self.learner.policy.model, self.learner.gather(WEIGHTS))
+        return self.sender.snapshot(version, weights)
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
         """Copies state and export of the weights as they are, which are `version`, on all ranks.

@@ -27,7 +27,7 @@ from services.actor.weight_sync.client import WeightLoading
 from services.trainer.distributed.world import ADAPTER, WEIGHTS
 from services.trainer.learn.model import load_policy
 from services.trainer.learn.step import Learner
-from services.trainer.weight_sync.sender import WeightSender, adapter_factors, whole_weights
+from services.trainer.weight_sync.sender import WeightSender, adapter_factors, as_in_files, whole_weights
 from tests.support import parity
 from tests.support.parity import TOLERANCE, Running, replaced
 from tests.unit.test_learner import LENGTHS, group_of, sequences_of
@@ -157,6 +157,29 @@ async def check_weights(run: Running, tied: bool) -> None:
     await replaced(run, staging_buffers=1)
     assert run.loading[-1].mode == "shadow"
     await parity.check_switch(run, V[11], V[12], recompute=False)
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3-moe", False), ("mixtral", True)])
+async def test_a_mixture_of_experts_is_served_by_each_loader_over_several_updates(
+    kind: str, tied: bool, tmp_path: Path
+) -> None:
+    async with parity.running(kind, tied, tmp_path) as run:
+        run.sender = WeightSender(whole_weights(run.model, wire_dtype="", chunk_bytes=2**18))
+        run.sent = lambda: as_in_files(run.model, run.model.named_parameters())
+        await run.label(V[0])
+        listed = [(p.name, p.shape, p.dtype) for p in run.sender.manifest.parameters]
+        without_one = [item for item in listed if "layers.2." not in item[0] or "experts.3." not in item[0]]
+        with pytest.raises(ManifestMismatch, match="number of elements"):
+            await run.client.prepare(build_manifest(without_one))
+        for mode, first in (("shadow", 1), ("paused", 5), ("shadow", 9)):
+            await replaced(run, force_paused=mode == "paused")
+            assert run.loading[-1].mode == mode, run.loading[-1].reason
+            await run.update(V[first])  # in the first round: of what the engine has loaded itself
+            await run.assert_serves(run.model)
+            await parity.check_switch(run, V[first], V[first + 1], recompute=False)
+            parity.change_strongly(run.model, seed=first)
+            await run.update(V[first + 2])
+            await run.assert_serves(run.model)
 
 
 async def test_a_stop_while_vllm_starts_leaves_no_process(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def update_in_place(old: str, new: str, tied: bool, meeting: str) -> None:
 
 @pytest.mark.engine
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen2", True)], ids=["llama-untied", "qwen2-tied"])
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen2", True), ("mixtral", False), ("qwen3-moe", True)])
 def test_model_updated_in_place_is_the_model_loaded_afresh(kind: str, tied: bool, tmp_path: Path) -> None:
     model = random_model(kind, tied)
     model.save_pretrained(tmp_path / "old")

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.control import Backend
@@ -45,10 +54,23 @@ SIZES: dict[str, Any] = {
 }
 
 
+MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # One plain layer among the others; experts of 80 are padded to 96 on CPU.
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80, "mlp_only_layers": [1]},
+    ),
+}
+
+
 def random_model(kind: str, tied: bool) -> PreTrainedModel:
     torch.manual_seed(1)
-    config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind](**SIZES, tie_word_embeddings=tied)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config, own = MODELS[kind]
+    content = config(**SIZES, **own, tie_word_embeddings=tied)
+    return AutoModelForCausalLM.from_config(content, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

@@ -2,23 +2,34 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
+from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings
+from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from services.trainer.checkpoint.export import VALUE_HEAD_FILE, PolicyExport
 from services.trainer.checkpoint.state_files import restore
 from services.trainer.distributed.world import VALUE_HEAD, WEIGHTS, join_ranks, leave_ranks
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
-from services.trainer.policy_trainer import PolicyTrainer
+from services.trainer.policy_trainer import PolicyTrainer, weight_sender
 from services.trainer.worker import worker_loop
-from tests.support.learner import LENGTHS, group_of, model_of, sequences_of
+from tests.support.learner import LENGTHS, SHAPE, build, group_of, model_of, sequences_of
 from tests.unit.ranks import Job, on_ranks
 from tests.unit.test_lora import NoTokenizer
 
@@ -56,8 +67,6 @@ def checkpoint_beside_training(trainer: PolicyTrainer, folder: Path) -> dict[str
 
 def check(folder: Path, then: dict[str, torch.Tensor], recipe: Recipe) -> None:
     """What is in `folder` is `then`."""
-    from safetensors.torch import load_file
-
     dtype = getattr(torch, recipe.model.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     named = dict(model.named_parameters())
@@ -95,6 +104,35 @@ def test_what_is_written_is_of_when_it_began(source: str, tmp_path: Path, case: 
     assert all(torch.equal(weight, then[name]) for name, weight in learner.gather(WEIGHTS)) == (
         recipe.trainer.lora is None
     )
+
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama-tied": lambda: model_of("llama-tied", max_position_embeddings=64),
+    "mixtral": lambda: build(MixtralConfig, MixtralForCausalLM, **SHAPE | EXPERTS, num_local_experts=3),
+    "qwen3-moe": lambda: build(
+        Qwen3MoeConfig, Qwen3MoeForCausalLM, **SHAPE | EXPERTS, num_experts=3, moe_intermediate_size=16
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_actors_are_sent_what_files_hold(family: str, tmp_path: Path) -> None:
+    """Of a mixture each expert's own weights, under the names of its files, though transformers has them stacked."""
+    source = str(tmp_path / "model")
+    MODELS[family]().save_pretrained(source)
+    recipe = Job(source).recipe()
+    learner = load_learner(recipe, source, RankSettings())
+    sender, tokenizer = weight_sender(learner, recipe, "gloo"), cast(Any, NoTokenizer())
+    snapshot = PolicyTrainer(learner, tokenizer, sender, recipe).snapshot(PolicyVersion(1, 0))
+    unpacker = Unpacker(sender.manifest, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    sent: dict[str, torch.Tensor] = {}
+    for chunk in sender.manifest.chunks:
+        unpacker.room(chunk).copy_(chunk_of(snapshot.stream, chunk))
+        sent |= unpacker.add(chunk)
+    files = load_file(tmp_path / "model" / "model.safetensors")
+    assert sent.keys() == files.keys()
+    assert all(torch.equal(sent[name], weight) for name, weight in files.items())
 
 
 def checkpoints_of_ranks(source: str, folder: Path) -> dict[str, dict[str, torch.Tensor]]:

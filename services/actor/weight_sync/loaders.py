@@ -94,6 +94,7 @@ def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
     Quantised and MLA layers derive tensors elsewhere than on their own module.
     """
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -101,13 +102,42 @@ def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
         return "the model is quantised"
     if vllm_config.lora_config is not None or vllm_config.speculative_config is not None:
         return "LoRA or speculative decoding is on"
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        if method is not None and type(method) not in plain:
             return f"{name} has weights of kind {type(method).__name__}"
         if is_deferred_attention_layer(module) and type(module) is not Attention:
             return f"{name} is attention of kind {type(module).__name__}"
+        if problem := _routing_obstacle(module):
+            return f"{name} {problem}"
     return ""
+
+
+def _routing_obstacle(module: nn.Module) -> str:
+    """What a mixture of experts computes its routing from, beside its modules' parameters, that a swap would leave stale."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    if not isinstance(module, MoERunner):
+        return ""
+    if module.gate is not None and module.shared_expert_gate is not None:
+        return "makes one weight of two gates at its first use"
+    held = [name for name, value in vars(module.router).items() if isinstance(value, Tensor)]
+    return f"has a router that holds {held[0]}" if held else ""
+
+
+def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
+    """Where `_KERNEL` is kept for the stacked experts of `module`; None for a module of another kind."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    method = getattr(module, "quant_method", None)
+    return vars(method) if isinstance(method, UnquantizedFusedMoEMethod) else None
+
+
+_KERNEL = ("moe_kernel", "moe_quant_config")
+"""What post-processing leaves on the method of a layer of experts: a kernel, and a configuration that refers to their biases.
+
+While there is a kernel, vLLM on CPU does not lay out weights again: it takes new ones for laid out already."""
 
 
 def held_addresses(vllm_config: VllmConfig) -> str:
@@ -133,7 +163,8 @@ class ShadowLoader:
     `meta`. Construct it where no decode step runs: building a model sets torch's default dtype.
 
     A swap exchanges parameters and whatever post-processing left on a module (on CPU: the closure `cpu_linear` over a packed
-    oneDNN weight); KV caches, attention state and module identity stay with the live modules.
+    oneDNN weight) or on the method of a mixture's experts; KV caches, attention state and module identity stay with the live
+    modules.
     `pairs`: every module by name, the live one with its shadow.
     """
 
@@ -150,6 +181,12 @@ class ShadowLoader:
             assert type(mine) is type(other), name
             self.pairs[name] = (mine, other)
         self._pristine = {shadow: dict(shadow.__dict__) for _, shadow in self.pairs.values()}
+        self._kernels = [
+            (mine, other)
+            for mine, other in (map(_kernel_of, pair) for pair in self.pairs.values())
+            if mine is not None and other is not None
+        ]
+        """Of each layer of experts, the live one with its shadow."""
         # (module, attribute, parameter on `meta`): a tied parameter occurs several times as the same object.
         self._blueprint: list[tuple[nn.Module, str, Tensor]] = []
         metas: dict[int, Tensor] = {}
@@ -163,6 +200,8 @@ class ShadowLoader:
 
     def check(self, manifest: Manifest) -> None:
         """Runs the model's own loading on `meta` tensors: names, shapes, and that every element is written. No memory."""
+        from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
         heads = [spec.name for spec in manifest.parameters if spec.name.endswith("lm_head.weight")]
         if heads and getattr(self._model_config.hf_config, "tie_word_embeddings", False):
             raise ManifestDiffers(heads[0], "presence", "tied to the embedding", "sent")
@@ -170,7 +209,7 @@ class ShadowLoader:
             (spec.name, torch.empty(tuple(spec.shape), dtype=getattr(torch, manifest.sent_dtype(spec)), device="meta"))
             for spec in manifest.parameters
         )
-        needed = sum(parameter.numel() for parameter in self._model.parameters())
+        needed = sum(get_tensor_load_numel(parameter) for parameter in self._model.parameters())  # padding is not sent
         written = _WrittenElements()
         try:
             with written:
@@ -198,11 +237,15 @@ class ShadowLoader:
             _exchange(live._parameters, shadow._parameters, shadow._parameters.keys())
             if hasattr(shadow, "quant_method"):
                 _exchange(live.__dict__, shadow.__dict__, self.derived(shadow))
+        for live_kernel, shadow_kernel in self._kernels:
+            _exchange(live_kernel, shadow_kernel, _KERNEL)
 
     def drop(self) -> None:
         for _, shadow in self.pairs.values():
             for name in self.derived(shadow):
                 del shadow.__dict__[name]
+        for _, shadow_kernel in self._kernels:
+            shadow_kernel.update(dict.fromkeys(_KERNEL))
         for module, name, meta in self._blueprint:
             module.register_parameter(name, meta)  # type: ignore[arg-type]
 
@@ -260,6 +303,7 @@ def _build(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
     config.compilation_config.mode = CompilationMode.NONE  # it never runs
     dtype = vllm_config.model_config.dtype
     assert isinstance(dtype, torch.dtype)  # resolved from "auto" by now
@@ -371,6 +415,9 @@ class PausedLoader:
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        if self._device.type == "cpu":  # else new experts would be served in the layout of files
+            for kernel in filter(None, map(_kernel_of, self._live.modules())):
+                kernel.update(dict.fromkeys(_KERNEL))
         with self._device:
             initialize_layerwise_reload(self._live)
             self._live.load_weights(iter(self._tensors))  # type: ignore[operator]

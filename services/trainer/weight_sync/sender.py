@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
@@ -44,9 +45,17 @@ from services.trainer.learn.lora import factor_names, layer_adapters, served_par
 from services.trainer.weight_sync.updater import TransferResult
 
 
+def as_in_files(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `model`, one parameter after the other, under the names and in the shapes that its files have: what any
+    engine loads. They differ where transformers renames layers, or stacks the experts of a mixture."""
+    for name, tensor in parameters:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
 def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
     """What is sent of a model whose weights actors load: names, shapes and dtypes, which one rank can tell alone."""
-    return describe(served_parameters(model), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
+    shapes = ((name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in served_parameters(model))
+    return describe(as_in_files(model, shapes), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
 
 
 def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
