@@ -32,6 +32,7 @@ class BareLoop:
         model.set_attn_implementation(attention)
         self.model, self.attention, self.batches, self.trainer = model.train(), attention, batches, trainer
         self._piece = max(1, MOST_LOGITS // model.config.vocab_size)
+        self._max_norm = trainer.max_grad_norm or sum(float(batch.weights.sum()) for batch in batches)
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=trainer.learning_rate,
@@ -46,7 +47,7 @@ class BareLoop:
             logprobs = self._logprobs(batch)
             weights = (logprobs.detach() - batch.behaviour_logprobs).exp().clamp(max=5.0)
             (-(batch.weights * weights * batch.advantages * logprobs).sum()).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

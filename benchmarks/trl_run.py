@@ -2,9 +2,10 @@
 
 The job (`versus_trl.trl_job`) has the recipe, the initial model, and the recipe's own problems in their order. Rewards are the
 verifier's functions, called in this process. The loss is the recipe's, smaller by the constant `loss_scale`: Adam does not see
-it, and clipping and epsilon are scaled for it. What differs: TRL adds 1e-4 to a group's standard deviation instead of 1e-6, and
-trains on padded rows. With several steps per generation, a token of positive advantage whose importance weight exceeds `clamp`
-has no gradient, where ours has that of the truncated weight; one of negative advantage counts in full, where ours is truncated.
+it, and clipping and epsilon are scaled for it. What differs: TRL adds 1e-4 to a group's standard deviation instead of 1e-6,
+trains on padded rows, and does not clip where our bound follows the length of completions. With several steps per generation,
+a token of positive advantage whose importance weight exceeds `clamp` has no gradient, where ours has that of the truncated
+weight; one of negative advantage counts in full, where ours is truncated.
 
 Policies are saved every few steps; the clock stands still meanwhile. Imports nothing of ours that needs torch.
 """
@@ -61,7 +62,7 @@ def trainer_settings(recipe: Recipe, job: dict[str, Any]) -> GRPOConfig:
         epsilon=1.0,
         epsilon_high=algorithm.clamp - 1,
         learning_rate=trainer.learning_rate,
-        max_grad_norm=trainer.max_grad_norm / job["loss_scale"],
+        max_grad_norm=(trainer.max_grad_norm or 0.0) / job["loss_scale"],  # 0: no clipping
         logging_steps=1,
         save_strategy="no",
         report_to=[],

@@ -64,6 +64,7 @@ class RunTotals:
     memory_peak_gib: float | None = None
     steps: int = 0
     steps_skipped: int = 0
+    steps_clipped: int = 0
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able, with copies of the lists: these grow with the run, so that element by element would take its time."""
@@ -90,6 +91,7 @@ class RunTotals:
         if record.get("skipped"):
             self.steps_skipped += 1
             return
+        self.steps_clipped += bool(record.get("clipped"))
         self.tokens_trained += record.get("tokens_trained") or 0
         for lag, tokens in (record.get("lag_histogram") or {}).items():
             self.lag_histogram[int(lag)] = self.lag_histogram.get(int(lag), 0) + tokens
@@ -145,6 +147,7 @@ class RunTotals:
             "seed": recipe.seed,
             "steps": self.steps,
             "steps_skipped": self.steps_skipped,
+            "steps_clipped": self.steps_clipped,
             "policy_version": None,
             "interrupted": False,
             "wall_s": None,

@@ -147,9 +147,17 @@ _STABLE = Section(
         Panel(
             "Gradient norm",
             "Before clipping.",
-            "A steady level, mostly below trainer.max_grad_norm.",
+            "A steady level.",
             "Spikes that come more and more often: learning rate too high, or data too old.",
             (Query(gauge("trainer_gradient_norm")),),
+            low=0,
+        ),
+        Panel(
+            "Steps clipped",
+            "Optimizer steps whose gradient was cut to trainer.max_grad_norm.",
+            "Few: those that the panel before shows as spikes.",
+            "Nearly all: every step is equally long, however much its batch tells; raise trainer.max_grad_norm.",
+            (Query(increase("trainer_steps_clipped_total")),),
             low=0,
         ),
         Panel(

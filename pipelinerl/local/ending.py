@@ -147,5 +147,8 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"  trainer            {number(rate)} tokens/s while it computes{mfu}"
     if truncated:
         yield f"  cut short          {percent(truncated)} of the sequences, at sampling.max_tokens or model.max_context"
+    if 2 * (summary.get("steps_clipped") or 0) > (summary.get("steps") or 0):
+        share = f"{summary['steps_clipped']} of {summary['steps']} steps"
+        yield f"  GRADIENT           cut in {share}, so that all are equally long: raise trainer.max_grad_norm"
     if broken:
         yield f"  PARITY             {broken} probes of served against trained policy failed: see logs"

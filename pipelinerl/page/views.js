@@ -50,6 +50,12 @@ const PrlViews = (() => {
     return even.length === points.length && even.every((p, i) => p[1] === points[i][1]) ? [{ ...each, name, faint: false }] : [each, { name: `${name}, mean`, color, points: even }];
   }
 
+  /* Records of before this figure was kept say nothing. */
+  function clippedNote(records) {
+    const known = records.filter((r) => typeof r.clipped === "boolean"), clipped = known.filter((r) => r.clipped).length;
+    return known.length ? `Before clipping, which cut ${percent(clipped / known.length)} of the steps` : "Before clipping";
+  }
+
   function learning(data, axis) {
     const r = data.records;
     const accuracy = pick(data.heldout, axis, (one) => one.accuracy);
@@ -60,7 +66,7 @@ const PrlViews = (() => {
       (root) => lines(root, { title: "Held-out accuracy", sub: "Problems never trained on", series: evaluations, xName: axis.name, format: percent, yLow: 0, yHigh: 1, emptyText: "No evaluation yet" }),
       (root) => lines(root, { title: "Train reward", sub: "Mean over the batch", series: noisy("reward", COLOR[0], pick(r, axis, (one) => one.reward_mean)), xName: axis.name }),
       (root) => lines(root, { title: "Entropy", sub: "Of the policy's next token, nats; near zero means it has stopped exploring", series: noisy("entropy", COLOR[0], pick(r, axis, (one) => one.entropy)), xName: axis.name, yLow: 0 }),
-      (root) => lines(root, { title: "Gradient norm", sub: "Before clipping", series: noisy("norm", COLOR[0], pick(r, axis, (one) => one.grad_norm)), xName: axis.name, yLow: 0 }),
+      (root) => lines(root, { title: "Gradient norm", sub: clippedNote(r), series: noisy("norm", COLOR[0], pick(r, axis, (one) => one.grad_norm)), xName: axis.name, yLow: 0 }),
     ];
   }
 

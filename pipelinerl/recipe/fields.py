@@ -425,6 +425,12 @@ class TrainerConfig(Section):
     steps: Changeable[int] = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
     learning_rate: float = Field(1e-6, gt=0, le=1, description="Of AdamW, after warm-up: the peak.")
+    value_learning_rate: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="That of the value head, with advantage `value`, by the same schedule; null = 10 × learning_rate.",
+    )
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
         "constant",
         description="After warm-up. `linear`, `cosine`: decay over all other steps; `wsd`: over the last `decay_steps`; "
@@ -442,7 +448,12 @@ class TrainerConfig(Section):
     beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay of the mean of squared gradients.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW: added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: of matrices; norms and biases do not decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
+    max_grad_norm: float | None = Field(
+        None,
+        gt=0,
+        description="L2 norm to which a step's gradient is cut. null: 1 with normalization `token` and `sequence`, which are "
+        "means over tokens; the mean completion length of the step with `batch`, a sum over them.",
+    )
     max_skipped_steps: Changeable[int] = Field(
         10, ge=1, description="Optimizer steps skipped in a row, for a loss or gradient not finite, that end the run."
     )

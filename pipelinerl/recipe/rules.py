@@ -76,6 +76,9 @@ def _groups(recipe: Recipe) -> Broken:
     if algorithm.advantage == "value" and algorithm.normalize_std:
         fix = "does not go with algorithm.advantage = 'value', whose advantages are no group's; use false"
         yield "algorithm.normalize_std", fix
+    if algorithm.advantage != "value" and recipe.trainer.value_learning_rate is not None:
+        fix = f"algorithm.advantage = {algorithm.advantage!r} has no value head; use null, or the advantage value"
+        yield "trainer.value_learning_rate", fix
     if algorithm.filter_equal_rewards and size < 2:
         fix = "drops every group of sampling.group_size = 1; use false, or larger groups"
         yield "algorithm.filter_equal_rewards", fix

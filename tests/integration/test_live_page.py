@@ -60,25 +60,27 @@ async def test_a_tab_that_nobody_looks_at_asks_for_nothing_and_catches_up() -> N
         assert asked.count("history") == 1, "what it missed is told, and nothing else"
 
 
-async def test_the_tiles_say_when_actors_idle_and_when_the_lag_bound_throttles() -> None:
+async def test_the_page_says_when_actors_idle_when_the_lag_bound_throttles_and_how_often_gradients_are_cut() -> None:
     board = PageBoard()
     async with shown(board) as (page, _):
         await until_step(page, 1)
         lag, busy = (page.locator(f"[data-tile={name}] .note") for name in ("lag", "busy"))
         board.state({**STATE, "actors_held_back": True})
-        board.step(record(2, largest_lag=1))
+        board.step(record(2, largest_lag=1, grad_norm=9.0, clipped=True))
         await page.clock.run_for(2000)
         await until_step(page, 2)
         assert "the actors –: they outrun the trainer and idle rather than stockpile" in await busy.inner_text()
         assert (await lag.inner_text()).endswith("largest by the formula 1; bound 1")
         board.state(STATE)
-        board.step(record(3, largest_lag=2, max_lag_too_small=True))
+        board.step(record(3, largest_lag=2, max_lag_too_small=True, grad_norm=0.5, clipped=False))
         await page.clock.run_for(2000)
         await until_step(page, 3)
         assert "stockpile" not in await busy.inner_text()
         assert (
             "largest by the formula 2; bound 1 is too small for that: generation is throttled" in await lag.inner_text()
         )
+        await page.get_by_text("Gradient norm").scroll_into_view_if_needed()
+        await page.get_by_text("Before clipping, which cut 50% of the steps").wait_for()
 
 
 async def test_a_page_without_an_answer_says_so_and_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ class Regression:
         for _ in range(steps):
             loss = self.loss()
             loss.backward()
-            assert not self.optimizer.step(loss.item())["skipped"]
+            assert not self.optimizer.step(loss.item(), 1.0)["skipped"]
         return self.loss().item()
 
 
@@ -143,7 +143,7 @@ def test_matrices_decay_and_vectors_do_not(optimizer: str) -> None:
         layer.bias.fill_(1.0)
     stepped = PolicyOptimizer(layer.parameters(), config(optimizer, weight_decay=0.5, warmup_steps=0))
     (layer.weight.sum() * 0 + layer.bias.sum() * 0).backward()
-    stepped.step(0.0)
+    stepped.step(0.0, 1.0)
     assert layer.weight.detach().numpy() == pytest.approx(1 - 1e-2 * 0.5)
     assert layer.bias.detach().numpy() == pytest.approx(1.0)
 

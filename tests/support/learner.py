@@ -143,8 +143,8 @@ def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 class GradientsKept(PolicyOptimizer):
     """Steps nothing, so that a test can read what a step would have used."""
 
-    def step(self, loss: float) -> dict[str, Any]:
-        return {"learning_rate": 0.0, "grad_norm": 0.0, "skipped": ""}
+    def step(self, loss: float, total_weight: float) -> dict[str, Any]:
+        return {"learning_rate": 0.0, "grad_norm": 0.0, "clipped": False, "skipped": ""}
 
 
 def packed_gradients(

@@ -399,6 +399,22 @@ def test_steps_raise_the_probability_of_what_was_better(loss: str) -> None:
     json.dumps(told_anywhere(outcome))
 
 
+@pytest.mark.parametrize("normalization", ["token", "batch"])
+def test_a_sum_over_tokens_is_cut_where_their_mean_is(normalization: Any) -> None:
+    """LENGTHS have 40 completion tokens in 6 sequences: the norm of `batch` is 40 / 6 times that of `token`."""
+    group = group_of(sequences_of(LENGTHS))
+
+    def figures(scale: float, **bound: float) -> dict[str, Any]:
+        algorithm = AlgorithmConfig(normalization=normalization)
+        learner = Learner(wrap_model(model_of("llama-tied")), algorithm, TrainerConfig(**bound))
+        return learner.train_step([replace(group, advantages=group.advantages * scale)], version=0)
+
+    unit = figures(1e-3, max_grad_norm=1e9)["grad_norm"] * (6 / 40 if normalization == "batch" else 1.0)
+    below, above = figures(0.99e-3 / unit), figures(1.01e-3 / unit)
+    assert (below["clipped"], above["clipped"]) == (False, True)
+    assert above["grad_norm"] == pytest.approx(1.01 * (40 / 6 if normalization == "batch" else 1.0), rel=1e-3)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_is_skipped_and_said(bad: float) -> None:
     policy = wrap_model(model_of("llama-tied"))
@@ -540,7 +556,8 @@ def test_what_a_model_cannot_do_is_refused(field: str, value: Any, problem: str,
 def test_a_value_head_learns_what_rewards_are_and_the_policy_what_is_better() -> None:
     policy = wrap_model(model_of("llama-tied"))
     algorithm = AlgorithmConfig(advantage="value", value_coefficient=1.0)
-    learner = Learner(policy, algorithm, TrainerConfig(learning_rate=3e-3, tokens_per_microbatch=64))
+    rates = {"learning_rate": 3e-3, "value_learning_rate": 3e-3}
+    learner = Learner(policy, algorithm, TrainerConfig(tokens_per_microbatch=64, **rates))
     sequences = sequences_of(LENGTHS, behaviour=-3.0)
     rewards = np.array([sequence.reward for sequence in sequences])
     group = TrainingGroup(tuple(sequences), group_advantages(rewards, "value"))

@@ -1,4 +1,5 @@
-"""The optimizer: sums of 16-bit gradients in float32, steps near those of float32, and which AdamW a recipe gets."""
+"""The optimizer: sums of 16-bit gradients in float32, steps near those of float32, what is cut to which norm, the rate of a
+value head, and which AdamW a recipe gets."""
 
 import builtins
 from dataclasses import dataclass
@@ -67,7 +68,41 @@ def test_gradients_of_sixteen_bit_are_summed_in_float32() -> None:
     for gradient in (1.0, 2**-8, 2**-8):
         (weight * torch.tensor([gradient], dtype=torch.bfloat16)).sum().backward()
         assert weight.grad is None
-    assert optimizer.step(0.0)["grad_norm"] == 1 + 2**-7
+    assert optimizer.step(0.0, 1.0)["grad_norm"] == 1 + 2**-7
+
+
+@pytest.mark.parametrize(
+    ("max_grad_norm", "total_weight", "bound"),
+    [(None, 1.0, 1.0), (None, 4.9, 4.9), (None, 5.1, None), (2.0, 5.1, 2.0), (6.0, 1.0, None)],
+)
+def test_a_gradient_is_cut_to_the_bound_of_the_recipe_or_to_the_weight_of_all_tokens(
+    max_grad_norm: float | None, total_weight: float, bound: float | None
+) -> None:
+    """A norm of 5; AdamW's first mean is a tenth of what it is given."""
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = PolicyOptimizer([weight], TrainerConfig(max_grad_norm=max_grad_norm))
+    weight.grad = torch.tensor([3.0, 4.0])
+    figures = optimizer.step(0.0, total_weight)
+    assert (figures["grad_norm"], figures["clipped"], figures["skipped"]) == (5.0, bound is not None, "")
+    given = torch.tensor([0.6, 0.8]) * (bound or 5.0)
+    torch.testing.assert_close(optimizer.moments(weight)["exp_avg"], given / 10, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("own", "rate"), [(None, 1e-2), (3e-4, 3e-4)])
+def test_a_value_head_has_its_own_rate_and_takes_nothing_of_the_policys_norm(own: float | None, rate: float) -> None:
+    """AdamW's first step moves each weight by the learning rate, of which a warm-up of four steps gives a quarter."""
+    weight, head = nn.Parameter(torch.ones(2, 1)), nn.Linear(1, 1)
+    before = head.weight.item()
+    config = TrainerConfig(learning_rate=1e-3, value_learning_rate=own, warmup_steps=4, weight_decay=0.5)
+    optimizer = PolicyOptimizer([weight], config, head)
+    weight.grad, head.weight.grad, head.bias.grad = torch.full((2, 1), 0.5), torch.full((1, 1), 90.0), torch.ones(1)
+    figures = optimizer.step(0.0, 1.0)
+    assert (figures["learning_rate"], figures["clipped"]) == (2.5e-4, False)
+    assert figures["grad_norm"] == pytest.approx(0.5 * 2**0.5)
+    assert weight.detach().flatten().tolist() == pytest.approx([1 - 2.5e-4 * (1 + 0.5)] * 2)
+    assert before - head.weight.item() == pytest.approx(rate / 4, rel=1e-3)
+    weight.grad, head.weight.grad = torch.ones(2, 1), torch.full((1, 1), torch.inf)
+    assert optimizer.step(0.0, 1.0)["skipped"] == "gradient not finite"
 
 
 def test_without_torchao_the_field_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

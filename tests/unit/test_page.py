@@ -65,7 +65,7 @@ def test_a_line_of_the_samples_without_a_step_is_left_out() -> None:
 
 def test_history_is_the_object_that_the_views_draw() -> None:
     history = RunHistory()
-    history.add(record(1))
+    history.add(record(1, clipped=True))
     news = history.add(
         record(2, heldout_accuracy=0.4, heldout_accuracy_lower_bound=0.3, heldout_version=1), [sample(2)]
     )
@@ -75,6 +75,7 @@ def test_history_is_the_object_that_the_views_draw() -> None:
     data = history.data()
     assert [one["step"] for one in data["records"]] == [1, 2]
     assert "loss" not in data["records"][0]
+    assert data["records"][0]["clipped"]
     assert (data["heldout"], data["lag_totals"]) == ([news["heldout"]], news["lag_totals"])
 
 

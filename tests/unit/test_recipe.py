@@ -269,6 +269,7 @@ def test_a_missing_field_says_what_to_give() -> None:
             "0: trainer.schedule = 'inverse_sqrt' decays on the scale",
         ),
         ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "wider than sampling.max_tokens = 64"),
+        ("trainer.value_learning_rate=1e-5", "trainer.value_learning_rate", "'leave_one_out' has no value head"),
     ],
 )
 def test_fields_that_contradict_each_other(override: str, field: str, said: str) -> None:

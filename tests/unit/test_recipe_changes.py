@@ -77,7 +77,7 @@ def test_a_field_that_an_older_version_lacked_had_the_default() -> None:
     del old["trainer"]["max_grad_norm"], old["trainer"]["lora"], old["checkpoint"]
     assert recipe_changes(old, recipe()) == []
     assert recipe_changes(old, recipe(trainer={"max_grad_norm": 2.0})) == [
-        Change("trainer.max_grad_norm", 1.0, 2.0, False)
+        Change("trainer.max_grad_norm", None, 2.0, False)
     ]
     short = {"name": "tiny", "model": {"source": "path", "name": "/m"}, "task": {}, "algorithm": {"loss": "gspo"}}
     assert recipe_changes(short, recipe(algorithm={"loss": "gspo"})) == [], "the loss brings its defaults along"

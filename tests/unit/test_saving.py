@@ -85,7 +85,10 @@ def trace_all(work: dict[str, tuple[Job, Path]], resumed: bool) -> dict[str, Tra
 
 CASES: Cases = {
     "decaying rate": ("qwen2-untied", {"trainer": {"schedule": "cosine", "warmup_steps": 1, "steps": 5}}),
-    "value head and reference": ("llama-tied", {"algorithm": {"advantage": "value", "kl_coefficient": 0.1}}),
+    "value head and reference": (
+        "llama-tied",
+        {"trainer": {"value_learning_rate": 2e-2}, "algorithm": {"advantage": "value", "kl_coefficient": 0.1}},
+    ),
     "adapters and reference": (
         "qwen2-untied",
         {"trainer": {"lora": {"rank": 3}}, "algorithm": {"kl_coefficient": 0.1}},

@@ -73,13 +73,13 @@ def test_everything_that_the_steps_tell() -> None:
 def test_evaluations_skipped_steps_and_joins_are_counted_from_the_steps() -> None:
     joins = [{"actor": "actor-1", "version": 1, "join_s": 0.5}, {"actor": "actor-2", "version": 1, "join_s": 1.5}]
     told = [
-        step(1, {}, skipped="loss not finite", parity_failures=0, heldout_accuracy=0.5, heldout_version=0,
+        step(1, {}, skipped="loss not finite", clipped=True, parity_failures=0, heldout_accuracy=0.5, heldout_version=0,
              heldout_unanswered=2, heldout_accuracy_lower_bound=0.25, joins=joins),
-        step(2, {"0": 4}, skipped="", parity_failures=3, heldout_tokens=70, commits_held_s=1.5),
-        step(3, {"0": 4}, skipped="", parity_failures=1),
+        step(2, {"0": 4}, skipped="", clipped=True, parity_failures=3, heldout_tokens=70, commits_held_s=1.5),
+        step(3, {"0": 4}, skipped="", clipped=False, parity_failures=1),
     ]  # fmt: skip
     summary = summary_from_metrics(recipe(), told)
-    assert (summary["steps_skipped"], summary["parity_failures"]) == (1, 4)
+    assert (summary["steps_skipped"], summary["steps_clipped"], summary["parity_failures"]) == (1, 1, 4)
     assert (summary["heldout_tokens"], summary["commits_held_s"]) == (70, 1.5)
     assert summary["sequence_reasons"] is None, "the steps do not tell"
     assert summary["heldout"] == [{"version": 0, "accuracy": 0.5, "unanswered": 2, "lower_bound": 0.25}]
@@ -135,6 +135,9 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert "trainer            160 tokens/s while it computes, MFU 25.0%" in text
     assert "cut short          12.0% of the sequences" in text
     assert f"report             {tmp_path}/report.html" in text
+    assert "GRADIENT" not in text
+    cut = "\n".join(closing_lines(summary_from_metrics(recipe(), records()) | {"steps_clipped": 2}, run, Ending(75.0)))
+    assert "GRADIENT           cut in 2 of 3 steps, so that all are equally long: raise trainer.max_grad_norm" in cut
     assert f"checkpoint         {tmp_path}/checkpoint" in text
     assert closing_lines({}, run, Ending(1.0, interrupted=True))[1].startswith("interrupted after 1s")
 

@@ -132,6 +132,7 @@ def step_figures(skipped: str = "") -> dict[str, Any]:
     """What `PolicyTrainer.step` gives, as far as loop and report look at it."""
     tokens = 0 if skipped else 8
     return {
+        "clipped": not skipped,
         "skipped": skipped,
         "ess": 0.9,
         "mismatch_kl": 0.01,

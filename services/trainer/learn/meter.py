@@ -346,7 +346,7 @@ def token_figures(
     most.
     """
     log_weights, clipped, masked, entropy, *baseline = values.astype(np.float64)
-    loss, reference_kl, value_loss = totals.tolist()
+    loss, reference_kl, value_loss, _ = totals.tolist()
     returns = np.concatenate([batch.advantages for batch in batches])
     lags = np.concatenate([batch.lags for batch in batches])
     loads = [batch.num_tokens for batch in batches if batch.num_sequences]

@@ -55,7 +55,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
-    """Over parameter groups of float32 parameters; each may have a `weight_decay` of its own.
+    """Over parameter groups of float32 parameters; each may have a `weight_decay` and a `RATE_FACTOR` of its own.
 
     `adamw` keeps both moments in float32, fused where the device can. `adamw_8bit` is torchao's, block-wise quantised (Dettmers
     et al., arXiv 2110.02861): moments take 2.03 bytes a parameter instead of 8. Tensors of less than `MIN_QUANTIZED` elements,
@@ -103,41 +103,67 @@ def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
         raise FieldError("trainer.optimizer", "adamw_8bit", fix) from error
 
 
+RATE_FACTOR = "rate_factor"
+"""Key of a parameter group: its learning rate relative to that of the policy; 1 where it is missing."""
+VALUE_RATE_FACTOR = 10.0
+"""Without `trainer.value_learning_rate`: the head is one linear layer that begins at 0, and must follow the policy."""
+
+
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Of all groups. One that is kept in a tensor stays in it: a compiled step reads it there."""
+    """`rate` is the policy's. One that is kept in a tensor stays in it: a compiled step reads it there."""
     for group in optimizer.param_groups:
+        of_group = rate * group.get(RATE_FACTOR, 1.0)
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
+            group["lr"].fill_(of_group)
         else:
-            group["lr"] = rate
+            group["lr"] = of_group
 
 
 class PolicyOptimizer:
-    """AdamW over the trainable parameters of a model. `backward()` fills gradients, `step` uses and clears them.
+    """AdamW over the trainable parameters of a model, and a value head beside it with a learning rate of its own.
 
-    Raises `FieldError` when the recipe's optimizer does not work here.
+    `backward()` fills gradients, `step` uses and clears them. Only the policy's are cut to a norm: the head's are as large as
+    its errors, and would take a common bound from the policy. Raises `FieldError` when the recipe's optimizer does not work
+    here.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None
+    ) -> None:
         self.config = config
         self.steps_taken = 0
         """Optimizer steps taken; skipped ones do not count and do not move the schedule."""
-        self._live = [parameter for parameter in parameters if parameter.requires_grad]
+        policy = [parameter for parameter in parameters if parameter.requires_grad]
+        head = [] if value_head is None else list(value_head.parameters())
+        self._live = [*policy, *head]
         self._stepped = [_master_of(parameter) for parameter in self._live]
-        matrices = [parameter for parameter in self._stepped if parameter.ndim >= 2]
-        others = [parameter for parameter in self._stepped if parameter.ndim < 2]  # norms and biases do not decay
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._policy, self._head = self._stepped[: len(policy)], self._stepped[len(policy) :]
+        factor = VALUE_RATE_FACTOR
+        if config.value_learning_rate is not None:
+            factor = config.value_learning_rate / config.learning_rate
+        groups = [
+            {"params": [one for one in self._policy if one.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [one for one in self._policy if one.ndim < 2], "weight_decay": 0.0},  # norms and biases
+            {"params": self._head, "weight_decay": 0.0, RATE_FACTOR: factor},  # decay would bias it towards 0
+        ]
         self._adamw = build_adamw([group for group in groups if group["params"]], config)
 
-    def step(self, loss: float) -> dict[str, Any]:
+    def step(self, loss: float, total_weight: float) -> dict[str, Any]:
         """Clips, steps and clears the gradients. A non-finite `loss` or gradient changes nothing but is told.
 
-        Returns, as metrics.jsonl has them: `learning_rate`; `grad_norm`, the global L2 norm before clipping; `skipped`: why no
-        weight changed, "" when the step was taken.
+        `total_weight`: the sum of the weights of all tokens in the loss (`sequence_weights`), which is the default bound of the
+        norm: the gradient is cut where the weighted mean of its tokens is longer than 1.
+
+        Returns, as metrics.jsonl has them: `learning_rate`; `grad_norm`, the policy's global L2 norm before clipping;
+        `clipped`: whether it was cut; `skipped`: why no weight changed, "" when the step was taken.
         """
         rate = learning_rate(self.steps_taken, self.config)
-        norm = float(whole(nn.utils.clip_grad_norm_(self._stepped, self.config.max_grad_norm)))
-        skipped = "" if math.isfinite(norm) else "gradient not finite"
+        bound = total_weight if self.config.max_grad_norm is None else self.config.max_grad_norm
+        norm = float(whole(nn.utils.clip_grad_norm_(self._policy, bound)))
+        norms = [norm]
+        if of_head := [parameter.grad for parameter in self._head if parameter.grad is not None]:
+            norms.append(float(whole(nn.utils.get_total_norm(of_head))))
+        skipped = "" if all(map(math.isfinite, norms)) else "gradient not finite"
         if not math.isfinite(loss):
             skipped = "loss not finite"
         if not skipped:
@@ -146,7 +172,7 @@ class PolicyOptimizer:
             self.publish_masters()
             self.steps_taken += 1
         self._adamw.zero_grad(set_to_none=True)
-        return {"learning_rate": rate, "grad_norm": norm, "skipped": skipped}
+        return {"learning_rate": rate, "grad_norm": norm, "clipped": not skipped and norm > bound, "skipped": skipped}
 
     @torch.no_grad()
     def publish_masters(self) -> None:

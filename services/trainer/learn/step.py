@@ -198,7 +198,7 @@ class Learner:
         if reference is None and algorithm.kl_coefficient > 0:  # what adapters adapt stays as it is
             reference = policy if has_adapters(policy.model) else frozen_copy(policy)
         self.reference = reference if algorithm.kl_coefficient > 0 else None
-        self.optimizer = PolicyOptimizer(policy.parameters(), trainer)
+        self.optimizer = PolicyOptimizer(policy.model.parameters(), trainer, policy.value_head)
         self.cost_model = cost_model_of(policy.model)
         device_name = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else ""
         self.peak_flops = peak_flops(device_name, str(compute_dtype or policy.model.dtype).removeprefix("torch."))
@@ -266,9 +266,9 @@ class Learner:
         """This rank's part in one optimizer step; `share` is its own, or that of its row.
 
         Returns values [4, C] of the share: log weight, clipped, masked, entropy of each completion token, [5, C] with its
-        learned baseline last; totals [3] of the whole step: loss, KL to the reference, value loss; and figures: those of
-        `PolicyOptimizer.step`, alike on every rank, and this rank's `memory_peak_gib` and `compute_s`, seconds in
-        `to_device`, `forward_backward`, `totals`, `optimizer`.
+        learned baseline last; totals [4] of the whole step: loss, KL to the reference, value loss, sum of the weights; and
+        figures: those of `PolicyOptimizer.step`, alike on every rank, and this rank's `memory_peak_gib` and `compute_s`,
+        seconds in `to_device`, `forward_backward`, `totals`, `optimizer`.
         """
         values, terms = [], []
         for host_batch in share:
@@ -279,14 +279,13 @@ class Learner:
             values.append(of_tokens)
             terms.append(of_batch)
         with self._phases.measure("totals"):
-            totals = self.world.sum(torch.stack(terms).double().sum(0))
-            loss = float(totals[0])
+            totals = self.world.sum(torch.stack(terms).double().sum(0)).cpu().numpy()
         with self._phases.measure("optimizer"):
-            figures = self.optimizer.step(loss)
+            figures = self.optimizer.step(loss=float(totals[0]), total_weight=float(totals[3]))
         there = torch.cat(values, dim=1).cpu().numpy()  # for which the device has come to the end of the step
         figures["memory_peak_gib"] = take_memory_peak(self.policy.device) / 1024**3
         figures["compute_s"] = self._phases.take()
-        return there, totals.cpu().numpy(), figures
+        return there, totals, figures
 
     def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Adds one micro-batch's gradient; its part of `compute`'s values and totals, on the device."""
@@ -300,7 +299,8 @@ class Learner:
         values = [output.log_weights, output.clipped.float(), output.masked.float(), scores.entropy.detach()]
         if scores.values is not None:
             values.append(scores.values.detach())
-        return torch.stack(values).float(), torch.stack((output.loss.detach(), output.reference_kl, output.value_loss))
+        terms = (output.loss.detach(), output.reference_kl, output.value_loss, batch.weights.sum())
+        return torch.stack(values).float(), torch.stack(terms)
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:

@@ -148,6 +148,9 @@ class StepMetrics:
             "commits_held_seconds_total", "Time of evaluations and probes, in which no later version was committed."
         )
         self._skipped = metrics.counter("steps_skipped_total", "Optimizer steps that changed no weight.", unit="steps")
+        self._clipped = metrics.counter(
+            "steps_clipped_total", "Optimizer steps whose gradient was cut to the bound of its norm.", unit="steps"
+        )
         name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
         self._lags = metrics.histogram_of(name, text, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
@@ -185,6 +188,7 @@ class StepMetrics:
         self._heldout_tokens.inc(record["heldout_tokens"] or 0)
         self._commits_held.inc(record["commits_held_s"])
         self._skipped.inc(bool(record["skipped"]))
+        self._clipped.inc(record["clipped"])
         self._lags.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
         self._lag_max.set(record.get("lag", {}).get("max"))
         for phase, spent_s in record["step_s"].items():
