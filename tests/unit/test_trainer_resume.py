@@ -24,6 +24,7 @@ import pytest
 from pipelinerl.audit.journal import JOURNAL, Journal, read_events, reserved_groups
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group, encode_group, encode_sequence
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import ChangedRecipe
 from pipelinerl.rl.groups import Lineage
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
@@ -42,16 +43,18 @@ from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import make_run, make_run_state, tensors_of
 
 RECIPE = make_recipe(trainer={"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64}, algorithm={"max_lag": 2})
+PHASES = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 2})
+"""Four steps in two phases of two, of two groups each."""
 
 
 class Life:
     """One incarnation of the trainer, from its start to its death; its actors are played by the test."""
 
-    def __init__(self, run_dir: Path, bus: MemoryBus) -> None:
+    def __init__(self, run_dir: Path, bus: MemoryBus, recipe: Recipe) -> None:
         self.run_dir, self.bus, self.stack = run_dir, bus, ExitStack()
-        self.start = find_start(run_dir, RUN, RECIPE)
-        write_lineage(run_dir, RUN, self.start.lineage, RECIPE)
-        self.run = make_run(self.stack, run_dir, bus, RECIPE, self.start)
+        self.start = find_start(run_dir, RUN, recipe)
+        write_lineage(run_dir, RUN, self.start.lineage, recipe)
+        self.run = make_run(self.stack, run_dir, bus, recipe, self.start)
         self.tracker, self.feeder, self.intake = self.run.tracker, self.run.feeder, self.run.intake
         self.loop, self.journal = self.run.loop, self.run.resume.journal
         self.run.updater.served_version = self.loop.version
@@ -75,8 +78,8 @@ class Life:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    async def step(self) -> bool:
-        """One optimizer step, if there is a batch for it."""
+    async def step(self) -> list[str]:
+        """The groups of one optimizer step, if there is a batch for it."""
         taking = asyncio.create_task(self.intake.take_batch(self.version))
         for _ in range(50):  # all that it may need is here already
             await asyncio.sleep(0)
@@ -84,12 +87,12 @@ class Life:
             taking.cancel()
             with suppress(asyncio.CancelledError):
                 await taking
-            return False
+            return []
         self.feeder.begin_step(wait_share=0.0, for_max_lag=False)
         self.loop._conclude({"skipped": ""}, taking.result())
         self.loop._policy.version = self.run.updater.served_version = self.version  # type: ignore[attr-defined]
         self.feeder.look_again()
-        return True
+        return [group.sequences[0].group_id for group in taking.result()]
 
     async def checkpoint(self) -> None:
         await self.loop.checkpoints.write(anew=True)
@@ -105,8 +108,8 @@ class Life:
 
 
 @asynccontextmanager
-async def life(run_dir: Path, bus: MemoryBus) -> AsyncIterator[Life]:
-    one = Life(run_dir, bus)
+async def life(run_dir: Path, bus: MemoryBus, recipe: Recipe = RECIPE) -> AsyncIterator[Life]:
+    one = Life(run_dir, bus, recipe)
     try:
         await one.begin()
         yield one
@@ -167,6 +170,28 @@ async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> No
             await answer_next(again)
             await again.idle()
             assert await again.step()
+
+
+async def test_a_phase_has_its_order_whenever_the_trainer_starts_again(tmp_path: Path) -> None:
+    async def trained(restart_at: int) -> list[list[str]]:
+        """The groups of each step; a trainer ends at version `restart_at`."""
+        steps: list[list[str]] = []
+        async with streams() as bus:
+            for end in sorted({restart_at, 4}):
+                async with life(tmp_path / f"restarted-at-{restart_at}", bus, PHASES) as one:
+                    while len(steps) < end:
+                        await one.idle()
+                        while await answer_next(one):
+                            pass
+                        await one.idle()
+                        steps.append(await one.step())
+                    await one.checkpoint()
+        return steps
+
+    without = await trained(4)
+    assert [len(groups) for groups in without] == [2] * 4
+    assert await trained(2) == without, "between two phases"
+    assert await trained(3) == without, "within a phase"
 
 
 async def test_sequences_of_undone_versions_are_dropped_and_their_groups_issued_again(tmp_path: Path) -> None:

@@ -103,7 +103,6 @@ class Intake:
         self._vocab_size, self._lineage = vocab_size, lineage
         self._ready: deque[tuple[Sequence, ...]] = deque()
         self._changed = asyncio.Condition()
-        self._shuffler = random.Random(recipe.seed)
         self._phase: list[TrainingGroup] = []
         """Taken for the step or phase that comes next."""
         self._handed_out: list[TrainingGroup] = []
@@ -143,7 +142,7 @@ class Intake:
             self._phase.append(await self._take_group(version))
             grown = True
         if grown and self._recipe.mode == "conventional":
-            self._shuffler.shuffle(self._phase)
+            random.Random(f"{self._recipe.seed}/{version}").shuffle(self._phase)  # as it would be after a restart
         per_step = groups_per_step(self._recipe)
         self._handed_out, self._phase = self._phase[:per_step], self._phase[per_step:]
         return self._handed_out
