@@ -379,7 +379,10 @@ class AlgorithmConfig(Section):
     )
     kl_coefficient: float = Field(0.0, ge=0, description="Weight of the k3 KL estimate to the reference policy.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    filter_equal_rewards: bool = Field(False, description="Drop groups whose rewards are all equal (DAPO).")
+    filter_equal_rewards: bool = Field(
+        False,
+        description="Drop groups whose answers are all equally right (DAPO), whatever format and length add or take.",
+    )
     max_lag: int | None = Field(None, ge=0, description="Largest token lag trained on; null = unbounded (the paper).")
     max_lag_of: Literal["oldest_token", "mean"] = Field(
         "oldest_token",

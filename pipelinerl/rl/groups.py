@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -309,9 +310,27 @@ def group_advantages(
 
 
 def all_equal(rewards: list[float] | tuple[float, ...] | NDArray[np.floating]) -> bool:
-    """Whether a group carries no signal: what `filter_equal_rewards` drops (DAPO, arXiv 2503.14476)."""
+    """Whether a group carries no signal."""
     values = np.asarray(rewards, dtype=np.float64)
     return bool((values == values[0]).all())
+
+
+def answer_reward(components: Mapping[str, float]) -> float | None:
+    """What the answer alone earned, of a reward's terms: format and length do not count. None where no term is the answer's."""
+    terms = [term for name, term in components.items() if name == "answer" or name.startswith("answer.")]
+    return sum(terms) if terms else None
+
+
+def equally_right(samples: Iterable[Sequence]) -> bool:
+    """Whether a group is dropped by `filter_equal_rewards` (DAPO, arXiv 2503.14476): its answers earned the same.
+
+    By the answers alone: where all are right, an overlong penalty still tells the samples apart, by their length. Rewards
+    without terms are compared as they are.
+    """
+    earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
+    return all_equal([reward if answer is None else answer for answer, reward in earned])
+
+
 
 
 # --- figures of lag

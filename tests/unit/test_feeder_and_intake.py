@@ -123,14 +123,21 @@ async def test_a_completion_cut_by_the_context_gets_the_whole_overlong_penalty()
     assert score_item(reward, item).components == {"answer": 1.0, "overlong": -0.5}
 
 
-async def test_equal_rewards_are_filtered_when_asked_for() -> None:
+async def test_groups_of_equally_right_answers_are_filtered_when_asked_for() -> None:
     async with desk(algorithm={"max_lag": 1, "filter_equal_rewards": True}) as one:
         groups = await one.take_issued()
-        for group in groups:
-            await one.answer(group, (1.0, 1.0) if group is groups[0] else (1.0, 0.0))
-        await one.intake.take_batch(version=0)
-        assert one.tracker.ledger.counts.dropped_filtered == 2
-        assert len(await one.take_issued()) == 1
+        await one.answer(groups[0], (1.0, 1.0))
+        for index, overlong in enumerate((0.0, -0.25)):  # both right, and one too long
+            sample = make_sequence(groups[1], index, reward=1.0 + overlong)
+            await one.publish(replace(sample, reward_components={"answer": 1.0, "overlong": overlong}))
+        for index, terms in enumerate(({"answer.a": 1.0, "overlong": -1.0}, {"answer.a": 0.0, "overlong": 0.0})):
+            sample = make_sequence(groups[2], index, reward=0.0)  # one right, and the penalty hides it
+            await one.publish(replace(sample, reward_components=terms))
+        await one.answer(groups[3], (1.0, 0.0))
+        batch = await one.intake.take_batch(version=0)
+        assert [group.sequences[0].group_id for group in batch] == [groups[2].group_id, groups[3].group_id]
+        assert one.tracker.ledger.reasons(Outcome.DROPPED_FILTERED) == {"equal rewards": 4}
+        assert len(await one.take_issued()) == 2
 
 
 # --- messages that cannot be read, or contradict what was issued

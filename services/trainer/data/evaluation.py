@@ -35,6 +35,7 @@ from pipelinerl.messages.sequences import (
 )
 from pipelinerl.messages.verification import VerifierClient, status_name
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.groups import answer_reward
 from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import short_reason
@@ -121,8 +122,8 @@ JUDGE_BATCH = 64
 
 def is_right(outcome: VerifyResult, correct_reward: float) -> bool:
     """Whether the terms of the answer alone reach `correct_reward` (> 0); format and length terms do not count."""
-    terms = [term for name, term in outcome.components.items() if name == "answer" or name.startswith("answer.")]
-    return outcome.status == VERIFY_STATUS_OK and sum(terms) >= correct_reward * (1 - 1e-9)
+    earned = answer_reward(outcome.components)
+    return outcome.status == VERIFY_STATUS_OK and earned is not None and earned >= correct_reward * (1 - 1e-9)
 
 
 async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: float) -> dict[str, VerifyResult]:

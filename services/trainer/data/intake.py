@@ -26,7 +26,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import (
     FIRST_INCARNATION,
     Lineage,
-    all_equal,
+    equally_right,
     group_advantages,
     groups_before_step,
     groups_per_step,
@@ -215,7 +215,7 @@ class Intake:
         if len(good) < smallest_group(algorithm.advantage):
             self._lose(good, Outcome.FAILED, "group incomplete")
             self._lost_reasons.update(short_reason(sample.failure) for sample in samples if sample.failure)
-        elif algorithm.filter_equal_rewards and all_equal([sample.reward for sample in good]):
+        elif algorithm.filter_equal_rewards and equally_right(good):
             self._lose(good, Outcome.DROPPED_FILTERED, "equal rewards")
             self._lost_reasons["equal rewards"] += 1
         else:
