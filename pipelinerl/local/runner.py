@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count as numbers
 
-from pipelinerl.errors import PipelineRLError, ServiceError
+from pipelinerl.errors import FieldError, PipelineRLError, ServiceError
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.following import background, follow_trainer, watch_actors
 from pipelinerl.local.metrics import RunnerMetrics, runner_http
@@ -37,6 +37,7 @@ from pipelinerl.local.progress import Display, RunState
 from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
+from pipelinerl.rl.groups import narrow_clip_range
 from pipelinerl.rl.throughput import too_small_max_lag
 from pipelinerl.run_dir import MOST_ACTORS, RunDir, newest_checkpoint, read_json, write_json, write_whole
 from pipelinerl.run_summary import is_finished, read_jsonl
@@ -101,7 +102,8 @@ class LocalRun:
         self._given_up: set[int] = set()
         self._kept: dict[int, asyncio.Task[None]] = {}
         """What restarts each actor."""
-        self._told_of_lag = False
+        self._told: set[str] = set()
+        """Settings that were warned of."""
         self._interrupts = 0
         self._stop_by_s: float | None = None
         self._trainer_address: ServiceAddress | None = None
@@ -373,14 +375,19 @@ class LocalRun:
     async def _refresh(self) -> None:
         while True:
             self._show()
-            self._tell_of_lag()
+            self._tell_of_settings()
             await asyncio.sleep(self.refresh_s)
 
-    def _tell_of_lag(self) -> None:
-        """Once, as the trainer's log does."""
-        if self._state.last.get("max_lag_too_small") and not self._told_of_lag:
-            self._told_of_lag = True
-            self._note(f"warning: {too_small_max_lag(self.recipe, self._state.last['largest_lag'])}")
+    def _tell_of_settings(self) -> None:
+        """Of each once, as the trainer's log does."""
+        last, problems = self._state.last, dict[str, FieldError | None]()
+        if last.get("max_lag_too_small"):
+            problems["max_lag"] = too_small_max_lag(self.recipe, last["largest_lag"])
+        if last.get("clip_range_too_narrow"):
+            problems["clip range"] = narrow_clip_range(self.recipe.algorithm, last["clip_fraction"])
+        for setting in problems.keys() - self._told:
+            self._note(f"warning: {problems[setting]}")
+        self._told |= problems.keys()
 
     def _note(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone; the run goes on

@@ -331,6 +331,20 @@ def equally_right(samples: Iterable[Sequence]) -> bool:
     return all_equal([reward if answer is None else answer for answer, reward in earned])
 
 
+CUTTING = ("ppo_clip", "grpo", "gspo")
+"""Losses that give no gradient to what has moved beyond their clip range."""
+MOST_CUT, CUT_STEPS = 0.25, 10
+"""Share of the tokens, in the mean over steps, from which a clip range is too narrow. GSPO's authors cut about 0.15."""
+
+
+def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
+    """What is wrong with a clip range that cuts `share` of the tokens."""
+    fix = (
+        f"with clip_high = {algorithm.clip_high:g}, algorithm.loss = {algorithm.loss!r} cuts {share:.0%} of the tokens, which "
+        "then teach nothing. The ratio is to the policy that sampled them, up to max_lag steps ago; widen algorithm.clip_low "
+        "and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
+    )
+    return FieldError("algorithm.clip_low", algorithm.clip_low, fix)
 
 
 # --- figures of lag

@@ -104,6 +104,23 @@ def test_a_lag_limit_that_costs_something_is_warned_of_once(tmp_path: Path, capl
     assert desk.summary()["largest_lag"] == 2
 
 
+def test_a_clip_range_that_cuts_too_many_tokens_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not before ten steps: nine of 0.3 and one of 0.1 are 0.28 in the mean, and a reinforce run is never told."""
+    shares = [0.3] * 5 + [0.1] + [0.3] * 6
+    for loss, cut in (("gspo", True), ("reinforce", False)):
+        with RunFiles(tmp_path / loss) as files:
+            desk = Desk(tmp_path / loss, files, algorithm={"loss": loss, "max_lag": 4})
+            told = [desk.step(clip_fraction=share)["clip_range_too_narrow"] for share in shares]
+            assert told == [False] * 9 + [cut] * 3
+    (warning,) = (record.message for record in caplog.records)
+    assert warning.startswith(
+        "algorithm.clip_low = 0.0003: with clip_high = 0.0004, algorithm.loss = 'gspo' cuts 28% of the tokens"
+    )
+    assert "widen algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag" in warning
+
+
 def test_a_run_of_skipped_steps_only_has_no_shares(desk: Desk) -> None:
     desk.step("gradient not finite")
     summary = desk.summary()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from pipelinerl.kube.client import Pod
 from pipelinerl.messages.sequences import FinishReason
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.groups import WAIT_SHARE, all_equal
+from pipelinerl.rl.groups import CUT_STEPS, CUTTING, MOST_CUT, WAIT_SHARE, all_equal, narrow_clip_range
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.rl.throughput import MOST_STALE, too_small_max_lag
 from pipelinerl.run_summary import RunTotals, jsonl_ends
@@ -78,6 +79,9 @@ class Recorder:
         self._replicas = replica_advice(recipe, metrics.registry)
         self._used_up: int | None = None
         self._warned_of_lag = False
+        self._cut: deque[float] = deque(maxlen=CUT_STEPS)
+        """Shares of the tokens that the loss cut in the last steps, where it cuts any."""
+        self._warned_of_range = False
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
         self._started_at = self._last_step_at = time.monotonic()
@@ -129,6 +133,7 @@ class Recorder:
         self._arrived = _nothing_arrived()
         self.totals.add_step(record)
         record["max_lag_too_small"] = self._max_lag_too_small(record)
+        record["clip_range_too_narrow"] = self._clip_range_too_narrow(record)
         self._files.append(METRICS, record)
         self.metrics.steps.observe(record)
         self._advise(record)
@@ -336,6 +341,18 @@ class Recorder:
         if not self._warned_of_lag:
             log.warning("%s", problem)
         self._warned_of_lag = True
+        return True
+
+    def _clip_range_too_narrow(self, record: StepRecord) -> bool:
+        """Whether the loss cut more than `MOST_CUT` of the tokens of the last `CUT_STEPS` steps. Logged once."""
+        if self._recipe.algorithm.loss in CUTTING and not record["skipped"]:
+            self._cut.append(record["clip_fraction"])
+        share = sum(self._cut) / CUT_STEPS
+        if len(self._cut) < CUT_STEPS or share <= MOST_CUT:
+            return False
+        if not self._warned_of_range:
+            log.warning("%s", narrow_clip_range(self._recipe.algorithm, share))
+        self._warned_of_range = True
         return True
 
     def _sample(self, sample: Sample) -> None:
