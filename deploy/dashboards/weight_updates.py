@@ -135,7 +135,7 @@ _ACTORS = Section(
         ),
         Panel(
             "Parity",
-            "Largest difference of log-probabilities between actors and trainer on a fixed probe; answers not comparable.",
+            "Largest difference of log-probabilities between actors and trainer on a fixed probe; answers too far off.",
             "At the rounding of the dtype: about 1e-5 in float32, 1e-2 in bfloat16; no failures.",
             "It grows: actors serve something else than what is trained.",
             (

@@ -151,4 +151,5 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         share = f"{summary['steps_clipped']} of {summary['steps']} steps"
         yield f"  GRADIENT           cut in {share}, so that all are equally long: raise trainer.max_grad_norm"
     if broken:
-        yield f"  PARITY             {broken} probes of served against trained policy failed: see logs"
+        largest = number(summary.get("logprob_mismatch_max"), 3)
+        yield f"  PARITY             {broken} probes of served against trained policy failed, by up to {largest} nats: see logs"

@@ -70,6 +70,9 @@ class RunHistory:
         self._times_s: dict[int, float | None] = {0: 0.0}
         self._lags: Counter[int] = Counter()
         self._lengths: dict[str, list[int]] = {}
+        self._mismatch: float | None = None
+        self._parity_failures = 0
+        """Of the last probe that could be compared, nats; and of all."""
         self._ess: defaultdict[str, float] = defaultdict(float)
         self._ess_steps: Counter[str] = Counter()
         """Sum and number of steps, by lag bucket."""
@@ -85,6 +88,9 @@ class RunHistory:
             self._times_s.pop(next(iter(self._times_s)))
         for lag, tokens in (record.get("lag_histogram") or {}).items():
             self._lags[int(lag)] += tokens
+        if record.get("logprob_mismatch") is not None:
+            self._mismatch = record["logprob_mismatch"]
+        self._parity_failures += record.get("parity_failures") or 0
         add_ended(self._lengths, record)
         for label, ess in (record.get("ess_by_lag") or {}).items():
             if ess is not None:
@@ -116,6 +122,7 @@ class RunHistory:
         return {
             "lag_totals": {str(lag): self._lags[lag] for lag in sorted(self._lags)},
             "stale_share_by_length": stale_shares(self._lengths),
+            "parity": {"mismatch": self._mismatch, "failures": self._parity_failures},
             "ess_by_lag": {one: self._ess[one] / self._ess_steps[one] for one in LAG_BUCKETS if self._ess_steps[one]},
         }
 

@@ -29,6 +29,7 @@ const PrlLive = (() => {
     data.lag_totals = news.lag_totals;
     data.ess_by_lag = news.ess_by_lag;
     data.stale_share_by_length = news.stale_share_by_length;
+    data.parity = news.parity;
     for (const sample of news.samples) addSample(data.samples, sample);
   }
 
@@ -82,6 +83,7 @@ const PrlLive = (() => {
       ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}${lowerBoundNote(newest)}` : "no evaluation yet"],
       ["lag", "Token lag", number(lag.mean), ...lagNote(last, data.max_lag)],
       ["ess", "ESS", number(last.ess), "1 = on-policy; below 0.5 is worth a look", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
+      ["parity", "Parity", number(data.parity.mismatch), data.parity.failures ? `${number(data.parity.failures)} PROBES FAILED: actors serve another policy` : "nats, largest difference of the last probe", data.parity.failures ? "warn" : ""],
       ["throughput", "Tokens per second", number(last.tokens_trained_per_s), `trained; ${number(last.tokens_generated_per_s)} generated`],
       ["busy", "Trainer at work", percent(last.trainer_busy_fraction), `of the time; the actors ${percent(last.actor_busy_fraction)}${state.actors_held_back ? ": they outrun the trainer and idle rather than stockpile" : ""}`],
       ["stall", "Actor stall", seconds(update.stall_s), update.weight_update ? `update to version ${update.weight_update.version}, sent in ${seconds(update.weight_update.transfer_s)}` : "no update yet"],

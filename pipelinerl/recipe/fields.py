@@ -515,6 +515,15 @@ class WeightUpdateConfig(Section):
     )
     probe_every: Changeable[int] = Field(10, ge=0, description="Updates between two parity probes; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
+    probe_tolerance: Changeable[float | None] = Field(
+        None,
+        gt=0,
+        description="Largest difference of the probe's log-probabilities, nats, with which actors serve the trained policy; "
+        "null = 0.001 in float32, 0.5 in 16 bits. A run whose first version exceeds it trains nothing.",
+    )
+    stop_on_mismatch: Changeable[bool] = Field(
+        False, description="End the run when a later version exceeds the tolerance; false = count it, and alert."
+    )
     join_timeout_s: Changeable[float] = Field(
         600.0,
         gt=0,

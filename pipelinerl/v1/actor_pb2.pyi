@@ -92,11 +92,13 @@ class ScoreRequest(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("logprobs", "policy_version", "incarnation")
+    __slots__ = ("logprobs", "policy_version", "incarnation", "loader")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOADER_FIELD_NUMBER: _ClassVar[int]
     logprobs: bytes
     policy_version: int
     incarnation: int
-    def __init__(self, logprobs: _Optional[bytes] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    loader: str
+    def __init__(self, logprobs: _Optional[bytes] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., loader: _Optional[str] = ...) -> None: ...

@@ -270,7 +270,10 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             except EngineError as error:
                 await context.abort(grpc.StatusCode.INTERNAL, str(error))
         return actor_pb2.ScoreResponse(
-            logprobs=logprobs.tobytes(), policy_version=served.number, incarnation=served.incarnation
+            logprobs=logprobs.tobytes(),
+            policy_version=served.number,
+            incarnation=served.incarnation,
+            loader=self._updates.loader,
         )
 
     async def _complete(

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.errors import ServiceError
+from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import starts_phase
@@ -102,11 +102,14 @@ class OptimizerLoop:
         return self._measuring is not None and not self._measuring.done()
 
     async def run(self) -> None:
-        """From the first version sent to the last one evaluated. Raises `ServiceError` when no step works any more."""
+        """From the first version sent to the last one evaluated. Raises `ServiceError` when no step works any more, and
+        `FieldError` when actors serve another policy."""
         try:
             await self._offer({})
             await self._updater.all_served()
-            await self._measure(evaluate=evaluates_first(self._resume.start, self._recipe))
+            await self._check_policy()
+            if evaluates_first(self._resume.start, self._recipe):
+                await self._measure(evaluate=True, probe=False)
             while self.version < self._recipe.trainer.steps:
                 await self._step()
             self.waiting_for = "the last version to be served"
@@ -159,6 +162,8 @@ class OptimizerLoop:
         self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _step(self) -> None:
+        if not self.measuring:
+            await self._measured()
         seconds, began_at = self._carried_s, time.monotonic()
         self._carried_s = {}
         self.waiting_for = f"sequences for step {self.version + 1}"
@@ -256,11 +261,32 @@ class OptimizerLoop:
         """Whether the version is one to measure: only those that are sent."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
-    async def _measure(self, *, evaluate: bool) -> None:
+    async def _check_policy(self) -> None:
+        """Compares the first version that is served, before anything is trained. Raises `FieldError` for another policy."""
+        if (trained := await self._probe_scores()) is None:
+            return
+        parity = await self._evaluator.parity(self.version, trained)
+        if parity is None:
+            return
+        self._recorder.parity(parity)
+        if parity.problems:
+            fix = (
+                f"nothing is trained, since actors serve another policy than the trainer holds: {'; '.join(parity.problems)}. "
+                "Look for another model, revision or dtype at their side, for actor.engine.quantization, or for a loader that "
+                "does not suit the model; raise the tolerance only for a difference that you expect"
+            )
+            raise FieldError("weights.probe_tolerance", self._evaluator.tolerance, fix)
+
+    async def _probe_scores(self) -> Logprobs | None:
+        """The trainer's own log-probabilities of the probe; None where it is off."""
+        if self._recipe.weights.probe_every == 0:
+            return None
+        scores: Logprobs = await self._in_compute(self._policy.learner.score, self._evaluator.probe)
+        return scores
+
+    async def _measure(self, *, evaluate: bool, probe: bool = True) -> None:
         """Starts measuring the version that was just offered; the next steps go on, without their commits."""
-        trained: Logprobs | None = None
-        if self._recipe.weights.probe_every > 0:
-            trained = await self._in_compute(self._policy.learner.score, self._evaluator.probe)
+        trained = await self._probe_scores() if probe else None
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 
     async def _measured(self) -> None:
@@ -273,7 +299,9 @@ class OptimizerLoop:
         async with self._updater.hold_when_served(version):
             began_at = time.monotonic()
             if trained is not None and (parity := await self._evaluator.parity(version, trained)) is not None:
-                self._recorder.parity(*parity)
+                self._recorder.parity(parity)
+                if parity.problems and self._recipe.weights.stop_on_mismatch:
+                    raise FieldError("weights.stop_on_mismatch", True, "; ".join(parity.problems))
             if evaluate:
                 try:
                     self._recorder.heldout(await self._evaluator.evaluate(version))

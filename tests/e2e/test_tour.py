@@ -403,6 +403,7 @@ async def test_the_page_shows_the_numbers_of_metrics(tour: Tour, calm: Calm) -> 
             )
             assert float(await shown.tile("reward")) == pytest.approx(metric(text, "reward_mean"), abs=0.005)
             assert float(await shown.tile("ess")) == pytest.approx(metric(text, "ess_ratio"), abs=0.005)
+            assert 0 <= float(await shown.tile("parity")) <= PARITY_NATS
         finally:
             os.killpg(verifier, signal.SIGCONT)
 

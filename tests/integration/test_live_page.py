@@ -60,7 +60,7 @@ async def test_a_tab_that_nobody_looks_at_asks_for_nothing_and_catches_up() -> N
         assert asked.count("history") == 1, "what it missed is told, and nothing else"
 
 
-async def test_the_page_says_when_actors_idle_when_the_lag_bound_throttles_and_how_often_gradients_are_cut() -> None:
+async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how_often_gradients_are_cut() -> None:
     board = PageBoard()
     async with shown(board) as (page, _):
         await until_step(page, 1)
@@ -72,13 +72,19 @@ async def test_the_page_says_when_actors_idle_when_the_lag_bound_throttles_and_h
         assert "the actors –: they outrun the trainer and idle rather than stockpile" in await busy.inner_text()
         assert (await lag.inner_text()).endswith("largest by the formula 1; bound 1")
         board.state(STATE)
-        board.step(record(3, largest_lag=2, max_lag_too_small=True, grad_norm=0.5, clipped=False))
+        cut = {"grad_norm": 0.5, "clipped": False}
+        probed = {"logprob_mismatch": 0.25, "parity_failures": 2}
+        board.step(record(3, largest_lag=2, max_lag_too_small=True, **cut, **probed))
         await page.clock.run_for(2000)
         await until_step(page, 3)
         assert "stockpile" not in await busy.inner_text()
         assert (
             "largest by the formula 2; bound 1 is too small for that: generation is throttled" in await lag.inner_text()
         )
+        assert (await page.locator("[data-tile=parity].warn").inner_text()).split("\n")[1:] == [
+            "0.25",
+            "2 PROBES FAILED: actors serve another policy",
+        ]
         await page.get_by_text("Gradient norm").scroll_into_view_if_needed()
         await page.get_by_text("Before clipping, which cut 50% of the steps").wait_for()
 

@@ -276,8 +276,8 @@ def test_a_request_that_is_too_long_or_holds_no_tokens_is_refused_whole() -> Non
 
 async def test_score_names_its_version_and_needs_one() -> None:
     async with answering(5) as (_, address), ActorClient("a", address) as client:
-        logprobs, version = await client.score(tokens(1, 2, 3), timeout_s=60)
-        assert (logprobs.tolist(), version) == ([-0.25, -0.25], PolicyVersion(1, 5))
+        scored = await client.score(tokens(1, 2, 3), timeout_s=60)
+        assert (scored.logprobs.tolist(), scored.version) == ([-0.25, -0.25], PolicyVersion(1, 5))
         for wrong in (tokens(1), tokens(*[1] * 64)):
             with pytest.raises(ServiceError, match=r"INVALID_ARGUMENT.*give 2 to 63"):
                 await client.score(wrong, timeout_s=60)

@@ -11,7 +11,17 @@ import pytest
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT, VerifyResult
-from services.trainer.data.evaluation import JUDGE_BATCH, Evaluator, HeldoutResult, compare, is_right, judge
+from services.trainer.data.evaluation import (
+    JUDGE_BATCH,
+    Evaluator,
+    HeldoutResult,
+    Parity,
+    Scored,
+    compare,
+    is_right,
+    judge,
+    probe_tolerance,
+)
 from services.trainer.data.feeder import EncodedProblem
 from tests.unit.builders import make_recipe
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, FakeVerifier, serving, verdict
@@ -155,42 +165,65 @@ async def test_verdicts_given_before_the_deadline_are_kept() -> None:
 
 # --- the parity probe --------------------------------------------------------------------------------------------------
 
-VERSION = PolicyVersion(1, 3)
 TRAINED = np.array([-1.0, -2.0], dtype=np.float32)
 
 
-def served(*logprobs: float) -> np.ndarray:
-    return np.array(logprobs, dtype=np.float32)
+def served(*logprobs: float, loader: str = "") -> Scored:
+    return Scored(np.array(logprobs, dtype=np.float32), PolicyVersion(1, 3), loader)
 
 
 def test_the_largest_difference_over_tokens_and_actors() -> None:
-    parity = compare({"a": served(-1.0, -2.25), "b": served(-0.5, -2.0)}, TRAINED, VERSION)
-    assert parity == (0.5, 0)
+    parity = compare({"a": served(-1.0, -2.25), "b": served(-0.5, -2.0)}, TRAINED, 0.5)
+    assert parity == Parity(0.5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "tolerance"),
+    [
+        ("float32", {}, 1e-3),
+        ("bfloat16", {}, 0.5),
+        ("float32", {"wire_dtype": "bfloat16"}, 0.5),
+        ("bfloat16", {"probe_tolerance": 0.05}, 0.05),
+    ],
+)
+def test_the_tolerance_is_that_of_the_coarsest_dtype_unless_the_recipe_says(
+    dtype: str, weights: dict[str, Any], tolerance: float
+) -> None:
+    model = {"source": "path", "name": "nowhere", "max_context": 64, "dtype": dtype}
+    assert probe_tolerance(make_recipe(model=model, weights=weights)) == tolerance
 
 
 @pytest.mark.parametrize("broken", [served(-1.0, math.nan), served(-1.0, -math.inf), served(-1.0)])
-def test_an_answer_that_cannot_be_compared_is_a_failure(broken: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
-    assert compare({"a": broken, "b": served(-1.0, -2.5)}, TRAINED, VERSION) == (0.5, 1)
-    assert "parity probe of version 1:3 fails on a" in caplog.text
-    assert compare({"a": broken}, TRAINED, VERSION) == (None, 1)
+def test_an_answer_that_cannot_be_compared_is_a_failure(broken: Scored, caplog: pytest.LogCaptureFixture) -> None:
+    parity = compare({"a": broken, "b": served(-1.0, -2.5)}, TRAINED, 0.5)
+    assert (parity.mismatch, len(parity.problems)) == (0.5, 1)
+    assert "parity probe fails: a at version 1:3: " in caplog.text
+    assert compare({"a": broken}, TRAINED, 0.5).mismatch is None
 
 
 def test_a_trainer_that_gives_nan_fails_on_every_actor(caplog: pytest.LogCaptureFixture) -> None:
-    assert compare({"a": TRAINED, "b": TRAINED}, served(math.nan, -2.0), VERSION) == (None, 2)
+    same = served(-1.0, -2.0)
+    parity = compare({"a": same, "b": same}, np.array([math.nan, -2.0], dtype=np.float32), 0.5)
+    assert (parity.mismatch, len(parity.problems)) == (None, 2)
     assert "log-probabilities of the trainer are not finite" in caplog.text
 
 
 async def test_actors_are_asked_and_those_of_another_version_left_out() -> None:
-    same, other = FakeActor(version=3, logprobs=(-1.0, -2.5)), FakeActor(version=2, logprobs=(-9.0, -9.0))
+    same = FakeActor(version=3, logprobs=(-1.0, -2.5), loader="paused: quantised")
+    other = FakeActor(version=2, logprobs=(-9.0, -9.0))
     async with serving(a=same, b=other) as addresses:
         everybody = {**addresses, "gone": "127.0.0.1:1"}
-        assert await evaluator(everybody, None).parity(3, TRAINED) == (0.5, 0)
+        parity = await evaluator(everybody, None).parity(3, TRAINED)
+        problem = "log-probabilities are 0.5 nats off, more than 0.001 (weights loaded by paused: quantised)"
+        assert parity == Parity(0.5, (f"a at version 1:3: {problem}",))
         assert await evaluator({"b": addresses["b"]}, None).parity(3, TRAINED) is None
 
 
 async def test_nan_over_the_wire_is_a_failure() -> None:
     async with serving(a=FakeActor(version=3, logprobs=(math.nan, -2.0))) as addresses:
-        assert await evaluator(addresses, None).parity(3, TRAINED) == (None, 1)
+        parity = await evaluator(addresses, None).parity(3, TRAINED)
+        assert parity is not None
+        assert (parity.mismatch, len(parity.problems)) == (None, 1)
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:

@@ -3,13 +3,13 @@ measuring."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl.errors import ServiceError
+from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.run_dir import resumable
 from services.trainer.checkpoint.run_state import load_run_state
@@ -146,13 +146,49 @@ async def test_a_long_evaluation_stops_no_step_and_actors_get_the_newest_version
 
 
 async def test_a_probe_measures_the_actors_that_serve(tmp_path: Path) -> None:
-    weights = {"probe_every": 1, "probe_tokens": 3}
+    weights = {"probe_every": 1, "probe_tokens": 3, "probe_tolerance": 1.0}
     opened = bench(tmp_path, weights=weights, trainer={**STEPS, "steps": 1})
     async with serving(a=FakeActor(version=0, logprobs=(-1.0, -2.5))) as addresses, opened as one:
         one.run.updater.serve(addresses)  # type: ignore[attr-defined]
         await one.loop.run()
         # The actor stays at version 0, so the probe of version 1 has nobody to compare with.
         assert (one.totals.logprob_mismatch, one.totals.parity_failures) == ([0.5], 0)
+
+
+async def test_a_run_whose_actors_serve_another_policy_trains_nothing(tmp_path: Path) -> None:
+    actor = FakeActor(version=0, logprobs=(-1.0, -2.5), loader="paused: asked for")
+    opened = bench(tmp_path, weights={"probe_every": 50, "probe_tokens": 3})
+    async with serving(a=actor) as addresses, opened as one:
+        one.run.updater.serve(addresses)  # type: ignore[attr-defined]
+        said = r"weights\.probe_tolerance = 0\.001: nothing is trained.* a at version 1:0: .* 0\.5 nats off, .*paused: asked"
+        with pytest.raises(FieldError, match=said):
+            await one.loop.run()
+        assert (one.policy.calls, one.totals.parity_failures) == (["snapshot 0", "score"], 1)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_later_version_that_is_another_policy_is_counted_and_ends_the_run_if_asked(
+    stops: bool, tmp_path: Path
+) -> None:
+    weights = {"probe_every": 1, "probe_tokens": 3, "stop_on_mismatch": stops}
+    actor = FakeActor(version=0)
+    async with serving(a=actor) as addresses, bench(tmp_path, weights=weights) as one:
+        updater: Any = one.run.updater
+        updater.serve(addresses)
+        offer = updater.offer
+
+        async def offered(version: int, snapshot: object) -> None:
+            await offer(version, snapshot)
+            if updater.served_version == version > 0:
+                actor.version, actor.logprobs = version, (-1.0, -2.5)
+
+        updater.offer = offered
+        with (
+            pytest.raises(FieldError, match=r"stop_on_mismatch = True: a at version 1:1: ") if stops else nullcontext()
+        ):
+            await one.loop.run()
+        assert one.totals.logprob_mismatch[:2] == [0.0, 0.5]
+        assert one.totals.parity_failures >= 1
 
 
 async def test_steps_skipped_in_a_row_end_the_run_with_advice(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.messages.sequences import FinishReason, VersionSpan
 from pipelinerl.rl.ledger import LedgerCounts
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.data.evaluation import HeldoutResult, HeldoutSample
+from services.trainer.data.evaluation import HeldoutResult, HeldoutSample, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
 from services.trainer.reporting.metrics import TrainerMetrics
@@ -129,11 +129,11 @@ def test_a_run_of_skipped_steps_only_has_no_shares(desk: Desk) -> None:
 
 
 def test_a_broken_probe_is_a_failure_and_the_maximum_is_over_the_others(desk: Desk) -> None:
-    desk.recorder.parity(2e-6, 0)
-    desk.recorder.parity(None, 2)
+    desk.recorder.parity(Parity(2e-6))
+    desk.recorder.parity(Parity(None, ("a", "b")))
     record = desk.step()
     assert (record["logprob_mismatch"], record["parity_failures"]) == (2e-6, 2)
-    desk.recorder.parity(1e-6, 1)
+    desk.recorder.parity(Parity(1e-6, ("a",)))
     record = desk.step()
     assert (record["logprob_mismatch"], record["parity_failures"]) == (1e-6, 1)
     assert desk.step()["logprob_mismatch"] is None

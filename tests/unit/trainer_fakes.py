@@ -60,6 +60,7 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
     failures: Mapping[str, str] = field(default_factory=dict)
     silent: frozenset[str] = frozenset()
     logprobs: Sequence[float] = (-1.0, -2.0)
+    loader: str = ""
     frozen: bool = False
     """It does not say how it is."""
     asked_by: list[str] = field(default_factory=list)
@@ -87,7 +88,9 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
 
     async def Score(self, request: Any, context: Any) -> actor_pb2.ScoreResponse:
         logprobs = np.array(self.logprobs, dtype=np.float32).tobytes()
-        return actor_pb2.ScoreResponse(logprobs=logprobs, policy_version=self.version, incarnation=1)
+        return actor_pb2.ScoreResponse(
+            logprobs=logprobs, policy_version=self.version, incarnation=1, loader=self.loader
+        )
 
 
 @asynccontextmanager

@@ -62,6 +62,8 @@ class UpdateListener:
         self._instance, self._process = instance, process
         self.manifest_id = ""
         """Of the weights that the served model is prepared for; empty before the trainer's manifest came."""
+        self.loader = ""
+        """How these are loaded, and why in no better way."""
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
         self._expected: PolicyVersion | None = None
@@ -131,7 +133,8 @@ class UpdateListener:
             await self._refuse(error)
         self.manifest_id = manifest.manifest_id
         self._metrics.weight_loader.set_each({loading.mode: 1.0})
-        log.info("weights are loaded by way of %s%s", loading.mode, f": {loading.reason}" if loading.reason else "")
+        self.loader = f"{loading.mode}: {loading.reason}" if loading.reason else loading.mode
+        log.info("weights are loaded by way of %s", self.loader)
 
     async def _refuse(self, error: TransferError) -> NoReturn:
         """Tells the trainer why no version can be served here, and ends the actor: it would only be in the way."""

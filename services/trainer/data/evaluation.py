@@ -3,7 +3,8 @@
 Held-out evaluation consumes the held-out problems and produces an accuracy; it waits for actors and verifier up to a deadline.
 The parity probe is a fixed token sequence, which every actor scores with the version it serves, and the trainer with that
 version's weights: the largest absolute difference of token log-probabilities, in nats, is the run's `logprob_mismatch_max`; an
-answer that cannot be compared is one of its `parity_failures`. Unlike `mismatch_kl` it contains no effect of a stale KV cache.
+answer that is off by more than the tolerance, or cannot be compared, is one of its `parity_failures`. Unlike `mismatch_kl` it
+contains no effect of a stale KV cache.
 
 While this runs, the caller holds commits of later versions, so that every completion is of the version that is measured; the
 spans that come back prove it. Training goes on beside it, on sequences of that version. They do not pass here.
@@ -50,6 +51,15 @@ log = logging.getLogger(__name__)
 SCORE_TIMEOUT_S = 60.0
 
 
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """An actor's answer to the probe: log-probabilities [tokens - 1], the version that gave them, and how that was loaded."""
+
+    logprobs: Logprobs
+    version: PolicyVersion
+    loader: str = ""
+
+
 def tokens_of(result: actor_pb2.GenerateResult) -> TokenIds:
     """Of a held-out completion. Raises `MessageError`."""
     return token_ids_from_bytes(result.completion_token_ids, "GenerateResult", "completion_token_ids")
@@ -94,13 +104,13 @@ class ActorClient:
             async for result in self._stub.Generate(request, timeout=timeout_s, metadata=metadata):
                 yield result
 
-    async def score(self, token_ids: TokenIds, timeout_s: float) -> tuple[Logprobs, PolicyVersion]:
-        """Log-probabilities [tokens - 1] and the version that gave them. Raises `MessageError`."""
+    async def score(self, token_ids: TokenIds, timeout_s: float) -> Scored:
+        """Raises `MessageError`."""
         with self._answers("Score"):
             request = actor_pb2.ScoreRequest(token_ids=token_ids.tobytes())
             response = await self._stub.Score(request, timeout=timeout_s)
         logprobs = logprobs_from_bytes(response.logprobs, "ScoreResponse", "logprobs")
-        return logprobs, PolicyVersion(response.incarnation, response.policy_version)
+        return Scored(logprobs, PolicyVersion(response.incarnation, response.policy_version), response.loader)
 
     async def state(self, timeout_s: float) -> actor_pb2.ActorState:
         with self._answers("GetState"):
@@ -194,6 +204,7 @@ class Evaluator:
         self._recipe, self._updater, self._verifier = recipe, updater, verifier
         self._problems = {f"h{index:06d}": problem for index, problem in enumerate(problems)}
         self._incarnation, self._client, self._timeout_s = incarnation, client, recipe.evaluation.timeout_s
+        self.tolerance = probe_tolerance(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
         # Any tokens will do: the models only have to agree on them.
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
@@ -317,7 +328,7 @@ class Evaluator:
             finish_reason=completion.finish_reason,
         )
 
-    async def parity(self, version: int, trained: Logprobs) -> tuple[float | None, int] | None:
+    async def parity(self, version: int, trained: Logprobs) -> Parity | None:
         """`compare` over all actors that serve `version`, with the probe as the trainer scored it; None when none of them could
         say."""
         members = self._updater.serving
@@ -325,35 +336,63 @@ class Evaluator:
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
         answers = zip(members, await asyncio.gather(*scores), strict=True)
         served = {name: answer for name, answer in answers if answer is not None}
-        return compare(served, trained, wanted) if served else None
+        return compare(served, trained, self.tolerance) if served else None
 
-    async def _score(self, name: str, address: str, version: PolicyVersion) -> Logprobs | None:
+    async def _score(self, name: str, address: str, version: PolicyVersion) -> Scored | None:
         """None when the actor does not answer, or serves another version."""
         try:
             async with self._client(name, address) as actor:
-                served, served_version = await actor.score(self.probe, SCORE_TIMEOUT_S)
+                scored = await actor.score(self.probe, SCORE_TIMEOUT_S)
         except (ServiceError, MessageError) as error:
             log.warning("parity probe goes on without %s: %s", name, error)
             return None
-        if served_version != version:
-            log.warning("parity probe: %s serves %s, not %s", name, served_version, version)
+        if scored.version != version:
+            log.warning("parity probe: %s serves %s, not %s", name, scored.version, version)
             return None
-        return served
+        return scored
 
 
-def compare(served: Mapping[str, Logprobs], trained: Logprobs, version: PolicyVersion) -> tuple[float | None, int]:
-    """Largest difference, nats, always finite; None when no answer could be compared. And how many answers of actors, by name,
-    cannot be compared, for numbers that are not finite or missing: each is logged as an error."""
+TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.5
+"""Nats. Two ways of computing a log-probability in float32 differ by 1e-5 and less; docs/weight-updates.md has both figures."""
+
+
+def probe_tolerance(recipe: Recipe) -> float:
+    """Largest difference of a log-probability, nats, at which actors still serve the trained policy. Pure."""
+    if recipe.weights.probe_tolerance is not None:
+        return recipe.weights.probe_tolerance
+    sixteen_bit = {"bfloat16", "float16"} & {recipe.model.dtype, recipe.weights.wire_dtype}
+    return TOLERANCE_16_BIT if sixteen_bit else TOLERANCE
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What a probe found. `mismatch`: largest difference, nats, always finite; None when no answer could be compared.
+
+    `problems`: of each actor that does not serve the trained policy, or of which that is not known.
+    """
+
+    mismatch: float | None = None
+    problems: tuple[str, ...] = ()
+
+
+def compare(served: Mapping[str, Scored], trained: Logprobs, tolerance: float) -> Parity:
+    """Answers of actors, by name, with what the trainer has for the same tokens. Each problem is logged as an error."""
     differences: list[float] = []
-    for name, logprobs in served.items():
-        if len(logprobs) != len(trained):
-            problem = f"{len(logprobs)} log-probabilities where the trainer has {len(trained)}"
+    problems: list[str] = []
+    for name, scored in served.items():
+        if len(scored.logprobs) != len(trained):
+            problem = f"{len(scored.logprobs)} log-probabilities where the trainer has {len(trained)}"
         elif not np.isfinite(trained).all():
             problem = "log-probabilities of the trainer are not finite"
-        elif not np.isfinite(logprobs).all():
+        elif not np.isfinite(scored.logprobs).all():
             problem = "log-probabilities of the actor are not finite"
         else:
-            differences.append(float(np.abs(logprobs.astype(np.float64) - trained.astype(np.float64)).max()))
-            continue
-        log.error("parity probe of version %s fails on %s: %s", version, name, problem)
-    return max(differences, default=None), len(served) - len(differences)
+            difference = float(np.abs(scored.logprobs.astype(np.float64) - trained.astype(np.float64)).max())
+            differences.append(difference)
+            if difference <= tolerance:
+                continue
+            problem = f"log-probabilities are {difference:.3g} nats off, more than {tolerance:g}"
+        loaded = f" (weights loaded by {scored.loader})" if scored.loader else ""
+        problems.append(f"{name} at version {scored.version}: {problem}{loaded}")
+        log.error("parity probe fails: %s", problems[-1])
+    return Parity(max(differences, default=None), tuple(problems))

@@ -139,7 +139,9 @@ class StepMetrics:
             ),
         }
         self._parity_failures = metrics.counter(
-            "parity_failures_total", "Probe answers that could not be compared.", unit="answers"
+            "parity_failures_total",
+            "Probe answers that are too far off the trainer's, or could not be compared.",
+            unit="answers",
         )
         self._heldout_tokens = metrics.counter(
             "heldout_tokens_total", "Completion tokens of held-out evaluations.", unit="tokens"

@@ -28,7 +28,7 @@ from pipelinerl.v1 import trainer_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import Start
-from services.trainer.data.evaluation import HeldoutResult
+from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.records import METRICS, SAMPLES, RunFiles, StepRecord
@@ -163,13 +163,12 @@ class Recorder:
             self._sample(heldout_sample(result.version, sample, self._tokenizer))
         self._trackers.heldout(result)
 
-    def parity(self, mismatch: float | None, failures: int) -> None:
-        """What `compare` found."""
-        self._arrived["parity_failures"] += failures
-        self.totals.parity_failures += failures
-        if mismatch is not None:
-            self._arrived["logprob_mismatch"] = max(self._arrived["logprob_mismatch"] or 0.0, mismatch)
-            self.totals.logprob_mismatch.append(mismatch)
+    def parity(self, parity: Parity) -> None:
+        self._arrived["parity_failures"] += len(parity.problems)
+        self.totals.parity_failures += len(parity.problems)
+        if parity.mismatch is not None:
+            self._arrived["logprob_mismatch"] = max(self._arrived["logprob_mismatch"] or 0.0, parity.mismatch)
+            self.totals.logprob_mismatch.append(parity.mismatch)
 
     def commits_held(self, seconds: float) -> None:
         """A measurement has ended, for which no later version was committed."""
