@@ -79,7 +79,10 @@ _LEARNING = Section(
             "Share of held-out problems that the policy answers right, by evaluations.",
             "It follows the reward upwards.",
             "Reward rises and this does not: the reward is being exploited, or the training problems are learned by heart.",
-            (Query(gauge("trainer_heldout_accuracy_ratio")),),
+            (
+                Query(gauge("trainer_heldout_accuracy_ratio")),
+                Query(gauge("trainer_heldout_accuracy_lower_bound_ratio"), "{{run}} with unanswered problems as wrong"),
+            ),
             unit="percentunit",
             width=12,
             low=0,
@@ -216,6 +219,16 @@ _DATA = Section(
                 Query(quantile(0.95, "actor_completion_tokens"), "{{run}} finished, 95%"),
             ),
             low=0,
+        ),
+        Panel(
+            "Completions cut short",
+            "Share of the step's sequences that reached sampling.max_tokens, or filled model.max_context with their prompt.",
+            "Near 0.",
+            "A tenth and more: raise the limit, or look at samples for endless repetition.",
+            (Query(gauge("trainer_truncated_ratio")),),
+            unit="percentunit",
+            low=0,
+            high=1,
         ),
         Panel(
             "Sequences finished, by reason",
