@@ -148,11 +148,11 @@ async def check_weights(run: Running, tied: bool) -> None:
 
     await replaced(run, recompute_kv=True)
     await run.update(V[9])  # the trainer's weights have moved on
-    await parity.check_switch(run, V[9], V[10], recompute=True)
+    await parity.check_switch(run, V[9], V[10], recompute=True, temperature=0.7)
 
     await replaced(run, force_paused=True)
     assert run.loading[-1].mode == "paused"
-    await parity.check_switch(run, V[10], V[11], recompute=False)
+    await parity.check_switch(run, V[10], V[11], recompute=False, temperature=1.5)
 
     await replaced(run, staging_buffers=1)
     assert run.loading[-1].mode == "shadow"

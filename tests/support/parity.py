@@ -1,12 +1,14 @@
 """A trainer's end beside a real vLLM engine, and checks of what it serves against transformers, token by token."""
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -30,6 +32,8 @@ from pipelinerl.transfer.manifest import GroupSpec, build_manifest
 from services.actor.engine import OnStep
 from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import StagedWeights, WeightLoading, WeightUpdateClient
+from services.trainer.learn.batch import token_row
+from services.trainer.learn.model import wrap_model
 from services.trainer.warmstart.supervised import character_tokenizer
 from services.trainer.weight_sync.sender import TransferResult, WeightSender
 
@@ -82,11 +86,21 @@ def change_strongly(model: PreTrainedModel, seed: int) -> None:
 
 
 @torch.no_grad()
-def reference(model: PreTrainedModel, tokens: Sequence[int], cache: DynamicCache | None = None) -> list[float]:
+def reference(
+    model: PreTrainedModel, tokens: Sequence[int], cache: DynamicCache | None = None, temperature: float = 1.0
+) -> list[float]:
     """log π(tokens[i] | cached, tokens[:i]) for i >= 1."""
-    logits = model(torch.tensor([list(tokens)]), past_key_values=cache).logits[0]
+    logits = model(torch.tensor([list(tokens)]), past_key_values=cache).logits[0] / temperature
     logprobs = torch.log_softmax(logits, -1)
     return [logprobs[i, token].item() for i, token in enumerate(tokens[1:])]
+
+
+@torch.no_grad()
+def trainer_logprobs(model: PreTrainedModel, tokens: Sequence[int], temperature: float) -> list[float]:
+    """log π(tokens[i] | tokens[:i]) for i >= 1, as the trainer computes it of a packed row."""
+    policy, row = wrap_model(random_model_like(model)), token_row(np.array(tokens), np.array([len(tokens)]))
+    predictors = torch.arange(len(tokens) - 1)
+    return policy.scores(row, predictors, row.input_ids[0, 1:], temperature).logprobs.tolist()
 
 
 @torch.no_grad()
@@ -164,7 +178,11 @@ class Running:
         return await self.client.commit(version)
 
     async def sample(
-        self, num_tokens: int, begun: asyncio.Event | None = None, switched: asyncio.Event | None = None
+        self,
+        num_tokens: int,
+        begun: asyncio.Event | None = None,
+        switched: asyncio.Event | None = None,
+        temperature: float = 1.0,
     ) -> Sampled:
         """Sets `begun` once it has some tokens, and ends early with some more than it had when `switched` was set."""
         from vllm import SamplingParams
@@ -172,7 +190,7 @@ class Running:
 
         sampling = SamplingParams(
             max_tokens=num_tokens,
-            temperature=1.0,
+            temperature=temperature,
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
@@ -261,11 +279,14 @@ async def check_refusals(run: Running, tied: bool) -> None:
             await run.client.prepare(build_manifest(parameters))
 
 
-async def check_switch(run: Running, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
-    """Tokens before the switch are the old model's, tokens after it the new one's, and vLLM says where it was."""
+async def check_switch(
+    run: Running, old: PolicyVersion, new: PolicyVersion, *, recompute: bool, temperature: float = 1.0
+) -> None:
+    """Tokens before the switch are the old model's, tokens after it the new one's, and vLLM says where it was. What needs no
+    stale KV cache is what the trainer computes."""
     before = random_model_like(run.model)
     begun, switched = asyncio.Event(), asyncio.Event()
-    sampling = asyncio.create_task(run.sample(MOST, begun, switched))
+    sampling = asyncio.create_task(run.sample(MOST, begun, switched, temperature))
     await begun.wait()
     change_strongly(run.model, seed=new.number)
     stall_s = await run.update(new)
@@ -278,23 +299,23 @@ async def check_switch(run: Running, old: PolicyVersion, new: PolicyVersion, *, 
     assert (start, again, end) == (0, switch, len(sampled.tokens))
     assert SOME <= switch < MOST
     tokens, at = PROMPT + sampled.tokens, len(PROMPT) + switch
-    expected_old = reference(before, tokens[:at])[len(PROMPT) - 1 :]
+    expected_old = trainer_logprobs(before, tokens[:at], temperature)[len(PROMPT) - 1 :]
     if recompute:
-        expected_new = reference(run.model, tokens)[at - 1 :]
+        expected_new = trainer_logprobs(run.model, tokens, temperature)[at - 1 :]
     else:  # the last old token has been sampled but not yet been fed
-        expected_new = reference(run.model, tokens[at - 1 :], stale_cache(before, tokens[: at - 1]))
+        expected_new = reference(run.model, tokens[at - 1 :], stale_cache(before, tokens[: at - 1]), temperature)
     assert largest_difference(sampled.logprobs[:switch], expected_old) <= TOLERANCE
     assert largest_difference(sampled.logprobs[switch:], expected_new) <= TOLERANCE
-    wrong = reference(before, tokens)[at - 1 :]
+    wrong = reference(before, tokens, temperature=temperature)[at - 1 :]
     assert largest_difference(sampled.logprobs[switch:], wrong) > 0.1  # the two policies can be told apart
     await run.assert_serves(run.model)
 
 
 def random_model_like(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with memory of its own."""
-    copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
-    copy.load_state_dict(model.state_dict())
-    return copy
+    """A copy with memory and settings of its own."""
+    like = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32).eval()
+    like.load_state_dict(model.state_dict())
+    return like
 
 
 async def check_uncommitted(run: Running, serving: PolicyVersion, staged: PolicyVersion) -> None:
