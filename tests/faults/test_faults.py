@@ -95,7 +95,7 @@ async def test_joiners_are_brought_up_to_date_together_without_an_update_and_bes
         assert [report.kind for report in first.reports] == ["joined", "serves"], "the others notice nothing"
         await stage.update(1)
         await stage.all_on(1, [first, *joiners])
-        late = await stage.start("e", Break("receiving", "freezes", 1))
+        late = await stage.start("e", Break("staged", "freezes", 1))
         await late.until(lambda: late.broke)
         joiners.pop().send(signal.SIGTERM)
         await stage.until(lambda: stage.updater.num_present == 4)
