@@ -63,7 +63,7 @@ def test_whatever_happens_adds_up_and_no_sequence_is_lost_or_trained_twice_into_
 
 async def history(moves: list[str], folder: Path) -> None:
     async with streams() as bus:
-        one = Life(folder, bus)
+        one = Life(folder, bus, RECIPE)
         await one.begin()
         try:
             for move in moves:
@@ -114,7 +114,7 @@ async def play(move: str, one: Life, folder: Path) -> Life:
             if move == "torn":
                 tear(folder / JOURNAL)
                 assert failures(await audited(folder, one.bus)) == {}
-            one = Life(folder, one.bus)
+            one = Life(folder, one.bus, RECIPE)
             await one.begin()
     return one
 
