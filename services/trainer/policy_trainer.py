@@ -29,7 +29,14 @@ from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, WEIGHTS
 from services.trainer.learn.model import DTYPES, hub_arguments
 from services.trainer.learn.step import Learner, PreparedStep
 from services.trainer.loading import load_learner
-from services.trainer.weight_sync.sender import Snapshot, WeightSender, adapter_factors, as_in_files, whole_weights
+from services.trainer.weight_sync.sender import (
+    Snapshot,
+    WeightSender,
+    adapter_factors,
+    as_in_files,
+    converted_parameters,
+    whole_weights,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +58,7 @@ class PolicyTrainer:
         self.learner, self._recipe = learner, recipe
         self.tokenizer, self.sender, self.vocab_size = tokenizer, sender, learner.policy.vocab_size
         self.num_ranks = learner.world.layout.size
+        self._converted = frozenset() if sends_adapter(recipe) else converted_parameters(learner.policy.model)
         self._version: int | None = None
         """Of the weights; None before the first step, when they are those that it was started with."""
         self._state = StateSaver(learner)
@@ -77,7 +85,7 @@ class PolicyTrainer:
         """A copy of what actors get of the weights as they are, which are `version`."""
         if sends_adapter(self._recipe):
             return self.sender.snapshot(version, self.learner.gather(ADAPTER))
-        weights = as_in_files(self.learner.policy.model, self.learner.gather(WEIGHTS))
+        weights = as_in_files(self.learner.policy.model, self.learner.gather(WEIGHTS), self._converted)
         return self.sender.snapshot(version, weights)
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:

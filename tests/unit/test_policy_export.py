@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
@@ -28,6 +29,7 @@ from services.trainer.distributed.world import VALUE_HEAD, WEIGHTS, join_ranks, 
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import PolicyTrainer, weight_sender
+from services.trainer.weight_sync import sender as weight_sender_module
 from services.trainer.worker import worker_loop
 from tests.support.learner import LENGTHS, SHAPE, build, group_of, model_of, sequences_of
 from tests.unit.ranks import Job, on_ranks
@@ -116,15 +118,27 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_actors_are_sent_what_files_hold(family: str, tmp_path: Path) -> None:
-    """Of a mixture each expert's own weights, under the names of its files, though transformers has them stacked."""
+@pytest.mark.parametrize(("family", "converted"), [("llama-tied", 0), ("mixtral", 3), ("qwen3-moe", 2)])
+def test_actors_are_sent_what_files_hold(
+    family: str, converted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a mixture each expert's own weights, under the names of its files, though transformers has them stacked. A snapshot
+    asks transformers for `converted` parameters of each layer only."""
     source = str(tmp_path / "model")
     MODELS[family]().save_pretrained(source)
     recipe = Job(source).recipe()
     learner = load_learner(recipe, source, RankSettings())
     sender, tokenizer = weight_sender(learner, recipe, "gloo"), cast(Any, NoTokenizer())
-    snapshot = PolicyTrainer(learner, tokenizer, sender, recipe).snapshot(PolicyVersion(1, 0))
+    trainer = PolicyTrainer(learner, tokenizer, sender, recipe)
+    asked: list[str] = []
+
+    def revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        asked.extend(weights)
+        return revert_weight_conversion(model, weights)
+
+    monkeypatch.setattr(weight_sender_module, "revert_weight_conversion", revert)
+    snapshot = trainer.snapshot(PolicyVersion(1, 0))
+    assert len(asked) == converted * learner.policy.model.config.num_hidden_layers
     unpacker = Unpacker(sender.manifest, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     sent: dict[str, torch.Tensor] = {}
     for chunk in sender.manifest.chunks:

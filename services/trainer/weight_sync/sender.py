@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
@@ -45,17 +45,34 @@ from services.trainer.learn.lora import factor_names, layer_adapters, served_par
 from services.trainer.weight_sync.updater import TransferResult
 
 
-def as_in_files(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def as_in_files(
+    model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]], converted: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """The weights of `model`, one parameter after the other, under the names and in the shapes that its files have: what any
-    engine loads. They differ where transformers renames layers, or stacks the experts of a mixture."""
+    engine loads. They differ where transformers renames layers, or stacks the experts of a mixture.
+
+    `converted`: what `converted_parameters` gives, where it is known; only these are looked at.
+    """
     for name, tensor in parameters:
-        yield from revert_weight_conversion(model, {name: tensor}).items()
+        plain = converted is not None and name not in converted
+        yield from [(name, tensor)] if plain else revert_weight_conversion(model, {name: tensor}).items()
+
+
+def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
+    """Parameters that files of `model` do not hold as they are. transformers takes 10 to 50 µs for each to find out, so it is
+    asked once for all versions, and not while the optimizer waits for a snapshot."""
+    shapes = _shapes(model)
+    return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
 
 def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
     """What is sent of a model whose weights actors load: names, shapes and dtypes, which one rank can tell alone."""
-    shapes = ((name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in served_parameters(model))
-    return describe(as_in_files(model, shapes), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
+    return describe(as_in_files(model, _shapes(model)), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
+
+
+def _shapes(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Served parameters without memory."""
+    return ((name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in served_parameters(model))
 
 
 def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
