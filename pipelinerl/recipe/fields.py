@@ -184,6 +184,11 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Compute dtype of actor and trainer."
     )
+    head_dtype: Literal["float32", "model"] = Field(
+        "float32",
+        description="Dtype of logits where `dtype` has 16 bits. float32: trainer and actor compute the head's product in "
+        "float32; model: they round it to `dtype`, which alone moves log-probabilities by hundredths of a nat.",
+    )
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Prompt plus completion tokens at most.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = Field(
         "auto", description="Attention of the trainer; `auto` = this project's own for packed rows, else eager."

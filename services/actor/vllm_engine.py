@@ -113,6 +113,8 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
+    if recipe.model.dtype != "float32" and recipe.model.head_dtype == "float32":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if recipe.model.source == "hub" and recipe.model.revision:
         arguments["revision"] = recipe.model.revision
     if engine.max_batched_tokens:

@@ -34,6 +34,7 @@ from tests.unit.test_learner import LENGTHS, group_of, sequences_of
 
 TOKENS = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(3)).tolist()
 CHUNK_BYTES = 2**14
+BFLOAT16_NATS = 0.1
 V = [PolicyVersion(1, number) for number in range(20)]
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -180,6 +181,18 @@ async def test_a_mixture_of_experts_is_served_by_each_loader_over_several_update
             parity.change_strongly(run.model, seed=first)
             await run.update(V[first + 2])
             await run.assert_serves(run.model)
+
+
+async def test_in_sixteen_bits_engine_and_trainer_stay_close_to_each_other_and_to_float32(tmp_path: Path) -> None:
+    model = parity.saved_model("qwen2", True, tmp_path)
+    recipe = parity.engine_recipe(tmp_path, model={"dtype": "bfloat16"})
+    async with start_engine(recipe, str(tmp_path)) as engine:
+        served = await engine.score(np.array(TOKENS, np.int32))
+    trained = load_policy(str(tmp_path), recipe.model).sequence_logprobs(np.array(TOKENS))
+    exact = np.array(parity.reference(model.bfloat16().float(), TOKENS))
+    assert np.abs(served - trained).max() < BFLOAT16_NATS
+    assert np.abs(served - exact).max() < BFLOAT16_NATS
+    assert np.abs(trained - exact).max() < BFLOAT16_NATS
 
 
 async def test_a_stop_while_vllm_starts_leaves_no_process(tmp_path: Path) -> None:

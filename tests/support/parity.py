@@ -230,11 +230,11 @@ def saved_model(kind: str, tied: bool, folder: Path) -> PreTrainedModel:
     return model
 
 
-def engine_recipe(folder: Path, max_context: int = 1024, **engine: Any) -> Recipe:
-    """`engine`: fields of `actor.engine`."""
+def engine_recipe(folder: Path, max_context: int = 1024, model: dict[str, str] | None = None, **engine: Any) -> Recipe:
+    """`model`: further fields of `model`; `engine`: fields of `actor.engine`."""
     content: dict[str, Any] = {
         "name": "tiny",
-        "model": {"source": "path", "name": str(folder), "max_context": max_context},
+        "model": {"source": "path", "name": str(folder), "max_context": max_context, **(model or {})},
         "task": {"name": "chain_sum"},
         "sampling": {"group_size": 4, "max_tokens": 96},
         "trainer": {"batch_size": 4},

@@ -16,7 +16,7 @@ from pipelinerl.service.lifecycle import StartStopped
 from services.actor import metrics as actor_metrics
 from services.actor import vllm_engine
 from services.actor.metrics import ActorMetrics, BusyClock
-from services.actor.vllm_engine import build_off_loop, step_logger, use_known_model_infos
+from services.actor.vllm_engine import build_off_loop, engine_arguments, step_logger, use_known_model_infos
 from services.actor.weight_sync.client import WorkerLink
 from tests.unit.builders import make_recipe
 
@@ -60,6 +60,19 @@ async def test_a_stop_ends_the_children_and_waits_for_the_thread(fails_then: boo
         with pytest.raises(StartStopped) if fails_then else nullcontext():
             assert await build_off_loop(build, stop, lambda: [child]) == 7  # type: ignore[list-item]
     assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ("model", "override"),
+    [
+        ({"dtype": "float32"}, None),
+        ({"dtype": "bfloat16"}, {"head_dtype": "float32"}),
+        ({"dtype": "bfloat16", "head_dtype": "model"}, None),
+    ],
+)
+def test_an_engine_in_sixteen_bits_computes_logits_in_float32(model: dict[str, str], override: object) -> None:
+    recipe = make_recipe(model={"source": "path", "name": "nowhere", "max_context": 64, **model})
+    assert engine_arguments(recipe, "nowhere", on_gpu=True).get("hf_overrides") == override
 
 
 async def test_an_engine_that_ends_leaves_no_folder_of_its_weight_socket(monkeypatch: pytest.MonkeyPatch) -> None:

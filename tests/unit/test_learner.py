@@ -35,7 +35,7 @@ from services.trainer.learn.batch import TrainingGroup, host_microbatch, token_r
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.optimizer import learning_rate
-from services.trainer.learn.policy import add_value_head
+from services.trainer.learn.policy import Float32Head, add_value_head
 from services.trainer.learn.step import Learner, PreparedStep
 from services.trainer.loading import load_learner
 from tests.support.learner import (
@@ -169,6 +169,25 @@ def test_a_model_that_does_more_to_its_logits_makes_them_itself_and_gets_no_valu
     assert_same(expected, packed_gradients(policy, group, AlgorithmConfig()))
     with pytest.raises(FieldError, match=r"algorithm\.advantage = 'value': needs a model with a plain output head"):
         Learner(policy, AlgorithmConfig(advantage="value"), TrainerConfig())
+
+
+def test_a_model_that_makes_its_logits_itself_has_them_in_float32_too() -> None:
+    model = build(GraniteConfig, GraniteForCausalLM, **{**SHAPE, "logits_scaling": 0.125}).to(torch.bfloat16)
+    policy, tokens = wrap_model(model), np.arange(30) % VOCABULARY
+    assert policy.own_logits
+    head, hidden = model.get_output_embeddings(), list[torch.Tensor]()
+    head.register_forward_pre_hook(lambda _, arguments: hidden.append(arguments[0][0].double()))
+    found = policy.sequence_logprobs(tokens)
+    with torch.no_grad():
+        exact = torch.log_softmax(hidden[0] @ head.weight.double().t() / 0.125, -1)
+    assert float(exact.std()) > 2
+    assert found == pytest.approx(exact.gather(1, torch.from_numpy(tokens)[1:, None])[:, 0].numpy(), abs=1e-5)
+
+    hidden_of_two = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16, requires_grad=True)
+    by_hand = Float32Head(2, 1, bias=False, dtype=torch.bfloat16)
+    by_hand.weight.data = torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16)
+    (0.5 * by_hand(hidden_of_two)).sum().backward()
+    assert (hidden_of_two.grad.tolist(), by_hand.weight.grad.tolist()) == ([[1.5, 2.0]], [[0.5, 1.0]])  # type: ignore[union-attr]
 
 
 def test_a_model_whose_state_crosses_sequences_is_refused() -> None:

@@ -241,6 +241,19 @@ def test_in_16_bit_gradients_are_no_worse_than_those_of_the_formula(dtype: torch
             assert 0 < ours < 1.1 * theirs
 
 
+@pytest.mark.parametrize("max_logits", [64 * 128, 10**6])
+def test_logits_of_sixteen_bit_inputs_are_not_rounded_unless_asked(max_logits: int) -> None:
+    """Logits of standard deviation 4.8: rounded to bfloat16, log-probabilities are off by hundredths of a nat."""
+    inputs = case(64, 3000, 23, dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits = nn.functional.linear(*(leaf.double() for leaf in inputs.leaves))
+        exact = torch.log_softmax(logits, -1).gather(1, inputs.targets[:, None])[:, 0]
+        arguments = (inputs.hidden, inputs.weight, inputs.bias, inputs.targets, 1.0, False, max_logits)
+        wide, rounded = (linear_scores(*arguments, rounded)[0].double() for rounded in (False, True))
+    assert float((wide - exact).abs().max()) < 2e-5
+    assert 0.005 < float((rounded - exact).abs().mean()) < 0.05
+
+
 class Scaled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)

@@ -50,7 +50,9 @@ def load_policy(
     if lora is not None:
         add_adapters(model, lora, source)
     model.to(device)
-    return wrap_model(model, config.attention, gradient_checkpointing=gradient_checkpointing)
+    return wrap_model(
+        model, config.attention, gradient_checkpointing=gradient_checkpointing, float32_head=_has_float32_head(config)
+    )
 
 
 def blank_policy(
@@ -77,10 +79,16 @@ def blank_policy(
             add_adapters(model, lora, source)
     _prepare(model, gradient_checkpointing)
     model.set_attn_implementation(attention)
-    return Policy(model, attention, own_logits=own_logits)
+    return Policy(model, attention, own_logits=own_logits, float32_head=_has_float32_head(config))
 
 
-def wrap_model(model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False) -> Policy:
+def wrap_model(
+    model: PreTrainedModel,
+    attention: str = "auto",
+    *,
+    gradient_checkpointing: bool = False,
+    float32_head: bool = True,
+) -> Policy:
     """A policy of a model that is in memory already; sets its attention, dropout and training mode.
 
     `auto` is the first of this project's attention and eager that gives the model's own log-probabilities.
@@ -89,13 +97,17 @@ def wrap_model(model: PreTrainedModel, attention: str = "auto", *, gradient_chec
     _disable_dropout(model.config)
     _prepare(model, gradient_checkpointing)
     if attention != "auto":
-        return _with_attention(model, attention)
+        return _with_attention(model, attention, float32_head)
     # Chunked attention exists only in transformers' own masks.
     chunked = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
     try:
-        return _with_attention(model, "sdpa" if chunked else VARLEN)
+        return _with_attention(model, "sdpa" if chunked else VARLEN, float32_head)
     except FieldError:
-        return _with_attention(model, "eager")
+        return _with_attention(model, "eager", float32_head)
+
+
+def _has_float32_head(config: ModelConfig) -> bool:
+    return "float32" in (config.dtype, config.head_dtype)
 
 
 def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
@@ -158,12 +170,12 @@ def _try_compiler(device: torch.device) -> None:
         raise FieldError("trainer.compile", True, fix) from error
 
 
-def _with_attention(model: PreTrainedModel, attention: str) -> Policy:
+def _with_attention(model: PreTrainedModel, attention: str, float32_head: bool) -> Policy:
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
         raise FieldError("model.attention", attention, f"not available here: {first_line(error)}") from error
-    return checked_policy(model, attention)
+    return checked_policy(model, attention, float32_head)
 
 
 def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:

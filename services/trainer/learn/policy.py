@@ -50,6 +50,7 @@ PROBE_LENGTHS = (7, 5)
 """Tokens of the two sequences on which a model is checked."""
 PROBE_PROMPT = 3
 """Tokens that both have in common when the check is of shared prompts."""
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +68,19 @@ class TokenScores:
 class Policy(nn.Module):
     """A model on its device, ready to score packed rows. Its forward is for itself alone: call `scores`.
 
-    `own_logits`: the model makes its logits itself. `value_head`: a linear layer to one number, or None.
+    `own_logits`: the model makes its logits itself. `float32_head`: of a model in 16 bits, logits are not rounded to 16 bits.
+    `value_head`: a linear layer to one number, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str, *, own_logits: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, attention: str, *, own_logits: bool = False, float32_head: bool = True
+    ) -> None:
         super().__init__()
         self.model = model
         self.attention = attention
-        self.own_logits = own_logits
+        self.float32_head, self.own_logits = float32_head, False
+        if own_logits:
+            self.leave_logits_to_model()
         self.value_head: nn.Linear | None = None
         self.max_logits = MAX_LOGITS
         self.device: torch.device = model.device
@@ -82,6 +88,13 @@ class Policy(nn.Module):
         """This rank's of each row; None when it has whole rows."""
         self.may_share_prompts = False
         """Whether sequences in a row may share the tokens of their prompt, as far as the model is concerned."""
+
+    def leave_logits_to_model(self) -> None:
+        """Of one that does more to them than a head does."""
+        self.own_logits = True
+        head = self.model.get_output_embeddings()
+        if self.float32_head and type(head) is nn.Linear and head.weight.dtype in SIXTEEN_BIT:
+            head.__class__ = Float32Head
 
     @property
     def vocab_size(self) -> int:
@@ -129,7 +142,8 @@ class Policy(nn.Module):
             return scores.logprobs, scores.entropy
         hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
         head = self.model.get_output_embeddings()
-        scores = head_scores(hidden, head, targets, temperature, entropy_grad, self.max_logits)
+        rounded = not self.float32_head
+        scores = head_scores(hidden, head, targets, temperature, entropy_grad, self.max_logits, rounded)
         if self.value_head is None:
             return scores.logprobs, scores.entropy
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
@@ -162,16 +176,16 @@ def add_value_head(policy: Policy) -> None:
     nn.init.zeros_(policy.value_head.bias)
 
 
-def checked_policy(model: PreTrainedModel, attention: str) -> Policy:
+def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = True) -> Policy:
     """A policy of `model`, on its device. Raises `FieldError` when the model cannot be packed."""
     # Soft capping hardly shows on the small logits of an untrained model, so it is looked up and not measured.
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-    policy = Policy(model, attention, own_logits=caps_logits)
+    policy = Policy(model, attention, own_logits=caps_logits, float32_head=float32_head)
     tolerance = (
         1e-3 if model.dtype == torch.float32 else 0.25
     )  # nats, of two ways of computing the same log-probability
     if _packing_error(policy) > tolerance:
-        policy.own_logits = True
+        policy.leave_logits_to_model()
         if (error := _packing_error(policy)) > tolerance:
             raise FieldError(
                 "model.attention",
@@ -220,17 +234,55 @@ def head_scores(
     temperature: float,
     entropy_grad: bool = False,
     max_logits: int = MAX_LOGITS,
+    rounded: bool = False,
 ) -> TokenScores:
     """`token_scores` of `head(hidden)`, for hidden [C, width], with at most `max_logits` logits at a time.
 
-    `head` has a `weight` [vocabulary, width]; if it does more than a linear layer does, it is called.
+    `head` has a `weight` [vocabulary, width]; if it does more than a linear layer does, it is called. `rounded`: as of
+    `linear_scores`.
     """
     assert isinstance(head.weight, Tensor)
     if is_plain_linear(head):
         bias = head.bias if isinstance(head.bias, Tensor) else None
-        return TokenScores(*linear_scores(hidden, head.weight, bias, targets, temperature, entropy_grad, max_logits))
+        scores = linear_scores(hidden, head.weight, bias, targets, temperature, entropy_grad, max_logits, rounded)
+        return TokenScores(*scores)
     chunk_tokens = max(1, max_logits // head.weight.shape[0])
     return chunked_scores(hidden, head, targets, temperature, chunk_tokens, entropy_grad)
+
+
+def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """left [n, k] · right [k, m], of one dtype, in float32 where that has 16 bits."""
+    if left.dtype not in SIXTEEN_BIT:
+        return torch.mm(left, right, out=out)
+    if left.is_cuda:
+        return torch.mm(left, right, torch.float32, out=out)
+    return torch.mm(left.float(), right.float(), out=out)
+
+
+class _WideProduct(torch.autograd.Function):
+    """hidden [C, width] · weightᵀ of weight [V, width], both in 16 bits, in float32; gradients are in 16 bits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return wide_product(hidden, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        narrow = gradient.to(weight.dtype)
+        wanted = ctx.needs_input_grad
+        return narrow @ weight if wanted[0] else None, narrow.t() @ hidden if wanted[1] else None
+
+
+class Float32Head(nn.Linear):
+    """A head in 16 bits whose logits are float32, for a model that goes on with them itself."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = _WideProduct.apply(hidden.flatten(0, -2), self.weight)
+        logits = logits if self.bias is None else logits + self.bias
+        return logits.unflatten(0, hidden.shape[:-1])
 
 
 def is_plain_linear(head: nn.Module) -> bool:
@@ -281,14 +333,15 @@ def linear_scores(
     temperature: float,
     entropy_grad: bool = False,
     max_logits: int = MAX_LOGITS,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of `targets` int64[C], entropy), nats, of softmax((hidden · weightᵀ + bias) / temperature).
 
-    hidden [C, width], weight [V, width] and bias [V] are of one dtype; logits are rounded to it, as the head itself
-    would, and everything after is float32[C] (float64 for float64 inputs). C may be 0. The entropy has a gradient only
-    when `entropy_grad`. Beside the gradients it takes about two blocks of `max_logits` logits.
+    hidden [C, width], weight [V, width] and bias [V] are of one dtype; logits and everything after are float32[C] (float64
+    for float64 inputs). `rounded`: logits are rounded to the inputs' dtype, as the head itself would. C may be 0. The entropy
+    has a gradient only when `entropy_grad`. Beside the gradients it takes about two blocks of `max_logits` logits.
     """
-    head = _Head(hidden, weight, bias, targets, temperature, max_logits)
+    head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
         logprobs, entropy = _LinearScores.apply(hidden, weight, bias, head, entropy_grad)
         return logprobs, entropy
@@ -306,10 +359,11 @@ class _Head:
     targets: Tensor
     temperature: float
     max_logits: int
+    rounded: bool
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of everything after the logits."""
+        """Of logits and everything after."""
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def blocks(self) -> list[slice]:
@@ -332,14 +386,12 @@ class _Head:
     def logits(self, words: slice, buffer: Tensor) -> Tensor:
         """[C, words of the block], divided by the temperature, in `buffer`."""
         rows, out = self.weight[words].t(), self.view(buffer, words)
-        # A product of 16-bit numbers cannot be written to a float32 tensor.
-        target = out if self.hidden.dtype == out.dtype else None
-        if self.bias is None:
-            made = torch.mm(self.hidden, rows, out=target)
+        if self.rounded:
+            out.copy_(self.hidden @ rows if self.bias is None else torch.addmm(self.bias[words], self.hidden, rows))
         else:
-            made = torch.addmm(self.bias[words], self.hidden, rows, out=target)
-        if made is not out:
-            out.copy_(made)
+            wide_product(self.hidden, rows, out)
+            if self.bias is not None:
+                out.add_(self.bias[words])
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def place(self, words: slice) -> tuple[Tensor, Tensor]:
@@ -401,7 +453,8 @@ class _LinearScores(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
         scan = _scan(head)
-        ctx.temperature, ctx.max_logits, ctx.entropy_grad = head.temperature, head.max_logits, entropy_grad
+        ctx.temperature, ctx.max_logits, ctx.rounded = head.temperature, head.max_logits, head.rounded
+        ctx.entropy_grad = entropy_grad
         ctx.save_for_backward(hidden, weight, bias, head.targets, scan.log_normaliser, scan.entropy, scan.kept)
         if not entropy_grad:
             ctx.mark_non_differentiable(scan.entropy)
@@ -411,7 +464,7 @@ class _LinearScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy, kept = ctx.saved_tensors
-        head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.max_logits)
+        head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.max_logits, ctx.rounded)
         gradients = _Gradients(head, *ctx.needs_input_grad[:3])
         g, h = (grad / ctx.temperature for grad in (grad_logprobs, grad_entropy))
         buffer = head.buffer()
