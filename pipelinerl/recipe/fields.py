@@ -523,8 +523,8 @@ class WeightUpdateConfig(Section):
     probe_tolerance: Changeable[float | None] = Field(
         None,
         gt=0,
-        description="Largest difference of the probe's log-probabilities, nats, with which actors serve the trained policy; "
-        "null = 0.001 in float32, 0.5 in 16 bits. A run whose first version exceeds it trains nothing.",
+        description="Difference of log-probabilities, nats, with which actors serve the trained policy: of each token "
+        "in float32 (null = 0.001), of the median token in 16 bits (null = 0.25). Beyond it a run does not begin.",
     )
     stop_on_mismatch: Changeable[bool] = Field(
         False, description="End the run when a later version exceeds the tolerance; false = count it, and alert."

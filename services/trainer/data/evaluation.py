@@ -204,7 +204,7 @@ class Evaluator:
         self._recipe, self._updater, self._verifier = recipe, updater, verifier
         self._problems = {f"h{index:06d}": problem for index, problem in enumerate(problems)}
         self._incarnation, self._client, self._timeout_s = incarnation, client, recipe.evaluation.timeout_s
-        self.tolerance = probe_tolerance(recipe)
+        self.tolerance, self._of_median = probe_tolerance(recipe), in_sixteen_bits(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
         # Any tokens will do: the models only have to agree on them.
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
@@ -336,7 +336,7 @@ class Evaluator:
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
         answers = zip(members, await asyncio.gather(*scores), strict=True)
         served = {name: answer for name, answer in answers if answer is not None}
-        return compare(served, trained, self.tolerance) if served else None
+        return compare(served, trained, self.tolerance, of_median=self._of_median) if served else None
 
     async def _score(self, name: str, address: str, version: PolicyVersion) -> Scored | None:
         """None when the actor does not answer, or serves another version."""
@@ -352,16 +352,21 @@ class Evaluator:
         return scored
 
 
-TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.5
-"""Nats. Two ways of computing a log-probability in float32 differ by 1e-5 and less; docs/weight-updates.md has both figures."""
+TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
+"""Nats: of any token in float32, of the median token in 16 bits. There, rounding alone moves some tokens of a mixture to other
+experts, and their log-probabilities by nats; docs/weight-updates.md has figures."""
+
+
+def in_sixteen_bits(recipe: Recipe) -> bool:
+    """Whether weights or what is computed of them have 16 bits on one of the two sides. Pure."""
+    return bool({"bfloat16", "float16"} & {recipe.model.dtype, recipe.weights.wire_dtype})
 
 
 def probe_tolerance(recipe: Recipe) -> float:
-    """Largest difference of a log-probability, nats, at which actors still serve the trained policy. Pure."""
+    """Difference of a log-probability, nats, up to which actors serve the trained policy. Pure."""
     if recipe.weights.probe_tolerance is not None:
         return recipe.weights.probe_tolerance
-    sixteen_bit = {"bfloat16", "float16"} & {recipe.model.dtype, recipe.weights.wire_dtype}
-    return TOLERANCE_16_BIT if sixteen_bit else TOLERANCE
+    return TOLERANCE_16_BIT if in_sixteen_bits(recipe) else TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -375,8 +380,11 @@ class Parity:
     problems: tuple[str, ...] = ()
 
 
-def compare(served: Mapping[str, Scored], trained: Logprobs, tolerance: float) -> Parity:
-    """Answers of actors, by name, with what the trainer has for the same tokens. Each problem is logged as an error."""
+def compare(served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False) -> Parity:
+    """Answers of actors, by name, with what the trainer has for the same tokens. Each problem is logged as an error.
+
+    `of_median`: the tolerance is that of the median token, and not of each.
+    """
     differences: list[float] = []
     problems: list[str] = []
     for name, scored in served.items():
@@ -387,11 +395,13 @@ def compare(served: Mapping[str, Scored], trained: Logprobs, tolerance: float) -
         elif not np.isfinite(scored.logprobs).all():
             problem = "log-probabilities of the actor are not finite"
         else:
-            difference = float(np.abs(scored.logprobs.astype(np.float64) - trained.astype(np.float64)).max())
-            differences.append(difference)
-            if difference <= tolerance:
+            off = np.abs(scored.logprobs.astype(np.float64) - trained.astype(np.float64))
+            differences.append(float(off.max()))
+            bounded = float(np.median(off)) if of_median else differences[-1]
+            if bounded <= tolerance:
                 continue
-            problem = f"log-probabilities are {difference:.3g} nats off, more than {tolerance:g}"
+            which = "half of the log-probabilities are" if of_median else "log-probabilities are"
+            problem = f"{which} {bounded:.3g} nats off, more than {tolerance:g}"
         loaded = f" (weights loaded by {scored.loader})" if scored.loader else ""
         problems.append(f"{name} at version {scored.version}: {problem}{loaded}")
         log.error("parity probe fails: %s", problems[-1])
