@@ -130,6 +130,7 @@ def test_math(reference: str, answer: str | None, value: float) -> None:
     [
         ("so that is 42", 0.0),
         (r"so that is \boxed{42", 0.0),  # cut inside the box
+        (r"\boxed{42}, or rather \boxed{4", 0.0),
         (r"so that is \boxed{7}, or rather 42", 0.0),
         (r"not \boxed{42} but \boxed{7}", 0.0),
         (r"it is \boxed{\frac{84}{2}}, I think", 1.0),  # braces within, text behind
@@ -139,7 +140,7 @@ def test_math(reference: str, answer: str | None, value: float) -> None:
         (None, 0.0),
     ],
 )
-def test_boxed_math_takes_the_last_closed_box_and_nothing_else(answer: str | None, value: float) -> None:
+def test_boxed_math_takes_the_last_box_if_it_is_closed_and_nothing_else(answer: str | None, value: float) -> None:
     assert math_scorer(8.0, boxed=True)(item(answer, "42")).value == value
 
 
