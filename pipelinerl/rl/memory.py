@@ -137,9 +137,12 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
     fewest, state_gib = fewest_ranks(recipe, model, memory_gib), state_bytes(recipe, model) / GIB / ranks
     if ranks >= fewest:
         return None
-    field = "shard_ranks" if recipe.trainer.shard_ranks else "nproc"
+    field, enough = "nproc", fewest
+    if recipe.trainer.shard_ranks:  # has to divide the number of ranks
+        field, nproc = "shard_ranks", recipe.trainer.nproc
+        enough = next((number for number in range(fewest, nproc + 1) if nproc % number == 0), fewest)
     fix = (
         f"{state_gib:.1f} GiB of weights, gradients and optimizer on each of {ranks} leave less than "
-        f"{1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use at least {fewest} ranks"
+        f"{1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use at least {enough} ranks"
     )
     return FieldError(f"trainer.{field}", getattr(recipe.trainer, field), fix)

@@ -61,6 +61,9 @@ def test_ranks_that_share_the_states() -> None:
         "trainer.nproc = 4: 63.7 GiB of weights, gradients and optimizer on each of 2 leave less than 30%"
     )
     assert said.endswith("use at least 3 ranks")
+    of_four = str(trainer_problem(load_recipe("gsm", ["trainer.shard_ranks=2"]), SEVEN_B, 80.0, ranks=2))
+    assert of_four.startswith("trainer.shard_ranks = 2: 63.7 GiB")
+    assert of_four.endswith("use at least 4 ranks"), "three do not divide the recipe's four"
     assert trainer_problem(load_recipe("gsm", ["trainer.optimizer=adamw_8bit"]), SEVEN_B, 80.0, ranks=2) is None
 
 
