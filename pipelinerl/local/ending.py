@@ -151,5 +151,6 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         share = f"{summary['steps_clipped']} of {summary['steps']} steps"
         yield f"  GRADIENT           cut in {share}, so that all are equally long: raise trainer.max_grad_norm"
     if broken:
-        largest = number(summary.get("logprob_mismatch_max"), 3)
-        yield f"  PARITY             {broken} probes of served against trained policy failed, by up to {largest} nats: see logs"
+        largest = summary.get("logprob_mismatch_max")
+        by = "" if largest is None else f", by up to {largest:.2g} nats"
+        yield f"  PARITY             {broken} probes of served against trained policy failed{by}: see logs"

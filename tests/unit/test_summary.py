@@ -139,6 +139,11 @@ def test_closing_lines(tmp_path: Path) -> None:
     cut = "\n".join(closing_lines(summary_from_metrics(recipe(), records()) | {"steps_clipped": 2}, run, Ending(75.0)))
     assert "GRADIENT           cut in 2 of 3 steps, so that all are equally long: raise trainer.max_grad_norm" in cut
     assert f"checkpoint         {tmp_path}/checkpoint" in text
+    off = summary_from_metrics(recipe(), records()) | {"parity_failures": 2}
+    assert (
+        "PARITY             2 probes of served against trained policy failed, by up to 2e-06 nats: see logs"
+        in "\n".join(closing_lines(off, run, Ending(75.0)))
+    )
     assert closing_lines({}, run, Ending(1.0, interrupted=True))[1].startswith("interrupted after 1s")
 
 
