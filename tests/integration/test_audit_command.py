@@ -19,7 +19,7 @@ from pipelinerl.run_dir import RunDir, write_json
 from tests.support.certificates import Authority
 from tests.support.guarded_nats import guarded
 from tests.unit.builders import RUN, make_group
-from tests.unit.test_trainer_resume import Life, publish
+from tests.unit.test_trainer_resume import RECIPE, Life, publish
 
 
 @asynccontextmanager
@@ -33,7 +33,7 @@ async def run_that_goes_on(folder: Path) -> AsyncIterator[tuple[Life, Bus, str]]
             write_json(run.address("nats"), {"url": server.url})
             write_json(run.pids, {"nats": server.pid, "trainer": server.pid})  # both of this folder, and alive
             await bus.create_streams()
-            one = Life(folder, bus)  # type: ignore[arg-type]
+            one = Life(folder, bus, RECIPE)  # type: ignore[arg-type]
             try:
                 await one.begin()
                 await one.idle()
