@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, Recipe, TrainerConfig
@@ -28,7 +36,7 @@ from services.trainer.learn.meter import frozen_flops, model_flops
 from services.trainer.learn.model import frozen_copy, load_policy, wrap_model
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
-from tests.support.learner import LENGTHS, VOCABULARY, build, group_of, model_of, plain_logprobs, sequences_of
+from tests.support.learner import LENGTHS, SHAPE, VOCABULARY, build, group_of, model_of, plain_logprobs, sequences_of
 from tests.unit.builders import make_recipe
 from tests.unit.test_flops import LLAMA_8B
 
@@ -240,6 +248,18 @@ def test_a_model_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
 def test_targets_that_cannot_be(targets: list[str], problem: str) -> None:
     with pytest.raises(FieldError, match=problem):
         add_adapters(model("llama-tied"), LoraConfig(target_modules=targets))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
+)  # peft's, of the same layers
+def test_experts_that_lie_in_one_tensor_are_refused() -> None:
+    mixture = build(MixtralConfig, MixtralForCausalLM, **SHAPE, num_local_experts=2)
+    problem = (
+        r"'all-linear': means model.layers.0.mlp.experts, whose experts .*, such as k_proj, o_proj, q_proj, v_proj"
+    )
+    with pytest.raises(FieldError, match=problem):
+        add_adapters(mixture, LoraConfig())
 
 
 def test_a_quantised_model_is_refused() -> None:

@@ -46,6 +46,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
     targets = _targets(model, config)
     of_peft = PeftLoraConfig(
@@ -60,6 +61,11 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets.values()),
     )
     inject_adapter_in_model(of_peft, model, NAME)
+    wrapped = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    if stacked := [name for name, layer in wrapped if not hasattr(layer.get_base_layer(), "weight")]:
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
+        fix = f"means {stacked[0]}, whose experts lie in one tensor and get no adapters here; name layers, such as {kinds}"
+        raise FieldError("trainer.lora.target_modules", config.target_modules, fix)
     model.requires_grad_(False)
     for adapter in layer_adapters(model).values():
         for factor in (adapter.a, adapter.b):
