@@ -138,6 +138,7 @@ def best_at_lags(found: Mapping[str, Sequence[SideRun]], recipe: Recipe, accurac
         fastest = {mode: max(names, key=throughput.__getitem__) for mode, names in of_mode.items()}
         tokens = {mode: median(list(map(tokens_per_s, found[name]))) or 0.0 for mode, name in fastest.items()}
         soonest = {mode: min(names, key=time_s.__getitem__) for mode, names in of_mode.items()}
+        arrived = {mode: name for mode, name in soonest.items() if math.isfinite(time_s[name])}
         ratio, seeds = compared(found[soonest[CONVENTIONAL]], found[soonest[PIPELINE]], accuracy)[1:]
         rows.append(
             {
@@ -147,8 +148,8 @@ def best_at_lags(found: Mapping[str, Sequence[SideRun]], recipe: Recipe, accurac
                 "conventional_fastest": fastest[CONVENTIONAL],
                 "throughput_ratio": round(throughput[fastest[PIPELINE]] / throughput[fastest[CONVENTIONAL]], 3),
                 "token_ratio": round(tokens[PIPELINE] / tokens[CONVENTIONAL], 3),
-                "pipeline_soonest": soonest[PIPELINE],
-                "conventional_soonest": soonest[CONVENTIONAL],
+                "pipeline_soonest": arrived.get(PIPELINE),
+                "conventional_soonest": arrived.get(CONVENTIONAL),
                 "time_ratio": ratio.shown if ratio else None,
                 "time_ratio_interval": ratio.interval if ratio else None,
                 "seeds": len(seeds),

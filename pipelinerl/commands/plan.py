@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
     from pipelinerl.rl.memory import Model
     from pipelinerl.rl.planner import Machine, Plan
-    from pipelinerl.rl.throughput import Lengths
+    from pipelinerl.rl.throughput import Lengths, Split
 
 NAME = "plan"
 HELP = "share accelerators between actors and trainer (modelled, nothing runs)"
@@ -217,8 +217,19 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
         ),
         ("stale", _stale(plan)),
         ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor"),
+        ("settings", settings(split)),
         ("conventional", f"{conventional:.2f} times as fast at the same largest lag (G = {split.largest_lag + 1})"),
     ]  # fmt: skip
+
+
+def settings(split: Split) -> str:
+    """What to give `pipelinerl run` for it; on a cluster the replicas of the chart's actors and its trainer's GPUs decide."""
+    changes = {
+        "actor.count": split.num_generators,
+        "actor.sequences_in_progress": split.sequences_in_progress,
+        "trainer.nproc": split.num_trainers,
+    }
+    return " ".join(f"--set {name}={value}" for name, value in changes.items())
 
 
 def _stale(plan: Plan) -> str:

@@ -77,7 +77,10 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     return [
         ("mode", recipe.mode),
         ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
-        ("task", f"{recipe.task.name} ({recipe.task.path or recipe.task.source}), {recipe.task.prompt_style} prompts"),
+        (
+            "task",
+            f"{recipe.task.path or f'{recipe.task.name} ({recipe.task.source})'}, {recipe.task.prompt_style} prompts",
+        ),
         ("reward", recipe.reward.scorer),
         ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.sampling.max_tokens} tokens"),
         ("actors", f"{recipe.actor.count} x {recipe.actor.sequences_in_progress} sequences in progress"),

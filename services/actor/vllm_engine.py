@@ -146,29 +146,33 @@ async def start_engine(
         if on_step is not None and warm.is_set():
             on_step(decode_s, kv_cache_usage)
 
-    llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step and step), stop)
-    weights = WeightUpdateClient(
-        llm,
-        recompute_kv=recipe.weights.recompute_kv,
-        bind_host=bind_host,
-        staging_buffers=recipe.weights.staging_buffers,
-    )
-    # What vLLM would note of each token of each request is a quarter of its work on this event loop. Its scheduler's figures
-    # of each step go on.
-    llm.log_stats = llm.output_processor.log_stats = False
-    warnings = logging.getLogger("vllm.v1.utils")  # of each process that is killed
-    level = warnings.level
-    try:
-        llm._run_output_handler()  # built off the loop, it would not listen to its process before the first request
-        engine = VllmEngine(llm, weights)
-        await unless_stopped(engine.warm_up(recipe), stop)
-        warm.set()
-        yield engine
-    finally:
-        warnings.setLevel(logging.ERROR)
-        llm.shutdown(timeout=0)  # killed: they have nothing left to save, and the exit of one takes 2.5 s in good order
-        warnings.setLevel(level)
-        await weights.close()
+    with tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True) as sockets:
+        os.environ["VLLM_RPC_BASE_PATH"] = sockets  # it removes none of them
+        llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step and step), stop)
+        weights = WeightUpdateClient(
+            llm,
+            recompute_kv=recipe.weights.recompute_kv,
+            bind_host=bind_host,
+            staging_buffers=recipe.weights.staging_buffers,
+        )
+        # What vLLM would note of each token of each request is a quarter of its work on this event loop. Its scheduler's
+        # figures of each step go on.
+        llm.log_stats = llm.output_processor.log_stats = False
+        warnings = logging.getLogger("vllm.v1.utils")  # of each process that is killed
+        level = warnings.level
+        try:
+            llm._run_output_handler()  # built off the loop, it would not listen to its process before the first request
+            engine = VllmEngine(llm, weights)
+            await unless_stopped(engine.warm_up(recipe), stop)
+            warm.set()
+            yield engine
+        finally:
+            warnings.setLevel(logging.ERROR)
+            llm.shutdown(
+                timeout=0
+            )  # killed: they have nothing left to save, and the exit of one takes 2.5 s in good order
+            warnings.setLevel(level)
+            await weights.close()
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
