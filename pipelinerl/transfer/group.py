@@ -66,9 +66,11 @@ class Placement:
             return
         callers = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(callers)
-        with torch.cuda.stream(self.stream):
-            yield
-        callers.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:  # what was queued before an error runs all the same
+            callers.wait_stream(self.stream)
 
     def synchronize(self) -> None:
         """Returns when the device has done what this thread has queued so far."""
@@ -144,25 +146,30 @@ class NcclTransport:
         from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
 
         self._placement, self._given_up = placement, given_up
-        self._closed = threading.Event()
+        self._closed, self._closing = threading.Event(), threading.Lock()
+        self._aborting: Future[None] | None = None
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         options.config.blocking = 0
         with _without_watchdog(timeout_s):
             self._group: Any = ProcessGroupNCCL(store, rank, world, options)
-        try:
-            with placement.scope():
-                greeting = torch.zeros(1, dtype=torch.int64, device=placement.device)
-            self.broadcast(greeting, timeout_s)
-        except BaseException:
-            self.close()
-            raise
+        with placement.scope():
+            greeting = torch.zeros(1, dtype=torch.int64, device=placement.device)
+        self.broadcast(greeting, timeout_s)
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Returns when the device has sent or filled `tensor`.
 
-        Raises TimeoutError, TransferAborted when it was given up or closed meanwhile, RuntimeError for NCCL's own errors.
+        Raises TimeoutError, TransferAborted when it was given up or closed meanwhile, RuntimeError for NCCL's own errors. The
+        communicator is then closed: its kernel must not fill memory that has gone to somebody else.
         """
+        try:
+            self._broadcast(tensor, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         began_at = time.monotonic()
         options = BroadcastOptions()
         options.rootRank = 0
@@ -178,12 +185,14 @@ class NcclTransport:
             work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises what went wrong; does not wait any more
 
     def close(self) -> None:
-        """Abort: an operation under way on another thread ends there. Idempotent; bounded by `ABORT_WITHIN_S`."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        # On a thread, since torch waits for NCCL without a limit of its own.
-        if wait([on_thread("nccl-abort", partial(_abort, self._group))], ABORT_WITHIN_S).not_done:
+        """Abort: an operation under way on another thread ends there. Whoever calls it waits until all of it has ended, at
+        most `ABORT_WITHIN_S`; once is enough."""
+        with self._closing:
+            if self._aborting is None:
+                self._closed.set()  # before a broadcast can look complete
+                # On a thread, since torch waits for NCCL without a limit of its own.
+                self._aborting = on_thread("nccl-abort", partial(_abort, self._group))
+        if wait([self._aborting], ABORT_WITHIN_S).not_done:
             log.error("NCCL does not end a communicator within %g s; it is left behind", ABORT_WITHIN_S)
 
     def _check_wanted(self) -> None:

@@ -28,7 +28,7 @@ class ToyLoader(InPlaceLoader):
         shadows = self.model.modules()
         self.pairs = {name: (module, next(shadows)) for name, module in live.named_modules()}
         self._pristine = {module: dict(module.__dict__) for module in self.model.modules()}
-        self._blueprint, self._kernels = [], []
+        self._blueprint, self._kernels, self._device = [], [], torch.device("cpu")
 
     def _materialise(self) -> None:
         self.drop()

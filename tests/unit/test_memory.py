@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -102,6 +103,13 @@ def test_an_actor_asks_its_device_for_a_second_instance(device: torch.device, ca
     assert caplog.text == ""
 
 
+class Received:
+    """Stands in for a tensor on a GPU."""
+
+    def to(self, where: str) -> Any:
+        return f"on {where}"
+
+
 def test_without_room_versions_wait_in_host_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for tensors on a GPU, a model and vLLM's layerwise reload."""
     taken: list[tuple[str, object]] = []
@@ -115,10 +123,15 @@ def test_without_room_versions_wait_in_host_memory(device: torch.device, monkeyp
         live.load_weights = lambda tensors: taken.extend(tensors)
         loader, reason = loaders.choose(live, config, device, forced)
         assert (loader.mode, "set actor.engine.gpu_memory_utilization to" in reason) == ("paused", not forced)
-        received: Any = Mock(to=lambda where: f"on {where}")
+        received = Received()
         loader.load([("w", received)])
         loader.swap()
         assert taken.pop() == ("w", expected or received)
+    held = weakref.ref(received)
+    del received
+    assert held() is not None, "the device may still read it"
+    loader.drop()
+    assert held() is None
 
 
 def test_a_rank_asks_its_device_whether_the_states_fit(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:

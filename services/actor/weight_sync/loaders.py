@@ -49,7 +49,8 @@ class Loader(Protocol):
         ...
 
     def swap(self) -> None:
-        """Make the loaded version the live one; on a device, by what is queued on the caller's stream."""
+        """Make the loaded version the live one; on a device, by what is queued on the caller's stream: it frees nothing that
+        this may still read."""
         ...
 
     def drop(self) -> None:
@@ -338,6 +339,8 @@ class InPlaceLoader(ShadowLoader):
                     return f"{name}: {problem}"
         finally:
             self.drop()
+            if self._device.type == "cuda":  # torch keeps what was tried for this stream; updates load on another one
+                torch.cuda.empty_cache()
         return ""
 
     @torch.no_grad()
@@ -427,7 +430,6 @@ class PausedLoader:
             method = getattr(module, "quant_method", None)
             if isinstance(method, UnquantizedEmbeddingMethod):
                 method.process_weights_after_loading(module)
-        self.drop()
 
     def drop(self) -> None:
         self._tensors = []

@@ -94,7 +94,8 @@ def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None
     one of them cannot write.
     """
     _alone_is_meant()
-    writer = _Writer(folder, sync_files=True)
+    # Nothing is copied ahead: torch would do that through a stream of the thread's GPU, which is the first one on each rank.
+    writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
