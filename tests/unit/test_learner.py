@@ -1,5 +1,7 @@
 """The learner on tiny Llama- and Qwen2-shaped models: packing, padding and micro-batches change nothing; steps do."""
 
+import inspect
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -11,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -30,6 +34,7 @@ from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import VALUE_HEAD_FILE, save_value_head
 from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.distributed.world import VALUE_HEAD
+from services.trainer.learn import attention
 from services.trainer.learn.attention import VARLEN, on_device, packed_layout, varlen_attention
 from services.trainer.learn.batch import TrainingGroup, host_microbatch, token_row
 from services.trainer.learn.lora import add_adapters
@@ -139,6 +144,43 @@ def test_a_sliding_window_is_kept_inside_a_sequence() -> None:
     model.set_attn_implementation(policy.attention)
     batch = host_microbatch([sequence], np.zeros(1), np.ones(1), 0).on("cpu")
     torch.testing.assert_close(policy.scores(batch.row, batch.predictors, batch.targets).logprobs, expected)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_flash_kernel_is_given_what_padded_rows_compute(
+    window: int | None, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in with torch's signature. The second of the shared sequences begins with 3 tokens of the first."""
+    from torch.nn.attention import varlen
+
+    signature = inspect.signature(varlen.varlen_attn)
+
+    def kernel(*args: Tensor, **kwargs: Any) -> Tensor:
+        call = signature.bind(*args, **kwargs).arguments
+        ends, (left, right), out = call["cu_seq_q"], call["window_size"], []
+        assert (ends.dtype, call["max_q"], right) == (torch.int32, int(ends.diff().max()), 0)
+        for begin, end in itertools.pairwise(ends.tolist()):
+            q, k, v = (call[name][begin:end].transpose(0, 1) for name in ("query", "key", "value"))
+            distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+            seen = (distance >= 0) & (distance <= (left if left >= 0 else end))
+            one = scaled_dot_product_attention(q, k, v, seen, scale=call["scale"], enable_gqa=call["enable_gqa"])
+            out.append(one.transpose(0, 1))
+        return torch.cat(out)
+
+    places = np.concatenate((np.arange(9), np.arange(3), np.arange(9, 12))) if shared else None
+    layout = packed_layout(np.array([9, 6] if shared else [7, 5]), "cpu", places)
+    tokens = [torch.randn(1, heads, 12, 8, requires_grad=True) for heads in (4, 2, 2)]
+
+    def outputs() -> list[Tensor]:
+        out, _ = varlen_attention(torch.nn.Identity(), *tokens, None, scaling=0.3, sliding_window=window, packed=layout)
+        return [out, *torch.autograd.grad(out.square().sum(), tokens)]
+
+    expected = outputs()
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_attend_rows", attention._attend_flash)  # which only a GPU is given
+    for mine, padded in zip(outputs(), expected, strict=True):
+        torch.testing.assert_close(mine, padded)
 
 
 def test_attention_refuses_terms_it_would_drop() -> None:
