@@ -50,6 +50,8 @@ def execute(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     found, memory = examine(recipe), list[tuple[str, str]]()
     mistakes = [problem for problem in found if not isinstance(problem, Lacking)]
+    if args.parameters is not None and args.gpu_memory is None:
+        raise FieldError("--parameters", args.parameters, "is for --gpu-memory; give that too, or leave both out")
     if args.gpu_memory is not None:
         model, memory_gib = model_of(recipe, args.parameters), gib_of(args.gpu_memory)
         memory = memory_outline(recipe, model, memory_gib)

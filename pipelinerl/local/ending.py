@@ -152,5 +152,5 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"  GRADIENT           cut in {share}, so that all are equally long: raise trainer.max_grad_norm"
     if broken:
         largest = summary.get("logprob_mismatch_max")
-        by = "" if largest is None else f", by up to {largest:.2g} nats"
-        yield f"  PARITY             {broken} probes of served against trained policy failed{by}: see logs"
+        known = "" if largest is None else f" (largest known difference {largest:.2g} nats)"
+        yield f"  PARITY             {broken} probes of served against trained policy failed{known}: see logs"

@@ -383,8 +383,8 @@ class LocalRun:
         last, problems = self._state.last, dict[str, FieldError | None]()
         if last.get("max_lag_too_small"):
             problems["max_lag"] = too_small_max_lag(self.recipe, last["largest_lag"])
-        if last.get("clip_range_too_narrow"):
-            problems["clip range"] = narrow_clip_range(self.recipe.algorithm, last["clip_fraction"])
+        if last.get("clip_range_cut") is not None:
+            problems["clip range"] = narrow_clip_range(self.recipe.algorithm, last["clip_range_cut"])
         for setting in problems.keys() - self._told:
             self._note(f"warning: {problems[setting]}")
         self._told |= problems.keys()

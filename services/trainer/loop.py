@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 30.0
 """How often the other ranks hear that rank 0 is there, at most."""
+FIRST_PROBES = 3
+"""Tries of the first version, where no actor answers."""
 SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
 
 
@@ -265,8 +267,11 @@ class OptimizerLoop:
         """Compares the first version that is served, before anything is trained. Raises `FieldError` for another policy."""
         if (trained := await self._probe_scores()) is None:
             return
-        parity = await self._evaluator.parity(self.version, trained)
-        if parity is None:
+        for _ in range(FIRST_PROBES):  # an actor may have died meanwhile
+            if (parity := await self._evaluator.parity(self.version, trained)) is not None:
+                break
+            await self._updater.all_served()
+        else:
             return
         self._recorder.parity(parity)
         if parity.problems:

@@ -99,6 +99,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate arithmetic --set task.prompt_style=plain", "task.prompt_style = 'plain': a warm-started model"),
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
+        ("validate gsm --parameters 7B", "--parameters = '7B': is for --gpu-memory; give that too"),
         (
             "validate there.yaml --gpu-memory 80GB",
             "--parameters = None: the name of the model, there, does not tell its size",

@@ -155,11 +155,19 @@ async def test_a_probe_measures_the_actors_that_serve(tmp_path: Path) -> None:
         assert (one.totals.logprob_mismatch, one.totals.parity_failures) == ([0.5], 0)
 
 
-async def test_a_run_whose_actors_serve_another_policy_trains_nothing(tmp_path: Path) -> None:
-    actor = FakeActor(version=0, logprobs=(-1.0, -2.5), loader="paused: asked for")
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_run_whose_actors_serve_another_policy_trains_nothing(tmp_path: Path, late: bool) -> None:
+    """Nor where the first answer to the probe is of no use."""
+    actor = FakeActor(version=5 if late else 0, logprobs=(-1.0, -2.5), loader="paused: asked for")
     opened = bench(tmp_path, weights={"probe_every": 50, "probe_tokens": 3})
+
+    async def all_served() -> None:
+        if one.policy.calls == ["snapshot 0", "score"]:
+            actor.version = 0
+
     async with serving(a=actor) as addresses, opened as one:
         one.run.updater.serve(addresses)  # type: ignore[attr-defined]
+        one.run.updater.all_served = all_served  # type: ignore[method-assign]
         said = r"weights\.probe_tolerance = 0\.001: nothing is trained.* a at version 1:0: .* 0\.5 nats off, .*paused: asked"
         with pytest.raises(FieldError, match=said):
             await one.loop.run()

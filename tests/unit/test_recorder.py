@@ -112,8 +112,8 @@ def test_a_clip_range_that_cuts_too_many_tokens_is_warned_of_once(
     for loss, cut in (("gspo", True), ("reinforce", False)):
         with RunFiles(tmp_path / loss) as files:
             desk = Desk(tmp_path / loss, files, algorithm={"loss": loss, "max_lag": 4})
-            told = [desk.step(clip_fraction=share)["clip_range_too_narrow"] for share in shares]
-            assert told == [False] * 9 + [cut] * 3
+            told = [desk.step(clip_fraction=share)["clip_range_cut"] for share in shares]
+            assert told == [None] * 9 + ([pytest.approx(0.28)] * 3 if cut else [None] * 3)
     (warning,) = (record.message for record in caplog.records)
     assert warning.startswith(
         "algorithm.clip_low = 0.0003: with clip_high = 0.0004, algorithm.loss = 'gspo' cuts 28% of the tokens"

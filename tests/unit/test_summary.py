@@ -141,7 +141,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert f"checkpoint         {tmp_path}/checkpoint" in text
     off = summary_from_metrics(recipe(), records()) | {"parity_failures": 2}
     assert (
-        "PARITY             2 probes of served against trained policy failed, by up to 2e-06 nats: see logs"
+        "PARITY             2 probes of served against trained policy failed (largest known difference 2e-06 nats): see logs"
         in "\n".join(closing_lines(off, run, Ending(75.0)))
     )
     assert closing_lines({}, run, Ending(1.0, interrupted=True))[1].startswith("interrupted after 1s")

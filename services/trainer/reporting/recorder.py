@@ -133,7 +133,7 @@ class Recorder:
         self._arrived = _nothing_arrived()
         self.totals.add_step(record)
         record["max_lag_too_small"] = self._max_lag_too_small(record)
-        record["clip_range_too_narrow"] = self._clip_range_too_narrow(record)
+        record["clip_range_cut"] = self._clip_range_cut(record)
         self._files.append(METRICS, record)
         self.metrics.steps.observe(record)
         self._advise(record)
@@ -342,17 +342,17 @@ class Recorder:
         self._warned_of_lag = True
         return True
 
-    def _clip_range_too_narrow(self, record: StepRecord) -> bool:
-        """Whether the loss cut more than `MOST_CUT` of the tokens of the last `CUT_STEPS` steps. Logged once."""
+    def _clip_range_cut(self, record: StepRecord) -> float | None:
+        """Share of the tokens of the last `CUT_STEPS` steps that the loss cut, where it is above `MOST_CUT`. Logged once."""
         if self._recipe.algorithm.loss in CUTTING and not record["skipped"]:
             self._cut.append(record["clip_fraction"])
         share = sum(self._cut) / CUT_STEPS
         if len(self._cut) < CUT_STEPS or share <= MOST_CUT:
-            return False
+            return None
         if not self._warned_of_range:
             log.warning("%s", narrow_clip_range(self._recipe.algorithm, share))
         self._warned_of_range = True
-        return True
+        return share
 
     def _sample(self, sample: Sample) -> None:
         """The page shows the newest with its tokens; the file, which only grows, has those of some steps."""
