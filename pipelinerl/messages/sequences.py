@@ -63,11 +63,65 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Completion tokens [start, end) that the policy sampled in one go. `finish_reason` None: it was interrupted."""
+
+    start: int
+    end: int
+    finish_reason: FinishReason | None = FinishReason.STOP
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Branch:
+    """Tokens of an episode that extend each other: a prompt, and turns with the observations of an environment between them.
+
+    prompt_token_ids int32[prompt]: what its first turn saw. completion_token_ids int32[completion]: from the first turn to the
+    last. behaviour_logprobs float32[sampled]: log μ of each sampled token, nats. `spans` cover the turns without gap or
+    overlap, in completion tokens. `turns` empty: the whole completion is one.
+    """
+
+    prompt_token_ids: TokenIds
+    completion_token_ids: TokenIds
+    behaviour_logprobs: Logprobs
+    spans: tuple[VersionSpan, ...]
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Observations included."""
+        return len(self.completion_token_ids)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return len(self.behaviour_logprobs)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.completion_token_ids)
+
+    @property
+    def sampled(self) -> NDArray[np.int64]:
+        """int64[sampled]: index of each sampled token among the completion tokens."""
+        if not self.turns:
+            return np.arange(len(self.completion_token_ids))
+        return np.concatenate([np.arange(turn.start, turn.end) for turn in self.turns])
+
+    def token_versions(self) -> NDArray[np.int64]:
+        """int64[sampled]: policy version of each sampled token."""
+        return np.repeat(
+            np.array([span.version for span in self.spans], dtype=np.int64),
+            [span.end - span.start for span in self.spans],
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class PartialSequence:
     """What an actor that left had generated of one sample. `completion_token_ids`, `behaviour_logprobs`: [tokens].
 
-    `finish_reason` None: to be continued. Otherwise it is complete and lacks only its reward and publication.
+    `finish_reason` None: to be continued. Otherwise it is complete and lacks only its reward and publication. Of an episode
+    there are `branches` and nothing else: their turns are served again where its environment asks the same, and a turn whose
+    `finish_reason` is None is continued.
     """
 
     sample_index: int
@@ -76,11 +130,16 @@ class PartialSequence:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason | None = None
     generation_s: float = 0.0
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return len(self.behaviour_logprobs) + sum(branch.num_sampled_tokens for branch in self.branches)
 
 
 @dataclass(frozen=True, eq=False)
 class PromptGroup:
-    """One prompt and how many samples of it are wanted.
+    """One prompt and how many samples of it are wanted. `episodic`: each is an episode, whose environment makes the prompt.
 
     `done_samples` are not asked for here: they are published already, or another message of this group asks for them.
     `partials` are samples to go on with; all others start from the prompt.
@@ -99,17 +158,17 @@ class PromptGroup:
     issued_version: int
     partials: tuple[PartialSequence, ...] = ()
     done_samples: tuple[int, ...] = ()
+    episodic: bool = False
 
     def sequence_id(self, sample_index: int) -> str:
         return f"{self.group_id}.{sample_index}"
 
 
-@dataclass(frozen=True, eq=False)
-class Sequence:
-    """One finished sequence. `spans` cover the completion without gap or overlap; `failure` is empty for a good one.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sequence(Branch):
+    """One finished sequence, which is its own first branch; only an episode has further `branches`.
 
-    prompt_token_ids int32[prompt], completion_token_ids int32[completion], behaviour_logprobs float32[completion]
-    (log μ of each sampled token, nats).
+    `failure` is empty for a good one. `finish_reason`: of the last turn.
     """
 
     run: str
@@ -118,10 +177,6 @@ class Sequence:
     sample_index: int
     group_size: int
     task: str
-    prompt_token_ids: TokenIds
-    completion_token_ids: TokenIds
-    behaviour_logprobs: Logprobs
-    spans: tuple[VersionSpan, ...]
     reward: float
     reward_components: dict[str, float] = field(default_factory=dict)
     finish_reason: FinishReason = FinishReason.STOP
@@ -131,25 +186,15 @@ class Sequence:
     prompt_text: str = ""
     reference_json: str = ""
     generation_s: float = 0.0
+    branches: tuple[Branch, ...] = ()
 
     @property
-    def num_completion_tokens(self) -> int:
-        return len(self.completion_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.completion_token_ids)
+    def all_branches(self) -> tuple[Branch, ...]:
+        return (self, *self.branches)
 
     @property
     def num_versions(self) -> int:
-        return len({(span.incarnation, span.version) for span in self.spans})
-
-    def token_versions(self) -> NDArray[np.int64]:
-        """int64[completion]: policy version of each completion token."""
-        versions = np.empty(len(self.completion_token_ids), dtype=np.int64)
-        for span in self.spans:
-            versions[span.start : span.end] = span.version
-        return versions
+        return len({(span.incarnation, span.version) for branch in self.all_branches for span in branch.spans})
 
 
 LOGPROB_ROUNDING = 1e-3
@@ -167,7 +212,7 @@ _SAME_IN_SEQUENCE = (
 """Fields that have the same form in the dataclass and in the protobuf message."""
 _SAME_IN_GROUP = (
     *("run", "group_id", "problem_index", "task", "prompt_text", "reference_json", "num_samples", "seed"),
-    "issued_version",
+    *("issued_version", "episodic"),
 )
 
 
@@ -185,6 +230,8 @@ def encode_sequence(sequence: Sequence) -> bytes:
         )
         for span in sequence.spans:  # added in place: half the cost of handing over a list
             message.spans.add(version=span.version, start=span.start, end=span.end, incarnation=span.incarnation)
+        message.turns.extend(map(_turn_to_proto, sequence.turns))
+        message.branches.extend(map(_branch_to_proto, sequence.branches))
         for name, value in sequence.reward_components.items():
             message.reward_components[name] = value
         return message.SerializeToString()
@@ -200,6 +247,8 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
         completion_token_ids=token_ids_from_bytes(message.completion_token_ids, _SEQUENCE, "completion_token_ids"),
         behaviour_logprobs=logprobs_from_bytes(message.behaviour_logprobs, _SEQUENCE, "behaviour_logprobs"),
         spans=spans_from_proto(message.spans),
+        turns=tuple(map(_turn_from_proto, message.turns)),
+        branches=tuple(_branch_from_proto(branch, _SEQUENCE) for branch in message.branches),
         reward_components=dict(message.reward_components),
         finish_reason=FinishReason.STOP if unfinished else _finish_reason(message.finish_reason, _SEQUENCE),
     )
@@ -328,6 +377,7 @@ def _partial_to_proto(partial: PartialSequence) -> pb.PartialSequence:
         spans=spans_to_proto(partial.spans),
         finish_reason=FINISH_REASON_TO_PROTO[partial.finish_reason] if partial.finish_reason else None,
         generation_s=partial.generation_s,
+        branches=map(_branch_to_proto, partial.branches),
     )
 
 
@@ -342,7 +392,37 @@ def _partial_from_proto(message: pb.PartialSequence) -> PartialSequence:
         spans=spans_from_proto(message.spans),
         finish_reason=None if unfinished else _finish_reason(message.finish_reason, _GROUP),
         generation_s=message.generation_s,
+        branches=tuple(_branch_from_proto(branch, _GROUP) for branch in message.branches),
     )
+
+
+def _branch_to_proto(branch: Branch) -> pb.Branch:
+    return pb.Branch(
+        prompt_token_ids=branch.prompt_token_ids.tobytes(),
+        completion_token_ids=branch.completion_token_ids.tobytes(),
+        behaviour_logprobs=branch.behaviour_logprobs.tobytes(),
+        spans=spans_to_proto(branch.spans),
+        turns=map(_turn_to_proto, branch.turns),
+    )
+
+
+def _branch_from_proto(message: pb.Branch, kind: str) -> Branch:
+    return Branch(
+        prompt_token_ids=token_ids_from_bytes(message.prompt_token_ids, kind, "branches.prompt_token_ids"),
+        completion_token_ids=token_ids_from_bytes(message.completion_token_ids, kind, "branches.completion_token_ids"),
+        behaviour_logprobs=logprobs_from_bytes(message.behaviour_logprobs, kind, "branches.behaviour_logprobs"),
+        spans=spans_from_proto(message.spans),
+        turns=tuple(map(_turn_from_proto, message.turns)),
+    )
+
+
+def _turn_to_proto(turn: Turn) -> pb.Turn:
+    reason = FINISH_REASON_TO_PROTO[turn.finish_reason] if turn.finish_reason else None
+    return pb.Turn(start=turn.start, end=turn.end, finish_reason=reason)
+
+
+def _turn_from_proto(message: pb.Turn) -> Turn:
+    return Turn(message.start, message.end, _FROM_PROTO.get(message.finish_reason))
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
@@ -357,11 +437,17 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
     expected_id = f"{sequence.group_id}.{sequence.sample_index}"
     if sequence.sequence_id != expected_id:
         raise MessageError(_SEQUENCE, "sequence_id", f"{sequence.sequence_id!r} should be {expected_id!r}")
-    _check_tokens(sequence, _SEQUENCE, "")
-    _check_token_ids(sequence.prompt_token_ids, _SEQUENCE, "prompt_token_ids")
-    if not sequence.failure and not (len(sequence.prompt_token_ids) and len(sequence.completion_token_ids)):
-        field = "completion_token_ids" if len(sequence.prompt_token_ids) else "prompt_token_ids"
-        raise MessageError(_SEQUENCE, field, "is empty, and the sequence names no failure")
+    for branch in sequence.all_branches:
+        prefix = "" if branch is sequence else "branches."
+        _check_tokens(branch, _SEQUENCE, prefix, branch.turns)
+        _check_token_ids(branch.prompt_token_ids, _SEQUENCE, f"{prefix}prompt_token_ids")
+        if not sequence.failure and not (len(branch.prompt_token_ids) and len(branch.completion_token_ids)):
+            field = "completion_token_ids" if len(branch.prompt_token_ids) else "prompt_token_ids"
+            raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, and the sequence names no failure")
+        if any(turn.finish_reason is None for turn in branch.turns):
+            raise MessageError(
+                _SEQUENCE, f"{prefix}turns", "one is unfinished: only a sequence handed back may have such"
+            )
     check_finite(sequence.reward, _SEQUENCE, "reward")
     for name, value in sequence.reward_components.items():
         check_finite(value, _SEQUENCE, f"reward_components[{name}]")
@@ -374,7 +460,7 @@ def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
     check_text(group.group_id, _GROUP, "group_id")
     check_text(group.task, _GROUP, "task")
     _check_token_ids(group.prompt_token_ids, _GROUP, "prompt_token_ids")
-    if not len(group.prompt_token_ids):
+    if not len(group.prompt_token_ids) and not group.episodic:
         raise MessageError(_GROUP, "prompt_token_ids", "is empty")
     check_sampling(group.sampling, _GROUP, "sampling.")
     for name in ("problem_index", "seed", "issued_version"):
@@ -397,6 +483,9 @@ def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
 
 def _check_partial(partial: PartialSequence, max_tokens: int) -> None:
     _check_tokens(partial, _GROUP, "partials.")
+    for branch in partial.branches:
+        _check_tokens(branch, _GROUP, "partials.branches.", branch.turns)
+        _check_token_ids(branch.prompt_token_ids, _GROUP, "partials.branches.prompt_token_ids")
     check_finite(partial.generation_s, _GROUP, "partials.generation_s", at_least=0.0)
     num_tokens = len(partial.completion_token_ids)
     if num_tokens > max_tokens:
@@ -423,29 +512,41 @@ def check_sampling(sampling: SamplingParams, kind: str, prefix: str = "") -> Non
         check_uint(token_id, kind, f"{prefix}stop_token_ids", bits=31)
 
 
-def _check_tokens(tokens: Sequence | PartialSequence, kind: str, prefix: str) -> None:
-    completion, logprobs = tokens.completion_token_ids, tokens.behaviour_logprobs
+def _check_tokens(tokens: Branch | PartialSequence, kind: str, prefix: str, turns: tuple[Turn, ...] = ()) -> None:
+    completion, logprobs, num_sampled = tokens.completion_token_ids, tokens.behaviour_logprobs, 0
     _check_token_ids(completion, kind, f"{prefix}completion_token_ids")
     _check_logprobs(logprobs, kind, f"{prefix}behaviour_logprobs")
-    if len(logprobs) != len(completion):
-        problem = f"{len(logprobs)} values for {len(completion)} completion tokens"
-        raise MessageError(kind, f"{prefix}behaviour_logprobs", problem)
-    _check_spans(tokens.spans, len(completion), kind, f"{prefix}spans")
+    end = 0
+    for turn in turns:
+        if not (end <= turn.start < turn.end and (num_sampled or turn.start == 0)):
+            problem = f"[{turn.start}, {turn.end}) is empty or does not follow [0, {end}); the first begins at 0"
+            raise MessageError(kind, f"{prefix}turns", problem)
+        num_sampled, end = num_sampled + turn.end - turn.start, turn.end
+    if turns and end != len(completion):
+        problem = f"end at {end} of {len(completion)} completion tokens: the last token is sampled"
+        raise MessageError(kind, f"{prefix}turns", problem)
+    if len(logprobs) != (num_sampled if turns else len(completion)):
+        sampled = f"{num_sampled} sampled" if turns else f"{len(completion)} completion"
+        raise MessageError(kind, f"{prefix}behaviour_logprobs", f"{len(logprobs)} values for {sampled} tokens")
+    _check_spans(tokens.spans, turns or (Turn(0, len(completion)),), kind, f"{prefix}spans")
 
 
-def _check_spans(spans: Iterable[VersionSpan], num_tokens: int, kind: str, field: str) -> None:
-    """They cover tokens [0, num_tokens) in order, without gap or overlap."""
-    covered = 0
+def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: str, field: str) -> None:
+    """They cover the turns in order, without gap or overlap."""
+    number, covered = 0, 0
     for span in spans:
-        if span.start != covered or span.end <= span.start:
+        if covered == turns[number].end and number + 1 < len(turns):
+            number += 1
+            covered = turns[number].start
+        if span.start != covered or not span.start < span.end <= turns[number].end:
             problem = f"[{span.start}, {span.end}) does not continue a cover of [0, {covered})"
             raise MessageError(kind, field, problem)
         if not (0 <= span.version < 1 << 64 and 1 <= span.incarnation < 1 << 32):  # in line: this runs for every span
             check_uint(span.version, kind, f"{field}.version", bits=64)
             check_uint(span.incarnation, kind, f"{field}.incarnation", at_least=1)
         covered = span.end
-    if covered != num_tokens:
-        raise MessageError(kind, field, f"cover [0, {covered}) of {num_tokens} completion tokens")
+    if covered != turns[-1].end:
+        raise MessageError(kind, field, f"cover [0, {covered}) of {turns[-1].end} completion tokens")
 
 
 def _check_token_ids(token_ids: TokenIds, kind: str, field: str) -> None:

@@ -27,6 +27,7 @@ from pipelinerl.v1.verifier_pb2 import (
     VERIFY_STATUS_BAD_REWARD,
     VERIFY_STATUS_OK,
     VERIFY_STATUS_UNSPECIFIED,
+    EpisodeRequest,
     VerifyItem,
     VerifyRequest,
     VerifyResponse,
@@ -63,6 +64,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 def status_name(status: int) -> str:
     """A `VerifyStatus` without its prefix, lower case."""
     return VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
+
+
+class VerifierAway(ServiceError):
+    """It is not reachable, full, or late."""
 
 
 class VerifierClient:
@@ -106,6 +111,21 @@ class VerifierClient:
             raise ServiceError(f"a batch of {request.ByteSize()} bytes exceeds {MAX_MESSAGE_BYTES}; send fewer items")
         return _results(items, await self._call_until_answered(request))
 
+    async def run_episode(self, request: EpisodeRequest, timeout_s: float) -> VerifyResult:
+        """The episode's result, by one call. Raises `VerifierAway` when another call may succeed, `ServiceError` when the
+        verifier refuses it, `MessageError` when its answer is about something else."""
+        channel = self._channel
+        try:
+            stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+            result: VerifyResult = await stub.RunEpisode(request, timeout=timeout_s, wait_for_ready=True)
+        except aio.AioRpcError as error:
+            self._on_failed_try(error.code().name)
+            if error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel:
+                self._renew()
+            kind = VerifierAway if error.code() in (*_AWAY, *_DOUBTFUL) else ServiceError
+            raise kind(f"verifier {self.target} did not run {request.sequence_id}: {self._text(error)}") from error
+        return _results([request], VerifyResponse(results=[result]))[0]
+
     async def _call_until_answered(self, request: VerifyRequest) -> VerifyResponse:
         doubtful, deadline_s = 0, DEADLINE_S
 
@@ -148,7 +168,7 @@ class VerifierClient:
         return explained(error, self._tls_dir) if isinstance(error, aio.AioRpcError) else str(error)
 
 
-def _results(items: Sequence[VerifyItem], response: VerifyResponse) -> list[VerifyResult]:
+def _results(items: Sequence[VerifyItem | EpisodeRequest], response: VerifyResponse) -> list[VerifyResult]:
     asked = [item.sequence_id for item in items]
     answered = [result.sequence_id for result in response.results]
     if asked != answered:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 
 from pipelinerl.bus.protocol import RUN_NAME
-from pipelinerl.recipe.rules import check_rules
+from pipelinerl.recipe.rules import IMPORT_PATH, check_rules
 
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
@@ -197,11 +197,38 @@ class ModelConfig(Section):
     warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
 
 
+EPISODIC = ("environment", "tools", "agent", "verifiers")
+"""Sources whose samples are episodes: what they ask the policy depends on its turns."""
+
+
 class TaskConfig(Section):
-    source: Literal["reasoning_gym", "jsonl"] = Field("reasoning_gym", description="Where problems come from.")
-    name: str = Field("chain_sum", description="reasoning-gym family, or a label for the file's problems.")
-    config: dict[str, Any] = Field(default_factory=dict, description="Arguments of the reasoning-gym family.")
-    path: str = Field("", description="JSONL or Parquet file of problems for source `jsonl`.")
+    source: Literal["reasoning_gym", "jsonl", "environment", "tools", "agent", "verifiers"] = Field(
+        "reasoning_gym",
+        description="Where problems come from; the last four are episodes of several turns. `environment`: a "
+        "class of yours; `tools`: problems of a file, with functions that the model may call; `agent`: a program that calls an "
+        "OpenAI-compatible server; `verifiers`: an environment of that package.",
+    )
+    name: str = Field(
+        "chain_sum",
+        description="reasoning-gym family; `pkg.module:Class` for `environment`; the id of an environment for `verifiers`; "
+        "otherwise a label.",
+    )
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the reasoning-gym family, or of the environment."
+    )
+    path: str = Field("", description="JSONL or Parquet file of problems; an `environment` may do without.")
+    tools: tuple[str, ...] = Field(
+        (), strict=False, description="Functions `pkg.module:function` that the model may call, for source `tools`."
+    )
+    command: str = Field("", description="The program of source `agent`, with its arguments.")
+    max_turns: int = Field(16, ge=1, le=10_000, description="Turns of an episode at most.")
+    episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
+    turn_timeout_s: float = Field(
+        300.0, gt=0, le=86_400, description="That of one turn, the wait for a place included."
+    )
+    answer_timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="That of the environment between two turns, its start and its end included."
+    )
     prompt_field: str = Field("prompt", description="Field of the file that holds the prompt.")
     answer_field: str = Field("answer", description="Field of the file that holds the reference answer.")
     prompt_style: Literal["compact", "plain", "chat"] = Field(
@@ -215,6 +242,10 @@ class TaskConfig(Section):
         128, ge=1, le=100_000, description="Problems of the held-out split that are evaluated."
     )
 
+    @property
+    def is_episodic(self) -> bool:
+        return self.source in EPISODIC
+
 
 class OverlongConfig(Section):
     """Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): linear from 0 to -penalty over the last `buffer_tokens`."""
@@ -225,7 +256,6 @@ class OverlongConfig(Section):
 
 SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema")
 """What `reward.scorer` may name, besides a function of the user's own."""
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class RewardConfig(Section):
@@ -259,7 +289,7 @@ class RewardConfig(Section):
     @field_validator("scorer")
     @classmethod
     def _known_scorer(cls, value: str) -> str:
-        if value in SCORERS or _IMPORT_PATH.fullmatch(value):
+        if value in SCORERS or IMPORT_PATH.fullmatch(value):
             return value
         near = difflib.get_close_matches(value, SCORERS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -326,11 +356,24 @@ class ActorConfig(Section):
     sequences_in_progress: Changeable[int] = Field(
         64, ge=1, le=100_000, description="H: sequences an actor keeps in progress."
     )
+    episodes_in_progress: Changeable[int | None] = Field(
+        None,
+        ge=1,
+        le=100_000,
+        description="Episodes an actor keeps under way, of which at most H decode while the others wait for their environment; "
+        "null = 2 H.",
+    )
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Completions per verifier call at most.")
     publish_buffer: Changeable[int] = Field(
         1024, ge=1, description="Finished sequences that may wait for verifier or stream."
     )
     engine: EngineConfig = EngineConfig()
+
+    def samples_in_progress(self, task: TaskConfig) -> int:
+        """Samples of a task that an actor has begun and not finished, at most."""
+        if not task.is_episodic:
+            return self.sequences_in_progress
+        return self.episodes_in_progress or 2 * self.sequences_in_progress
 
 
 _GRPO: dict[str, Any] = {"advantage": "group_mean", "normalize_std": True, "normalization": "sequence"}

@@ -5,6 +5,7 @@ Pure. What one field allows by itself stands beside it in `fields`; what the mac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ DEMONSTRATED = ("chain_sum", "repeated_addition")
 
 Broken = Iterator[tuple[str, str]]
 """(dotted field, what is wrong with its value)."""
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""`pkg.module:name`."""
 
 
 class BrokenRules(ValueError):
@@ -53,8 +56,20 @@ def _model(recipe: Recipe) -> Broken:
             yield "task.name", f"{policy} has demonstrations of {families} only; {other}"
         elif task.prompt_style != "compact":
             yield "task.prompt_style", f"{policy} reads compact prompts only; use compact, or {other}"
-    if task.source == "jsonl" and not task.path:
-        yield "task.path", "is empty: task.source = 'jsonl' needs a .jsonl or .parquet file here"
+    if task.source in ("jsonl", "tools", "agent") and not task.path:
+        yield "task.path", f"is empty: task.source = {task.source!r} needs a .jsonl or .parquet file here"
+    if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):
+        yield "task.name", "task.source = 'environment' needs its class here: pkg.module:Class"
+    if bool(task.tools) != (task.source == "tools"):
+        yield (
+            "task.tools",
+            f"task.source = {task.source!r} needs {'functions' if task.source == 'tools' else 'none'} here",
+        )
+    if bool(task.command) != (task.source == "agent"):
+        yield (
+            "task.command",
+            f"task.source = {task.source!r} needs {'a program' if task.source == 'agent' else 'none'} here",
+        )
 
 
 def _lengths(recipe: Recipe) -> Broken:

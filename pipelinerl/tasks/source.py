@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from pipelinerl.errors import FieldError, MissingPackage, UserError
 from pipelinerl.recipe.fields import TaskConfig
-
-if TYPE_CHECKING:
-    from pipelinerl.tasks.reasoning_gym import ReasoningGymSource
 
 
 class Split(StrEnum):
@@ -41,16 +40,40 @@ class Problem:
 
     @property
     def reference_json(self) -> str:
-        return json.dumps(self.reference, separators=(",", ":"))
+        return json.dumps(self.reference, separators=(",", ":"), default=str)
 
 
-def make_source(config: TaskConfig, seed: int) -> FileSource | ReasoningGymSource:
+class Source(Protocol):
+    def problem(self, split: Split, index: int) -> Problem:
+        """Training problems go on without end; held-out ones are `task.heldout_problems` in number."""
+        ...
+
+
+def make_source(config: TaskConfig, seed: int) -> Source:
     """Raises `FieldError` or `UserError` for what the user can mend. Imports what the source needs (about a second)."""
-    if config.source == "jsonl":
+    if config.path:
         return FileSource(config, seed)
+    if config.is_episodic:
+        return SeededSource(config)
     from pipelinerl.tasks.reasoning_gym import ReasoningGymSource
 
     return ReasoningGymSource(config, seed)
+
+
+def episode_seed(run_seed: int, split: Split, index: int) -> int:
+    """What an environment draws a problem from: below 2^62, the same for all samples, and no other problem's."""
+    drawn = np.random.SeedSequence((run_seed, list(Split).index(split), index)).generate_state(1, np.uint64)
+    return int(drawn[0] >> 2)
+
+
+class SeededSource:
+    """Problems of an environment that makes them by itself, of the episode's seed."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._name = config.name
+
+    def problem(self, split: Split, index: int) -> Problem:
+        return Problem(self._name, f"{self._name}, problem {index}", {"row": {}})
 
 
 class FileSource:
@@ -92,13 +115,22 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
     if path.suffix not in readers:
         raise FieldError("task.path", str(path), "give a .jsonl or a .parquet file")
     for where, row in readers[path.suffix](path):
+        if config.source in ("environment", "agent"):  # what they read of a row is theirs
+            yield Problem(config.name, json.dumps(row, ensure_ascii=False, default=str), _reference(row, config))
+            continue
         for name in (config.prompt_field, config.answer_field):
             if not isinstance(row.get(name), str | int | float) or isinstance(row.get(name), bool):
                 raise UserError(f"{where}: field {name!r} is {row.get(name)!r}; it must be a text or a number")
         question = str(row[config.prompt_field])
         if not question.strip():
             raise UserError(f"{where}: field {config.prompt_field!r} is empty")
-        yield Problem(config.name, question, {"answer": str(row[config.answer_field])})
+        reference = _reference(row, config) if config.is_episodic else {"answer": str(row[config.answer_field])}
+        yield Problem(config.name, question, reference)
+
+
+def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
+    answer = {"answer": str(row[config.answer_field])} if config.answer_field in row else {}
+    return {**answer, "row": dict(row)}
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -1,4 +1,5 @@
 from pipelinerl.v1 import sequence_pb2 as _sequence_pb2
+from pipelinerl.v1 import verifier_pb2 as _verifier_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -50,12 +51,18 @@ class ActorState(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., phase: _Optional[_Union[ActorPhase, str]] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., sequences_in_progress: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., sequences_finished: _Optional[int] = ...) -> None: ...
 
 class GeneratePrompt(_message.Message):
-    __slots__ = ("id", "prompt_token_ids")
+    __slots__ = ("id", "prompt_token_ids", "task", "reference_json", "problem_index")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_JSON_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_INDEX_FIELD_NUMBER: _ClassVar[int]
     id: str
     prompt_token_ids: bytes
-    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ...) -> None: ...
+    task: str
+    reference_json: str
+    problem_index: int
+    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., task: _Optional[str] = ..., reference_json: _Optional[str] = ..., problem_index: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("prompts", "sampling", "seed")
@@ -68,7 +75,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[_Union[GeneratePrompt, _Mapping]]] = ..., sampling: _Optional[_Union[_sequence_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class GenerateResult(_message.Message):
-    __slots__ = ("id", "completion_token_ids", "behaviour_logprobs", "spans", "finish_reason", "completion_text", "failure")
+    __slots__ = ("id", "completion_token_ids", "behaviour_logprobs", "spans", "finish_reason", "completion_text", "failure", "verdict")
     ID_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BEHAVIOUR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +83,7 @@ class GenerateResult(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
     id: str
     completion_token_ids: bytes
     behaviour_logprobs: bytes
@@ -83,7 +91,8 @@ class GenerateResult(_message.Message):
     finish_reason: _sequence_pb2.FinishReason
     completion_text: str
     failure: str
-    def __init__(self, id: _Optional[str] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[_sequence_pb2.VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sequence_pb2.FinishReason, str]] = ..., completion_text: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
+    verdict: _verifier_pb2.VerifyResult
+    def __init__(self, id: _Optional[str] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[_sequence_pb2.VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sequence_pb2.FinishReason, str]] = ..., completion_text: _Optional[str] = ..., failure: _Optional[str] = ..., verdict: _Optional[_Union[_verifier_pb2.VerifyResult, _Mapping]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("token_ids",)

@@ -28,6 +28,30 @@ class VersionSpan(_message.Message):
     incarnation: int
     def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
+class Turn(_message.Message):
+    __slots__ = ("start", "end", "finish_reason")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    finish_reason: FinishReason
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
+
+class Branch(_message.Message):
+    __slots__ = ("prompt_token_ids", "completion_token_ids", "behaviour_logprobs", "spans", "turns")
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BEHAVIOUR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    prompt_token_ids: bytes
+    completion_token_ids: bytes
+    behaviour_logprobs: bytes
+    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    turns: _containers.RepeatedCompositeFieldContainer[Turn]
+    def __init__(self, prompt_token_ids: _Optional[bytes] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ...) -> None: ...
+
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -43,23 +67,25 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PartialSequence(_message.Message):
-    __slots__ = ("sample_index", "completion_token_ids", "behaviour_logprobs", "spans", "finish_reason", "generation_s")
+    __slots__ = ("sample_index", "completion_token_ids", "behaviour_logprobs", "spans", "finish_reason", "generation_s", "branches")
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BEHAVIOUR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     GENERATION_S_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
     sample_index: int
     completion_token_ids: bytes
     behaviour_logprobs: bytes
     spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     finish_reason: FinishReason
     generation_s: float
-    def __init__(self, sample_index: _Optional[int] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., generation_s: _Optional[float] = ...) -> None: ...
+    branches: _containers.RepeatedCompositeFieldContainer[Branch]
+    def __init__(self, sample_index: _Optional[int] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., generation_s: _Optional[float] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ...) -> None: ...
 
 class PromptGroup(_message.Message):
-    __slots__ = ("run", "group_id", "problem_index", "task", "prompt_token_ids", "prompt_text", "reference_json", "num_samples", "sampling", "seed", "issued_version", "partials", "done_samples")
+    __slots__ = ("run", "group_id", "problem_index", "task", "prompt_token_ids", "prompt_text", "reference_json", "num_samples", "sampling", "seed", "issued_version", "partials", "done_samples", "episodic")
     RUN_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +99,7 @@ class PromptGroup(_message.Message):
     ISSUED_VERSION_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
     DONE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    EPISODIC_FIELD_NUMBER: _ClassVar[int]
     run: str
     group_id: str
     problem_index: int
@@ -86,10 +113,11 @@ class PromptGroup(_message.Message):
     issued_version: int
     partials: _containers.RepeatedCompositeFieldContainer[PartialSequence]
     done_samples: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., group_id: _Optional[str] = ..., problem_index: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., num_samples: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., issued_version: _Optional[int] = ..., partials: _Optional[_Iterable[_Union[PartialSequence, _Mapping]]] = ..., done_samples: _Optional[_Iterable[int]] = ...) -> None: ...
+    episodic: bool
+    def __init__(self, run: _Optional[str] = ..., group_id: _Optional[str] = ..., problem_index: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., num_samples: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., issued_version: _Optional[int] = ..., partials: _Optional[_Iterable[_Union[PartialSequence, _Mapping]]] = ..., done_samples: _Optional[_Iterable[int]] = ..., episodic: _Optional[bool] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "prompt_token_ids", "completion_token_ids", "behaviour_logprobs", "spans", "reward", "reward_components", "finish_reason", "failure", "actor", "completion_text", "generation_s", "prompt_text", "reference_json")
+    __slots__ = ("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "prompt_token_ids", "completion_token_ids", "behaviour_logprobs", "spans", "reward", "reward_components", "finish_reason", "failure", "actor", "completion_text", "generation_s", "prompt_text", "reference_json", "turns", "branches")
     class RewardComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +144,8 @@ class Sequence(_message.Message):
     GENERATION_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_JSON_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
     run: str
     sequence_id: str
     group_id: str
@@ -135,7 +165,9 @@ class Sequence(_message.Message):
     generation_s: float
     prompt_text: str
     reference_json: str
-    def __init__(self, run: _Optional[str] = ..., sequence_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[str] = ..., actor: _Optional[str] = ..., completion_text: _Optional[str] = ..., generation_s: _Optional[float] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ...) -> None: ...
+    turns: _containers.RepeatedCompositeFieldContainer[Turn]
+    branches: _containers.RepeatedCompositeFieldContainer[Branch]
+    def __init__(self, run: _Optional[str] = ..., sequence_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[str] = ..., actor: _Optional[str] = ..., completion_text: _Optional[str] = ..., generation_s: _Optional[float] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ...) -> None: ...
 
 class DeadLetter(_message.Message):
     __slots__ = ("run", "msg_id", "prompt_group", "reason", "deliveries", "actor", "at_s")

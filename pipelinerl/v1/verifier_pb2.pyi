@@ -49,6 +49,26 @@ class VerifyItem(_message.Message):
     traceparent: str
     def __init__(self, sequence_id: _Optional[str] = ..., task: _Optional[str] = ..., prompt_text: _Optional[str] = ..., completion_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., completion_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_sequence_pb2.FinishReason, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
+class EpisodeRequest(_message.Message):
+    __slots__ = ("sequence_id", "task", "prompt_text", "reference_json", "seed", "base_url", "max_tokens", "traceparent")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_JSON_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    BASE_URL_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    task: str
+    prompt_text: str
+    reference_json: str
+    seed: int
+    base_url: str
+    max_tokens: int
+    traceparent: str
+    def __init__(self, sequence_id: _Optional[str] = ..., task: _Optional[str] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., seed: _Optional[int] = ..., base_url: _Optional[str] = ..., max_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
 class VerifyRequest(_message.Message):
     __slots__ = ("items",)
     ITEMS_FIELD_NUMBER: _ClassVar[int]
@@ -56,8 +76,15 @@ class VerifyRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("sequence_id", "status", "reward", "components", "message", "seconds")
+    __slots__ = ("sequence_id", "status", "reward", "components", "message", "seconds", "metrics", "answer")
     class ComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -70,13 +97,17 @@ class VerifyResult(_message.Message):
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     status: VerifyStatus
     reward: float
     components: _containers.ScalarMap[str, float]
     message: str
     seconds: float
-    def __init__(self, sequence_id: _Optional[str] = ..., status: _Optional[_Union[VerifyStatus, str]] = ..., reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    answer: str
+    def __init__(self, sequence_id: _Optional[str] = ..., status: _Optional[_Union[VerifyStatus, str]] = ..., reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., answer: _Optional[str] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("results",)

@@ -39,6 +39,11 @@ class VerifierServiceStub:
                 request_serializer=pipelinerl_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=pipelinerl_dot_v1_dot_verifier__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.RunEpisode = channel.unary_unary(
+                '/pipelinerl.v1.VerifierService/RunEpisode',
+                request_serializer=pipelinerl_dot_v1_dot_verifier__pb2.EpisodeRequest.SerializeToString,
+                response_deserializer=pipelinerl_dot_v1_dot_verifier__pb2.VerifyResult.FromString,
+                _registered_method=True)
 
 
 class VerifierServiceServicer:
@@ -52,6 +57,14 @@ class VerifierServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunEpisode(self, request, context):
+        """Runs one episode: starts the task's environment or agent, which asks `base_url` for its turns, until it has a reward. Takes as
+        long as that; cancelling the call ends what it started. An episode may be run again, by this verifier or another one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifierServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=pipelinerl_dot_v1_dot_verifier__pb2.VerifyRequest.FromString,
                     response_serializer=pipelinerl_dot_v1_dot_verifier__pb2.VerifyResponse.SerializeToString,
+            ),
+            'RunEpisode': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunEpisode,
+                    request_deserializer=pipelinerl_dot_v1_dot_verifier__pb2.EpisodeRequest.FromString,
+                    response_serializer=pipelinerl_dot_v1_dot_verifier__pb2.VerifyResult.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class VerifierService:
             '/pipelinerl.v1.VerifierService/Verify',
             pipelinerl_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
             pipelinerl_dot_v1_dot_verifier__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunEpisode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pipelinerl.v1.VerifierService/RunEpisode',
+            pipelinerl_dot_v1_dot_verifier__pb2.EpisodeRequest.SerializeToString,
+            pipelinerl_dot_v1_dot_verifier__pb2.VerifyResult.FromString,
             options,
             channel_credentials,
             insecure,

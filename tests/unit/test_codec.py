@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import MessageError
 from pipelinerl.messages.sequences import (
+    Branch,
     DeadLetter,
     FinishReason,
     PartialSequence,
     PromptGroup,
     SamplingParams,
     Sequence,
+    Turn,
     VersionSpan,
     decode_dead_letter,
     decode_group,
@@ -85,7 +87,7 @@ def assert_same(left: object, right: object) -> None:
         if isinstance(a, np.ndarray):
             assert a.dtype == b.dtype, field.name
             np.testing.assert_array_equal(a, b)
-        elif field.name == "partials":
+        elif field.name in ("partials", "branches"):
             assert len(a) == len(b)
             for one, other in zip(a, b, strict=True):
                 assert_same(one, other)
@@ -161,10 +163,36 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @st.composite
+def branches(draw: st.DrawFn, *, shortest: int = 1, interrupted: bool = False) -> dict[str, Any]:
+    """Fields of a branch: one turn that is not listed, or several with observations before all but the first."""
+    lengths = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), max_size=3))
+    turns, end = [], 0
+    for number, (observed, sampled) in enumerate(lengths):
+        start = end + observed if number else 0
+        end = start + sampled
+        turns.append(
+            Turn(start, end, draw(st.sampled_from([None, *FinishReason] if interrupted else list(FinishReason))))
+        )
+    num_tokens = end if turns else draw(st.integers(shortest, 20))
+    spans = [
+        replace(span, start=span.start + turn.start, end=span.end + turn.start)
+        for turn in turns or [Turn(0, num_tokens)]
+        for span in draw(spans_over(turn.end - turn.start))
+    ]
+    num_sampled = sum(sampled for _, sampled in lengths) if turns else num_tokens
+    return {
+        "prompt_token_ids": ids(*draw(st.lists(TOKENS, min_size=shortest, max_size=20))),
+        "completion_token_ids": ids(*[draw(TOKENS) for _ in range(num_tokens)]),
+        "behaviour_logprobs": logs(*[draw(LOGPROBS) for _ in range(num_sampled)]),
+        "spans": tuple(spans),
+        "turns": tuple(turns),
+    }
+
+
+@st.composite
 def sequences(draw: st.DrawFn) -> Sequence:
     failure = draw(TEXT)
     shortest = 0 if failure else 1
-    completion = draw(st.lists(TOKENS, min_size=shortest, max_size=20))
     group_id, group_size = draw(NAME), draw(st.integers(1, 1024))
     sample_index = draw(st.integers(0, group_size - 1))
     return Sequence(
@@ -174,10 +202,8 @@ def sequences(draw: st.DrawFn) -> Sequence:
         sample_index=sample_index,
         group_size=group_size,
         task=draw(NAME),
-        prompt_token_ids=ids(*draw(st.lists(TOKENS, min_size=shortest, max_size=20))),
-        completion_token_ids=ids(*completion),
-        behaviour_logprobs=logs(*[draw(LOGPROBS) for _ in completion]),
-        spans=draw(spans_over(len(completion))),
+        **draw(branches(shortest=shortest)),
+        branches=tuple(Branch(**draw(branches(shortest=shortest))) for _ in range(draw(st.integers(0, 2)))),
         reward=draw(FINITE),
         reward_components=draw(st.dictionaries(TEXT, FINITE, max_size=3)),
         finish_reason=draw(st.sampled_from(FinishReason)),
@@ -206,6 +232,7 @@ def partials(draw: st.DrawFn, sample_index: int) -> PartialSequence:
         draw(spans_over(len(completion))),
         draw(st.sampled_from([None, *FinishReason])) if completion else None,
         draw(st.floats(0, 1e9)),
+        () if completion else tuple(Branch(**draw(branches(interrupted=True))) for _ in range(draw(st.integers(0, 2)))),
     )
 
 
@@ -215,13 +242,14 @@ def groups(draw: st.DrawFn) -> PromptGroup:
     order = draw(st.permutations(range(num_samples)))
     num_done = draw(st.integers(0, num_samples))
     num_partial = draw(st.integers(0, num_samples - num_done))
-    uint64 = st.integers(0, 2**64 - 1)
+    uint64, episodic = st.integers(0, 2**64 - 1), draw(st.booleans())
     return PromptGroup(
         run=draw(NAME),
         group_id=draw(NAME),
         problem_index=draw(uint64),
         task=draw(NAME),
-        prompt_token_ids=ids(*draw(st.lists(TOKENS, min_size=1, max_size=20))),
+        prompt_token_ids=ids(*draw(st.lists(TOKENS, min_size=0 if episodic else 1, max_size=20))),
+        episodic=episodic,
         prompt_text=draw(TEXT),
         reference_json=draw(TEXT),
         num_samples=num_samples,
@@ -310,6 +338,22 @@ BAD_SEQUENCES = [
     ("finish_reason", {"finish_reason": 0}),
     ("finish_reason", {"finish_reason": 3}),
     ("spans.incarnation", {"spans": [pb.VersionSpan(version=1, start=0, end=3)]}),
+    ("turns", {"turns": [pb.Turn(start=1, end=3, finish_reason=1)]}),  # begins with an observation
+    ("turns", {"turns": [pb.Turn(start=0, end=2, finish_reason=1)]}),  # ends with one
+    ("turns", {"turns": [pb.Turn(start=0, end=2, finish_reason=1), pb.Turn(start=1, end=3, finish_reason=1)]}),
+    ("turns", {"turns": [pb.Turn(start=0, end=3)]}),  # unfinished
+    (
+        "behaviour_logprobs",
+        {"turns": [pb.Turn(start=0, end=1, finish_reason=1), pb.Turn(start=2, end=3, finish_reason=1)]},
+    ),
+    (
+        "spans",  # 0 to 3, over an observation
+        {
+            "turns": [pb.Turn(start=0, end=1, finish_reason=1), pb.Turn(start=2, end=3, finish_reason=1)],
+            "behaviour_logprobs": logs(-0.5, 0.0).tobytes(),
+        },
+    ),
+    ("branches.prompt_token_ids", {"branches": [pb.Branch()]}),
 ]
 
 

@@ -226,6 +226,7 @@ class Feeder:
             sampling=sampling_of(recipe, len(problem.prompt_token_ids)),
             seed=group_seed(recipe.seed, number) if sampling.seeded else 0,
             issued_version=max(0, self._updater.served_version),
+            episodic=recipe.task.is_episodic,
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
@@ -284,7 +285,10 @@ def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def encode(problem: Problem, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
-    """Prompt tokens int32[tokens] in the recipe's style. Raises `FieldError` when the tokenizer has no chat template."""
+    """Prompt tokens int32[tokens] in the recipe's style; none of an episode, whose environment makes the prompt.
+    Raises `FieldError` when the tokenizer has no chat template."""
+    if config.is_episodic:
+        return EncodedProblem(problem.task, np.empty(0, np.int32), problem.question, problem.reference_json)
     text = prompt_text(problem.question, config, tokenizer)
     # A chat template writes its own special tokens.
     token_ids = tokenizer(text, add_special_tokens=config.prompt_style != "chat")["input_ids"]
