@@ -2,7 +2,7 @@
 
 Run as `python -m benchmarks.light_actor`, configured as `services.actor` is. Everything but vLLM is the product's: streams,
 verifier, gRPC, HTTP, membership and weight transfer. The model computes every position anew at each step, so no cached key or
-value ever belongs to another version. It knows temperature and stop tokens, not top_p and top_k.
+value ever belongs to another version. It knows temperature and what ends a completion, not top_p and top_k.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 from services.actor.app import serve
-from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep
+from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep, stop_in
 from services.actor.weight_sync.client import WeightLoading
 
 
@@ -108,6 +108,8 @@ class LightEngine:
     def _finish_reason(self, one: Running) -> FinishReason | None:
         sampling = one.request.sampling
         if one.tokens[-1] in (self._tokenizer.eos_token_id, *sampling.stop_token_ids):
+            return FinishReason.STOP
+        if sampling.stop and stop_in(self.decode(one.tokens), sampling.stop):
             return FinishReason.STOP
         room = min(sampling.max_tokens, self._max_context - len(one.request.prompt_token_ids))
         return FinishReason.LENGTH if len(one.tokens) >= room else None

@@ -54,13 +54,18 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are sampled; μ is the distribution after all of it."""
+    """How completions are sampled; μ is the distribution after all of it.
+
+    A completion ends with the model's end-of-sequence token, with one of `stop_token_ids`, or with the token that completes one
+    of the texts `stop`.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -333,6 +338,7 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
         top_k=message.top_k,
         max_tokens=message.max_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
+        stop=tuple(message.stop),
     )
 
 
@@ -510,6 +516,8 @@ def check_sampling(sampling: SamplingParams, kind: str, prefix: str = "") -> Non
     check_uint(sampling.max_tokens, kind, f"{prefix}max_tokens", at_least=1)
     for token_id in sampling.stop_token_ids:
         check_uint(token_id, kind, f"{prefix}stop_token_ids", bits=31)
+    if "" in sampling.stop:
+        raise MessageError(kind, f"{prefix}stop", "holds an empty text, which would end every completion")
 
 
 def _check_tokens(tokens: Branch | PartialSequence, kind: str, prefix: str, turns: tuple[Turn, ...] = ()) -> None:

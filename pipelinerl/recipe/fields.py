@@ -318,9 +318,25 @@ class SamplingConfig(Section):
         le=1_048_576,
         description="Completion tokens at most; fewer where the prompt leaves less of the context.",
     )
+    stop: list[str] = Field(
+        default_factory=list,
+        description="Texts that end a completion. The token that completes one is its last; rewards see the text before it.",
+    )
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
+        default_factory=list,
+        description="Tokens that end a completion, beside the model's end tokens and, with prompt style `chat`, the one that "
+        "ends an answer in the chat template.",
+    )
     seeded: bool = Field(
         False, description="A seed per sample: repeatable in conventional mode with one actor, and slower."
     )
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_texts(cls, value: list[str]) -> list[str]:
+        if not all(value):
+            raise ValueError("an empty text would end every completion; leave it out")
+        return value
 
     @field_validator("top_p", "top_k")
     @classmethod

@@ -49,7 +49,15 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import child, trace_in
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
-from services.actor.engine import UNFINISHED, EngineError, GenerationRequest, InferenceEngine, StartEngine, defect_of
+from services.actor.engine import (
+    UNFINISHED,
+    EngineError,
+    GenerationRequest,
+    InferenceEngine,
+    StartEngine,
+    before_stop,
+    defect_of,
+)
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over
@@ -290,7 +298,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             behaviour_logprobs=np.asarray(generation.behaviour_logprobs, dtype=np.float32).tobytes(),
             spans=spans_to_proto(generation.spans),
             finish_reason=FINISH_REASON_TO_PROTO[generation.finish_reason or FinishReason.STOP],
-            completion_text=self._engine.decode(generation.completion_token_ids),
+            completion_text=before_stop(self._engine.decode(generation.completion_token_ids), sampling.stop),
             failure=defect_of(generation) if generation.finish_reason else UNFINISHED,
         )
 

@@ -160,6 +160,46 @@ def continued(start: PartialSequence, generation: Generation, generation_s: floa
     )
 
 
+def stop_in(text: str, stop: abc.Iterable[str]) -> tuple[int, int] | None:
+    """Characters [start, end) of the stop text that is complete first; None when `text` holds none."""
+    found = ((text.find(one) + len(one), len(one)) for one in stop if one in text)
+    end, length = min(found, default=(0, 0))
+    return (end - length, end) if length else None
+
+
+def before_stop(text: str, stop: abc.Iterable[str]) -> str:
+    """What rewards and people see of a completion: without the stop text that ended it, nor what its last token adds."""
+    found = stop_in(text, stop)
+    return text if found is None else text[: found[0]]
+
+
+def cut_at_stop(
+    sample: PartialSequence, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]
+) -> PartialSequence:
+    """The sample as it is, or ended at the token that completes a stop text which began in its first `carried` tokens.
+
+    An engine looks for stop texts only in what it samples itself. What it has sampled after such a token is dropped, which
+    changes no probability: the rest is what an actor that knew the whole text would have sampled.
+    """
+    tokens = sample.completion_token_ids
+    if not stop or not carried:
+        return sample
+    most = len(decode(tokens[:carried])) + max(map(len, stop))
+    for end in range(carried + 1, len(tokens) + 1):
+        text = decode(tokens[:end])
+        if stop_in(text, stop):
+            return replace(
+                sample,
+                completion_token_ids=tokens[:end],
+                behaviour_logprobs=sample.behaviour_logprobs[:end],
+                spans=tuple(replace(span, end=min(span.end, end)) for span in sample.spans if span.start < end),
+                finish_reason=FinishReason.STOP,
+            )
+        if len(text) >= most:  # from here on a stop text lies in what the engine has seen
+            break
+    return sample
+
+
 def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: str = "", failure: str = "") -> Sequence:
     """A sample as a sequence without reward; what cannot be trained on carries its reason."""
     failure = failure or (defect_of(sample) if sample.finish_reason else UNFINISHED)

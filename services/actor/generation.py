@@ -26,7 +26,9 @@ from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
 from services.actor.engine import (
     EngineError,
     InferenceEngine,
+    before_stop,
     continued,
+    cut_at_stop,
     defect_of,
     finish_of,
     nothing_yet,
@@ -270,7 +272,8 @@ class GenerationLoop:
             self._held.keep(group, sample)
         if sample.finish_reason is None and self._interrupted:
             return None
-        return sequence_of(group, sample, self._instance, self._engine.decode(sample.completion_token_ids))
+        text = before_stop(self._engine.decode(sample.completion_token_ids), group.sampling.stop)
+        return sequence_of(group, sample, self._instance, text)
 
     async def _continue(self, group: PromptGroup, start: PartialSequence) -> PartialSequence:
         """`start` and what is generated after it, up to its end or an interruption. Raises `EngineError`."""
@@ -284,7 +287,8 @@ class GenerationLoop:
         finally:
             self._generating.discard(request.request_id)
         self._metrics.count_generated(len(generation.completion_token_ids))
-        return continued(start, generation, time.monotonic() - started)
+        sample, carried = continued(start, generation, time.monotonic() - started), len(start.completion_token_ids)
+        return cut_at_stop(sample, carried, group.sampling.stop, self._engine.decode)
 
 
 async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:

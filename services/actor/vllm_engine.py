@@ -1,8 +1,8 @@
 """vLLM's AsyncLLM behind the `InferenceEngine` protocol. The only file of the actor, beside `weight_sync/`, that knows vLLM.
 
-Tokens in, tokens out: the engine neither tokenises prompts nor detokenises completions while it decodes. Text is made
-once per finished sequence, for rewards and people. The log-probabilities it reports are those of the distribution that
-was sampled (`processed_logprobs`), and token versions come from vLLM itself (`weight_versions`).
+Tokens in, tokens out: the engine neither tokenises prompts nor detokenises completions while it decodes, unless it has to look
+for stop texts. Text is made once per finished sequence, for rewards and people. The log-probabilities it reports are those of
+the distribution that was sampled (`processed_logprobs`), and token versions come from vLLM itself (`weight_versions`).
 """
 
 from __future__ import annotations
@@ -326,10 +326,12 @@ def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingPar
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids) or None,
+        stop=list(sampling.stop) or None,
         seed=seed,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # a stop text may name one
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # a shallow copy, 20 µs less: vLLM only adds the model's end tokens to it, the same each time
     )

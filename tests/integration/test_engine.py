@@ -8,20 +8,22 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pipelinerl.errors import ManifestMismatch
-from pipelinerl.messages.sequences import PolicyVersion, SamplingParams
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, SamplingParams
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.service.lifecycle import StartStopped
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.manifest import build_manifest
-from services.actor.engine import GenerationRequest
+from services.actor.engine import Generation, GenerationRequest
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.client import WeightLoading
 from services.trainer.distributed.world import ADAPTER, WEIGHTS
@@ -67,6 +69,7 @@ async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(
         beside.cancel()
         assert max(gaps) < max(4.0, start_s / 2), f"the loop stood still; {start_s:.1f} s to start"
         await check_generation(run, steps)
+        await check_stops(run)
         await check_adapters(run, tmp_path)
         await check_weights(run, tied)
     await no_process_is_left()
@@ -85,6 +88,29 @@ async def check_generation(run: Running, steps: list[tuple[float | None, float]]
     assert steps[0][0] is None  # nothing came before it
     assert all(decode_s is not None and decode_s > 0 for decode_s, _ in steps[1 : len(generation.completion_token_ids)])
     assert all(0 <= kv_cache <= 1 for _, kv_cache in steps)
+
+
+async def check_stops(run: Running) -> None:
+    """What ends a completion is its last token, and changes nothing before it."""
+    decode = partial(run.llm.get_tokenizer().decode, skip_special_tokens=False)
+
+    async def sampled(**changes: Any) -> Generation:
+        sampling = replace(SamplingParams(max_tokens=60), **changes)
+        return await run.engine.generate(GenerationRequest("s", np.array([5, 6, 7], np.int32), sampling, seed=3))
+
+    whole = await sampled()
+    tokens, text = whole.completion_token_ids.tolist(), decode(whole.completion_token_ids.tolist())
+    stop = text[2:4]
+    by_text = next(end for end in range(1, len(tokens) + 1) if stop in decode(tokens[:end]))
+    for changes, end in (
+        ({"stop": (stop, "no such text")}, by_text),
+        ({"stop_token_ids": (tokens[4],)}, tokens.index(tokens[4]) + 1),
+    ):
+        ended = await sampled(**changes)
+        assert 0 < end < len(tokens)
+        assert (ended.completion_token_ids.tolist(), ended.finish_reason) == (tokens[:end], FinishReason.STOP)
+        assert ended.behaviour_logprobs.tolist() == pytest.approx(whole.behaviour_logprobs[:end].tolist(), abs=1e-5)
+        assert ended.spans[-1].end == end
 
 
 async def check_adapters(run: Running, checkpoint: Path) -> None:

@@ -72,7 +72,9 @@ GROUP = PromptGroup(
     prompt_text="3+4=",
     reference_json="{}",
     num_samples=4,
-    sampling=SamplingParams(temperature=0.7, top_p=0.95, top_k=50, max_tokens=32, stop_token_ids=(2, 0)),
+    sampling=SamplingParams(
+        temperature=0.7, top_p=0.95, top_k=50, max_tokens=32, stop_token_ids=(2, 0), stop=("\n", "ø")
+    ),
     seed=2**64 - 1,
     issued_version=12,
     partials=(PARTIAL,),
@@ -259,6 +261,7 @@ def groups(draw: st.DrawFn) -> PromptGroup:
             top_k=draw(st.integers(0, 2**31 - 1)),
             max_tokens=draw(st.integers(10, 2**32 - 1)),
             stop_token_ids=tuple(draw(st.lists(TOKENS, max_size=3))),
+            stop=tuple(draw(st.lists(TEXT.filter(bool), max_size=3))),
         ),
         seed=draw(uint64),
         issued_version=draw(uint64),
@@ -434,6 +437,7 @@ def test_encoding_refuses_what_decoding_would(field: str, changes: dict[str, Any
         ("sampling.top_k", {"sampling": SamplingParams(top_k=-1)}),
         ("sampling.max_tokens", {"sampling": SamplingParams(max_tokens=0)}),
         ("sampling.stop_token_ids", {"sampling": SamplingParams(stop_token_ids=(-1,))}),
+        ("sampling.stop", {"sampling": SamplingParams(stop=("a", ""))}),
         ("seed", {"seed": -1}),
         ("done_samples", {"done_samples": (4,)}),
         ("done_samples", {"done_samples": (1, 1)}),

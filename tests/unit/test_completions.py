@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipelinerl.messages.sequences import FinishReason, PartialSequence, SamplingParams, VersionSpan
-from services.actor.engine import continued, finish_of, request_of, start_of
+from services.actor.engine import before_stop, continued, cut_at_stop, finish_of, request_of, start_of
 from tests.support.generation import STOP, generated, partial
 from tests.unit.builders import make_group
 
@@ -64,3 +66,45 @@ def test_what_is_at_its_end_is_finished(
 ) -> None:
     group = make_group(prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=max_tokens))
     assert finish_of(group, start, max_context) is expected
+
+
+PIECES = ("a", "b", "ab", "ba", "", "bb")
+"""What a token stands for."""
+
+
+def text_of(tokens: Any) -> str:
+    return "".join(PIECES[token] for token in tokens)
+
+
+def engine_tokens(tokens: list[int], stop: list[str]) -> tuple[list[int], FinishReason | None]:
+    """What an engine samples of these: it ends at the token that completes a stop text in what it has sampled itself."""
+    ends = (end for end in range(1, len(tokens) + 1) if any(one in text_of(tokens[:end]) for one in stop))
+    end = next(ends, None)
+    return (tokens, None) if end is None else (tokens[:end], STOP)
+
+
+@given(
+    tokens=st.lists(st.integers(0, len(PIECES) - 1), min_size=2, max_size=12),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    data=st.data(),
+)
+def test_a_sample_ends_at_the_same_token_wherever_it_was_handed_over(
+    tokens: list[int], stop: list[str], data: st.DataObject
+) -> None:
+    whole, finish = engine_tokens(tokens, stop)
+    carried = data.draw(st.integers(0, len(whole) - 1))
+    rest, rest_finish = engine_tokens(tokens[carried:], stop)
+    sample = continued(partial(1, *tokens[:carried], version=3), generated(*rest, version=4, finish=rest_finish))
+    ended = cut_at_stop(sample, carried, stop, text_of)
+    assert (ended.completion_token_ids.tolist(), ended.finish_reason) == (whole, finish)
+    assert ended.behaviour_logprobs.tolist() == [-3.0] * carried + [-4.0] * (len(whole) - carried)
+    assert ended.spans[-1].end == len(whole)
+    text = before_stop(text_of(whole), stop)
+    assert text_of(whole).startswith(text)
+    assert not any(one in text for one in stop)
+
+
+def test_the_text_ends_before_the_stop_text_that_is_complete_first() -> None:
+    assert before_stop("x = 1\nEND", ["END", "\n"]) == "x = 1"
+    assert before_stop("abcd", ["abcd", "bc"]) == "a"  # "bc" was there one character earlier
+    assert before_stop("abc", []) == "abc"

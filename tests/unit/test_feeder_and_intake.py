@@ -8,11 +8,13 @@ import pytest
 
 from pipelinerl.errors import UserError
 from pipelinerl.messages.sequences import PromptGroup, Sequence, VersionSpan, encode_sequence
-from pipelinerl.recipe.fields import OverlongConfig, RewardConfig
+from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.rl.ledger import Outcome
+from pipelinerl.tasks.source import Problem
 from pipelinerl.v1 import sequence_pb2
 from services.actor.finishing import FinishedSample, verify_item
-from services.trainer.data.feeder import EncodedProblem
+from services.trainer.data.feeder import EncodedProblem, answer_end, encode
+from services.trainer.warmstart.supervised import character_tokenizer
 from services.verifier.rewards.compose import ComposedReward
 from services.verifier.rewards.item import Score
 from services.verifier.worker import score_item
@@ -361,3 +363,27 @@ async def conventional_run(seed: int) -> tuple[list[str], int]:
 async def test_the_same_seed_issues_the_same_prompts_in_the_same_order() -> None:
     assert await conventional_run(seed=7) == await conventional_run(seed=7)
     assert (await conventional_run(seed=7))[0] != (await conventional_run(seed=8))[0]
+
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+REFUSES = "{{ raise_exception('users only') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(CHAT, "<|im_end|>"), (CHAT.replace("<|im_end|>", "</s>"), None), (PLAIN, None), (REFUSES, None)],
+    ids=["chatml", "eos", "plain", "refuses"],
+)
+def test_an_answer_ends_where_the_chat_template_ends_it(template: str, end: str | None) -> None:
+    """Base models name another end token; a template that ends answers by the tokenizer's own, or by none, adds nothing."""
+    tokenizer = character_tokenizer(64, "abcdefghijklmnopqrstuvwxyzAQ:7\n ")
+    tokenizer.add_special_tokens({"eos_token": "</s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    expected = () if end is None else (tokenizer.convert_tokens_to_ids(end),)
+    assert (answer_end(tokenizer),) == (expected or (None,))
+    if template in (CHAT, PLAIN):
+        asked = Problem("t", "what", {})
+        assert encode(asked, TaskConfig(name="t", prompt_style="chat"), tokenizer).stop_token_ids == expected
+        assert encode(asked, TaskConfig(name="t", source="agent"), tokenizer).stop_token_ids == expected
+        assert encode(asked, TaskConfig(name="t"), tokenizer).stop_token_ids == ()

@@ -19,6 +19,7 @@ from pipelinerl.errors import BusError
 from pipelinerl.messages.sequences import (
     PolicyVersion,
     PromptGroup,
+    SamplingParams,
     VersionSpan,
     decode_dead_letter,
     decode_group,
@@ -85,6 +86,17 @@ async def test_another_actor_goes_on_where_the_first_one_stopped() -> None:
     assert second.counted("sequences_continued", state="unfinished") == 2
     assert second.counted("carried_tokens") == 4
     assert first.counted("generated_tokens") + second.counted("generated_tokens") == 8
+
+
+async def test_a_stop_text_that_began_before_the_hand_over_ends_a_sequence_after_it() -> None:
+    async with stage() as one:
+        one.engine.answer = ended(9, 2, 5)
+        sampling = SamplingParams(max_tokens=16, stop=("8 9",))
+        await one.issue(0, num_samples=2, done_samples=(1,), partials=(partial(0, 7, 8),), sampling=sampling)
+        (sequence,) = await one.published(1)
+    assert sequence.completion_token_ids.tolist() == [7, 8, 9]
+    assert sequence.behaviour_logprobs.tolist() == [-1.0, -1.0, -2.0]
+    assert (sequence.completion_text, sequence.finish_reason) == ("7 ", STOP)
 
 
 async def test_finished_sequences_that_could_not_be_stored_are_only_verified_and_stored_there() -> None:

@@ -3,13 +3,14 @@
 import asyncio
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.messages.sequences import PolicyVersion, sampling_from_proto
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT, VerifyResult
 from services.trainer.data.evaluation import (
     JUDGE_BATCH,
@@ -22,7 +23,7 @@ from services.trainer.data.evaluation import (
     judge,
     probe_tolerance,
 )
-from services.trainer.data.feeder import EncodedProblem
+from services.trainer.data.feeder import EncodedProblem, sampling_of
 from tests.unit.builders import make_recipe
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, FakeVerifier, serving, verdict
 
@@ -116,6 +117,23 @@ async def test_what_has_no_verdict_is_left_out_and_counted_and_wrong_in_the_lowe
     assert (result.accuracy, result.lower_bound, len(verifier.asked)) == (accuracy, lower_bound, asked)
     assert f"leaves out problems: {told}" in caplog.text
     assert ("3 of 4 completions in time" in caplog.text) is (actor is SILENT)
+
+
+async def test_completions_end_as_in_training() -> None:
+    recipe, updater, actor = (
+        make_recipe(sampling={"group_size": 2, "max_tokens": 16, "stop": ["\n"], "stop_token_ids": [7, 9]}),
+        FakeUpdater(),
+        FakeActor(),
+    )
+    asked = [replace(problem, stop_token_ids=(9, 11)) for problem in problems(2)]
+    verifier: Any = FakeVerifier()
+    async with serving(a=actor) as addresses:
+        updater.serve(addresses)
+        await Evaluator(recipe, asked, 20, updater, verifier, incarnation=1).evaluate(0)  # type: ignore[arg-type]
+    (request,) = actor.requests
+    trained = sampling_of(recipe, 2, (9, 11))  # temperature 1
+    assert (trained.stop, trained.stop_token_ids, trained.temperature) == (("\n",), (7, 9, 11), 1.0)
+    assert sampling_from_proto(request.sampling) == replace(trained, temperature=0.0)
 
 
 async def test_completions_of_another_version_do_not_count() -> None:

@@ -205,6 +205,7 @@ def test_unknown_override_paths_get_near_matches(override: str, said: str) -> No
         ("reward.scorer", "maths", "did you mean math? use one of task, exact, regex"),
         ("reward.scorer", "my_pkg.rewards", "pkg.module:function"),
         ("reward.correct", 0, "use a number, above 0"),
+        ("sampling.stop", ["\n", ""], "an empty text would end every completion"),
         ("sampling.top_p", 0.9, "the importance weights compare whole distributions"),
         ("sampling.top_k", 50, "the importance weights compare whole distributions"),
         ("actor.engine", 3, "use a section with kv_cache_gib"),

@@ -65,6 +65,7 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
     """It does not say how it is."""
     asked_by: list[str] = field(default_factory=list)
     """From where it was asked how it is."""
+    requests: list[actor_pb2.GenerateRequest] = field(default_factory=list)
 
     async def GetState(self, request: Any, context: Any) -> actor_pb2.ActorState:
         self.asked_by.append(context.peer())
@@ -73,6 +74,7 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
         return actor_pb2.ActorState(sequences_in_progress=3)
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[actor_pb2.GenerateResult]:
+        self.requests.append(request)
         for prompt in request.prompts:
             if prompt.id in self.failures:
                 yield actor_pb2.GenerateResult(id=prompt.id, failure=self.failures[prompt.id])
@@ -160,6 +162,8 @@ def tensors_of(version: int) -> Callable[[Path], object]:
 
 class FakeTokenizer:
     """Every prompt is the same three tokens; token 4 is `e`."""
+
+    chat_template = None
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [1, 2, 3]}

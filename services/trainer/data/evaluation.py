@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -43,7 +43,7 @@ from pipelinerl.telemetry.metrics import short_reason
 from pipelinerl.telemetry.spans import Trace, child, headers_of, root, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
-from services.trainer.data.feeder import EncodedProblem, longest_completion
+from services.trainer.data.feeder import EncodedProblem, longest_completion, sampling_of
 from services.trainer.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
@@ -225,8 +225,9 @@ class Evaluator:
     async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, actor_pb2.GenerateResult]:
         """Asks the actors for what is still missing until nothing is, none answers, or the deadline passes."""
         done: dict[str, actor_pb2.GenerateResult] = {}
-        temperature, max_tokens = self._recipe.evaluation.temperature, self._recipe.sampling.max_tokens
-        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        stop_token_ids = next(iter(self._problems.values())).stop_token_ids  # one task, one chat template
+        as_in_training = sampling_of(self._recipe, stop_token_ids=stop_token_ids)
+        sampling = replace(as_in_training, temperature=self._recipe.evaluation.temperature)
 
         async def ask(name: str, address: str, share: list[str]) -> None:
             prompts = {problem_id: self._problems[problem_id].prompt_token_ids for problem_id in share}

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,12 +69,14 @@ MOST_UNUSABLE_IN_A_ROW = 1000
 
 @dataclass(frozen=True, eq=False)
 class EncodedProblem:
-    """A problem as the actor and the verifier need it. `prompt_token_ids` int32[tokens]."""
+    """A problem as the actor and the verifier need it. `prompt_token_ids` int32[tokens]; `stop_token_ids`: what ends an answer,
+    beside what the recipe and the model say."""
 
     task: str
     prompt_token_ids: TokenIds
     prompt_text: str
     reference_json: str
+    stop_token_ids: tuple[int, ...] = ()
 
 
 ProblemStream = Callable[[int], EncodedProblem]
@@ -223,7 +226,7 @@ class Feeder:
             prompt_text=problem.prompt_text,
             reference_json=problem.reference_json,
             num_samples=sampling.group_size,
-            sampling=sampling_of(recipe, len(problem.prompt_token_ids)),
+            sampling=sampling_of(recipe, len(problem.prompt_token_ids), problem.stop_token_ids),
             seed=group_seed(recipe.seed, number) if sampling.seeded else 0,
             issued_version=max(0, self._updater.served_version),
             episodic=recipe.task.is_episodic,
@@ -252,11 +255,16 @@ def unusable_prompts(recipe: Recipe, reason: str, detail: str) -> str:
     return f"task.name = {recipe.task.name!r}: {count} could not be sent out, the last one: {detail}; {fix}"
 
 
-def sampling_of(recipe: Recipe, prompt_tokens: int = 0) -> SamplingParams:
-    """How completions of a prompt of so many tokens are sampled."""
+def sampling_of(recipe: Recipe, prompt_tokens: int = 0, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
+    """How completions of a prompt of so many tokens are sampled. `stop_token_ids`: those of its own."""
     sampling = recipe.sampling
     return SamplingParams(
-        sampling.temperature, sampling.top_p, sampling.top_k, longest_completion(recipe, prompt_tokens)
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        longest_completion(recipe, prompt_tokens),
+        stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_token_ids))),
+        stop=tuple(sampling.stop),
     )
 
 
@@ -287,20 +295,45 @@ def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
 def encode(problem: Problem, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
     """Prompt tokens int32[tokens] in the recipe's style; none of an episode, whose environment makes the prompt.
     Raises `FieldError` when the tokenizer has no chat template."""
+    in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)
+    end = answer_end(tokenizer) if in_chat else None
+    stop = () if end is None else (end,)
     if config.is_episodic:
-        return EncodedProblem(problem.task, np.empty(0, np.int32), problem.question, problem.reference_json)
+        return EncodedProblem(problem.task, np.empty(0, np.int32), problem.question, problem.reference_json, stop)
     text = prompt_text(problem.question, config, tokenizer)
     # A chat template writes its own special tokens.
     token_ids = tokenizer(text, add_special_tokens=config.prompt_style != "chat")["input_ids"]
-    return EncodedProblem(problem.task, np.array(token_ids, dtype=np.int32), text, problem.reference_json)
+    return EncodedProblem(problem.task, np.array(token_ids, dtype=np.int32), text, problem.reference_json, stop)
+
+
+_ANSWER = "Answer7"
+"""Stands for an answer: a text that no template holds or trims."""
+
+
+@lru_cache(maxsize=8)
+def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token with which the chat template ends an answer: a base model's generation config names another one. None where it
+    is the tokenizer's own end token, which engines know, or where the template ends answers with plain text.
+    Raises `FieldError` when there is no template."""
+    if not tokenizer.chat_template:
+        raise FieldError("task.prompt_style", "chat", "this tokenizer has no chat template; use plain")
+    from jinja2 import TemplateError
+
+    messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except TemplateError as error:
+        log.warning("the chat template says nothing of what ends an answer: %s", error)
+        return None
+    first = tokenizer(text.rpartition(_ANSWER)[2].lstrip(), add_special_tokens=False)["input_ids"][:1]
+    known = (tokenizer.eos_token_id, *(token for token in first if token not in tokenizer.added_tokens_decoder))
+    return next((int(token) for token in first if token not in known), None)
 
 
 def prompt_text(question: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     asked = f"{question}\n{config.instruction}" if config.instruction else question
     if config.prompt_style != "chat":
         return asked
-    if not tokenizer.chat_template:
-        raise FieldError("task.prompt_style", "chat", "this tokenizer has no chat template; use plain")
     messages = [{"role": "user", "content": asked}]
     if config.system_prompt:
         messages.insert(0, {"role": "system", "content": config.system_prompt})
