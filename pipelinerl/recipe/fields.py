@@ -281,6 +281,12 @@ class RewardConfig(Section):
     )
     format_weight: float = Field(0.0, description="Reward added when it matches.")
     overlong: OverlongConfig = OverlongConfig()
+    truncated: Literal["score", "zero", "mask"] = Field(
+        "score",
+        description="What a completion gets that was cut at its length limit. `score`: what the scorer gives it; `zero`: 0, "
+        "without asking it; `mask`: as `score`, but it is left out of the policy loss (overlong filtering of DAPO, arXiv "
+        "2503.14476).",
+    )
     timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
     memory_mib: int = Field(
         1024, ge=64, le=262_144, description="Address space rewards may take in one worker, beyond its libraries', MiB."

@@ -94,6 +94,9 @@ def _groups(recipe: Recipe) -> Broken:
     if algorithm.advantage != "value" and recipe.trainer.value_learning_rate is not None:
         fix = f"algorithm.advantage = {algorithm.advantage!r} has no value head; use null, or the advantage value"
         yield "trainer.value_learning_rate", fix
+    if algorithm.advantage == "value" and recipe.reward.truncated == "mask":
+        fix = "does not go with algorithm.advantage = 'value', whose baseline needs every reward; use score or zero"
+        yield "reward.truncated", fix
     if algorithm.filter_equal_rewards and size < 2:
         fix = "drops every group of sampling.group_size = 1; use false, or larger groups"
         yield "algorithm.filter_equal_rewards", fix

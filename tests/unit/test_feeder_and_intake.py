@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import UserError
-from pipelinerl.messages.sequences import PromptGroup, Sequence, VersionSpan, encode_sequence
+from pipelinerl.messages.sequences import FinishReason, PromptGroup, Sequence, VersionSpan, encode_sequence
 from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.tasks.source import Problem
@@ -69,6 +69,15 @@ async def test_a_batch_is_complete_groups_with_their_advantages() -> None:
         assert [group.sequences[0].group_id for group in batch] == [groups[1].group_id, groups[0].group_id]
         assert batch[0].advantages.tolist() == [1.0, -1.0]
         assert batch[1].advantages.tolist() == [0.0, 0.0]
+
+
+async def test_a_cut_sequence_is_in_the_baseline_and_teaches_nothing_where_the_recipe_masks_it() -> None:
+    for truncated, advantages in (("mask", [0.0, 1.0]), ("score", [-1.0, 1.0])):
+        async with desk(reward={"truncated": truncated}) as one:
+            for group in (await one.take_issued())[:2]:
+                await one.publish(replace(make_sequence(group, 0, reward=0.0), finish_reason=FinishReason.LENGTH))
+                await one.publish(make_sequence(group, 1))
+            assert [group.advantages.tolist() for group in await one.intake.take_batch(version=0)] == [advantages] * 2
 
 
 async def test_stale_sequences_are_dropped_and_their_group_is_issued_again() -> None:

@@ -270,11 +270,13 @@ def test_a_missing_field_says_what_to_give() -> None:
             "0: trainer.schedule = 'inverse_sqrt' decays on the scale",
         ),
         ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "wider than sampling.max_tokens = 64"),
+        ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "whose baseline needs every reward"),
         ("trainer.value_learning_rate=1e-5", "trainer.value_learning_rate", "'leave_one_out' has no value head"),
     ],
 )
 def test_fields_that_contradict_each_other(override: str, field: str, said: str) -> None:
-    found = problems(minimal(task={"prompt_style": "compact"}), override)
+    overrides = [override] if "{" in override else override.split()
+    found = problems(minimal(task={"prompt_style": "compact"}), *overrides)
     assert list(found) == [field]
     assert said in found[field]
 

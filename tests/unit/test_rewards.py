@@ -327,6 +327,17 @@ def test_terms_add_up() -> None:
     )
 
 
+def test_a_cut_completion_earns_nothing_where_the_recipe_says_so() -> None:
+    config: dict[str, Any] = {"format_pattern": "x", "format_weight": 0.5, "overlong": OverlongConfig(buffer_tokens=20)}
+    cut, whole = (item("x", completion_tokens=100, max_tokens=100, finish_reason=why) for why in ("length", "stop"))
+    scored = {"answer": 1.0, "format": 0.5, "overlong": -1.0}
+    assert compose(Score(1.0), truncated="zero", **config)(cut) == Score(
+        -1.0, "cut at its length limit (reward.truncated)", {"answer": 0.0, "truncated": 0.0, "overlong": -1.0}
+    )
+    assert compose(Score(1.0), truncated="zero", **config)(whole).parts == scored
+    assert compose(Score(1.0), truncated="mask", **config)(cut).parts == scored
+
+
 def test_a_users_parts_stay_apart_and_cannot_hide_a_term() -> None:
     score = Score(0.75, parts={"format": 0.25, "style": 0.5})
     reward = compose(score, graded=True, correct=2.0, format_pattern="x", format_weight=1.0)(item("x"))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry
 from pipelinerl.errors import MessageError, UserError
-from pipelinerl.messages.sequences import Sequence, decode_sequence, sequence_id_in
+from pipelinerl.messages.sequences import FinishReason, Sequence, decode_sequence, sequence_id_in
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import (
     FIRST_INCARNATION,
@@ -241,6 +241,10 @@ class Intake:
         algorithm = self._recipe.algorithm
         rewards = [sequence.reward for sequence in sequences]
         advantages = group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
+        if (
+            self._recipe.reward.truncated == "mask"
+        ):  # its reward is in the baseline of the others; it teaches nothing itself
+            advantages[[sequence.finish_reason is FinishReason.LENGTH for sequence in sequences]] = 0.0
         kept = []
         for index, sequence in enumerate(sequences):
             reason = stale_reason(sequence.spans, version, algorithm, self._lineage)

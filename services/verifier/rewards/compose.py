@@ -2,6 +2,8 @@
 
 reward = correct * score + format_weight * [the form matches] + overlong penalty
 
+With `truncated: zero`, a completion that was cut has nothing but the penalty, and the term `truncated` says so.
+
 A scorer may be a user's own function, `my_pkg.rewards:score`:
 
     def score(item):  # services.verifier.rewards.item.RewardInput
@@ -53,9 +55,12 @@ class ComposedReward:
 
     def __call__(self, item: RewardInput) -> Score:
         """A finite value and the terms that add up to it. Raises `BadReference`, `BadReward`, and whatever a scorer raises."""
-        score = self._scorer(item)
+        cut = self._config.truncated == "zero" and item.finish_reason == "length"
+        score = Score(0.0, "cut at its length limit (reward.truncated)") if cut else self._scorer(item)
         terms, reasons = self._answer_terms(score), [score.reason] if score.reason else []
-        if self._format is not None:
+        if cut:
+            terms["truncated"] = 0.0
+        if self._format is not None and not cut:
             matches = self._format.fullmatch(item.completion.strip()) is not None
             terms["format"] = self._config.format_weight * matches
             reasons += [] if matches else ["the completion does not match reward.format_pattern"]
