@@ -37,6 +37,8 @@ class RunTotals:
     sequences_trained: int = 0
     sequences_multi_version: float = 0
     sequences_truncated: float = 0
+    sequences_truncated_known: int = 0
+    """Trained sequences of which it is known: steps of earlier versions do not tell."""
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
     largest_lag: int | None = None
@@ -79,6 +81,8 @@ class RunTotals:
             "heldout": [(*one, None)[:4] for one in state["heldout"]],  # earlier versions had no lower bound
             "lag_histogram": {int(lag): tokens for lag, tokens in state["lag_histogram"].items()},
         }
+        if "sequences_truncated_known" not in state:
+            own["sequences_truncated"] = 0
         return cls(**{name: value for name, value in {**flat, **own}.items() if name != "throughput"})
 
     def add_step(self, record: Record) -> None:
@@ -102,7 +106,9 @@ class RunTotals:
             sequences = record.get("sequences_trained", 1)
             self.sequences_trained += sequences
             self.sequences_multi_version += record["multi_version_fraction"] * sequences
-            self.sequences_truncated += record.get("truncated_fraction", 0.0) * sequences
+            if record.get("truncated_fraction") is not None:
+                self.sequences_truncated += record["truncated_fraction"] * sequences
+                self.sequences_truncated_known += sequences
 
     def _add_work(self, record: Record) -> None:
         seconds = (record.get("step_s") or {}).get("compute") or 0.0
@@ -168,7 +174,7 @@ class RunTotals:
             "stale_share_by_length": stale_shares(self.ended_by_length),
             "ess": {"mean": _mean(self.ess), "min": min(self.ess, default=None)},
             "sequences_multi_version_fraction": _ratio(self.sequences_multi_version, self.sequences_trained),
-            "sequences_truncated_fraction": _ratio(self.sequences_truncated, self.sequences_trained),
+            "sequences_truncated_fraction": _ratio(self.sequences_truncated, self.sequences_truncated_known),
             "weight_updates": {
                 "count": len(self.transfer_s),
                 "bytes": self.update_bytes,

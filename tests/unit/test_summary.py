@@ -66,6 +66,7 @@ def test_everything_that_the_steps_tell() -> None:
     assert (summary["tokens_per_s"], summary["mfu_mean"]) == ({"trained": 250 / 1.5, "computed": 160}, 0.25)
     assert (summary["memory_peak_gib"], summary["idle_s_mean"]) == (2.5, 0.125)
     assert summary["logprob_mismatch_max"] == 2e-6
+    assert summary["sequences_truncated_fraction"] == 0.36, "of the step that tells: the others are an earlier version's"
     assert (summary["mismatch_kl_mean"], summary["actor_busy_fraction"]) == (0.25, 0.875)
     assert summary["trainer_busy_fraction"] == 0.5
 
@@ -133,7 +134,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert "held-out accuracy  25.0% -> 75.0%; 70.0% with unanswered problems as wrong" in text
     assert "mean 1.02, p95 2, max 10, by the formula 7; 60.0% of the sequences span several policy versions" in text
     assert "trainer            160 tokens/s while it computes, MFU 25.0%" in text
-    assert "cut short          12.0% of the sequences" in text
+    assert "cut short          36.0% of the sequences" in text
     assert f"report             {tmp_path}/report.html" in text
     assert "GRADIENT" not in text
     cut = "\n".join(closing_lines(summary_from_metrics(recipe(), records()) | {"steps_clipped": 2}, run, Ending(75.0)))

@@ -51,6 +51,8 @@ def test_totals_of_an_earlier_versions_checkpoint_are_read() -> None:
     state = totals.to_state()
     assert RunTotals.from_state(json.loads(json.dumps(state))) == totals
     moved = ("tokens_computed", "known_s", "utilized_s", "idle_s", "idle_steps", "memory_peak_gib")
+    del state["sequences_truncated_known"]
+    assert RunTotals.from_state({**state, "sequences_truncated": 3.0}) == totals, "of how many is not known"
     assert RunTotals.from_state({**state, "throughput": {name: state.pop(name) for name in moved}}) == totals
 
 
