@@ -8,7 +8,10 @@ memory the GPUs have that it is meant for, it adds up what has to fit there.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import FieldError
@@ -21,6 +24,8 @@ NAME = "validate"
 HELP = "check a recipe and print a summary of it"
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
+_EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
+"""As in 17B-16E, whose size is that of what one token visits."""
 _ROUNDED = 1.1
 """Names round down: a "7B" has 7.6."""
 
@@ -32,11 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="override one field of the recipe; the value is YAML (repeatable)",
     )  # fmt: skip
     parser.add_argument(
-        "--gpu-memory", metavar="SIZE", help="of each GPU, such as 80GiB: say what has to fit there, and what to set"
-    )
+        "--gpu-memory", metavar="SIZE",
+        help="of each GPU, such as 80GiB: say what has to fit there, and what to set. Of a trainer on several nodes, give the "
+        "number of all ranks by --set trainer.nproc=N",
+    )  # fmt: skip
     parser.add_argument(
         "--parameters", metavar="SIZE",
-        help="of the model, such as 7.6B, for --gpu-memory; otherwise the number in its name and a tenth more",
+        help="of the model with all its experts, such as 7.6B, for --gpu-memory; otherwise what the folder of a model holds, "
+        "or the number in its name and a tenth more",
     )  # fmt: skip
 
 
@@ -141,18 +149,33 @@ def gib_of(text: str) -> float:
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
-    """The recipe's model of so many parameters; None: as its name says. Raises `FieldError`."""
+    """The recipe's model of so many parameters; None: as its files or its name say. Raises `FieldError`."""
     from pipelinerl.commands.plan import size_of
     from pipelinerl.rl.memory import Model
 
     if parameters is not None:
         return Model.of(recipe, size_of(parameters))
-    named = [size_of(size) for size in _SIZE_IN_NAME.findall(recipe.model.name)]
+    name = recipe.model.name or recipe.model.source
+    if recipe.model.source == "path" and (held := parameters_in(Path(name))):
+        return Model.of(recipe, held)
+    named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
     if not named:
-        name = recipe.model.name or recipe.model.source
-        fix = f"the name of the model, {name}, does not tell its size; give it, such as 7.6B"
+        fix = f"the name of the model, {name}, does not tell its size; give it, with all experts of a mixture, such as 7.6B"
         raise FieldError("--parameters", None, fix)
     return Model.of(recipe, _ROUNDED * max(named))
+
+
+def parameters_in(folder: Path) -> int:
+    """Elements of all tensors in the folder's safetensors files, by their headers. Raises `FieldError`."""
+    parameters = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            try:
+                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size)))
+            except ValueError as error:
+                raise FieldError("model.name", str(folder), f"{path.name} is no safetensors file: {error}") from None
+        parameters += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return parameters
 
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
@@ -176,6 +199,6 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
         (
             "trainer GPU",
             f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}; {memory_gib - state_gib:.1f} for "
-            "activations and what is gathered",
+            f"activations and what is gathered (trainer.nproc = {trainer.nproc}: set it to the ranks of all nodes)",
         ),
     ]

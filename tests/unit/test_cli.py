@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +106,10 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
             "validate there.yaml --gpu-memory 80GB",
             "--parameters = None: the name of the model, there, does not tell its size",
         ),
+        (
+            "validate gsm --gpu-memory 80GB --set model.name=meta-llama/Llama-4-Scout-17B-16E",
+            "17B-16E, does not tell its size; give it, with all experts of a mixture",
+        ),
         ("run nope", "recipe = 'nope': no such file"),
         ("run nowhere.yaml", "model.name = 'nowhere': no such folder"),
         ("run nowhere.yaml --actors 0", "actor.count = 0"),
@@ -170,6 +176,22 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
     assert "use at most 0.79" in errors
     code, _, errors = pipelinerl(*gsm, "--set", "trainer.nproc=2")
     assert (code, "trainer.nproc = 2" in errors, "use at least 3 ranks" in errors) == (2, True, True)
+    assert "(trainer.nproc = 4: set it to the ranks of all nodes)" in pipelinerl(*gsm)[1]
+
+
+def test_a_folders_model_is_as_large_as_its_files_say(pipelinerl: Command, workplace: Path) -> None:
+    """Two experts in two files, of 10 x 25 and 3 M parameters, whatever the name says."""
+    shapes: list[dict[str, Any]] = [
+        {"0.w": {"shape": [10_000_000, 25]}},
+        {"1.w": {"shape": [3_000_000]}, "__metadata__": {}},
+    ]
+    for number, header in enumerate(map(json.dumps, shapes)):
+        contents = len(header).to_bytes(8, "little") + header.encode() + b"..."
+        (workplace / "there" / f"{number}.safetensors").write_bytes(contents)
+    arguments = ("validate", "there.yaml", "--gpu-memory", "80GiB")
+    assert "parameters   0.253B," in pipelinerl(*arguments)[1]
+    (workplace / "there" / "0.safetensors").write_bytes(b"short")
+    assert "model.name = 'there': 0.safetensors is no safetensors file" in pipelinerl(*arguments)[2]
 
 
 def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command) -> None:

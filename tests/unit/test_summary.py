@@ -66,7 +66,9 @@ def test_everything_that_the_steps_tell() -> None:
     assert (summary["tokens_per_s"], summary["mfu_mean"]) == ({"trained": 250 / 1.5, "computed": 160}, 0.25)
     assert (summary["memory_peak_gib"], summary["idle_s_mean"]) == (2.5, 0.125)
     assert summary["logprob_mismatch_max"] == 2e-6
-    assert summary["sequences_truncated_fraction"] == 0.36, "of the step that tells: the others are an earlier version's"
+    assert summary["sequences_truncated_fraction"] == 0.36, (
+        "of the step that tells: the others are an earlier version's"
+    )
     assert (summary["mismatch_kl_mean"], summary["actor_busy_fraction"]) == (0.25, 0.875)
     assert summary["trainer_busy_fraction"] == 0.5
 
