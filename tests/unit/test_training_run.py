@@ -224,6 +224,13 @@ async def test_a_frozen_actor_keeps_nobody_waiting_and_each_is_asked_over_one_ch
             await asyncio.sleep(0.01)
         assert {"b"} in told
         assert (len(frozen.asked_by), len(set(well.asked_by))) == (1, 1)
+        monkeypatch.setattr(training, "ANSWER_WITHIN_S", 0.01)
+        well.frozen = True
+        while told[-1]:  # what it said last is not how it is
+            await asyncio.sleep(0.01)
+        well.frozen = False
+        while not told[-1]:
+            await asyncio.sleep(0.01)
         run.updater.serve({})  # type: ignore[attr-defined]
         while told[-1]:
             await asyncio.sleep(0.01)

@@ -153,7 +153,7 @@ class UpdateListener:
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:
-            beside = me is None and self._alone and not alone
+            beside = me is None and self._alone
             if beside or epoch.epoch <= mine.epoch:  # NATS may have stored one twice
                 return
         await self._stop_receiving()
