@@ -77,7 +77,7 @@ class RunTotals:
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
         """What `to_state` gave, perhaps by way of JSON. Checkpoints of earlier versions have some fields in `throughput`."""
         flat = {**state.get("throughput", {}), **state}
-        own = {
+        own: dict[str, Any] = {
             "heldout": [(*one, None)[:4] for one in state["heldout"]],  # earlier versions had no lower bound
             "lag_histogram": {int(lag): tokens for lag, tokens in state["lag_histogram"].items()},
         }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.actor.weight_sync.loaders import InPlaceLoader
+from services.actor.weight_sync.loaders import InPlaceLoader, ShadowLoader
 
 
 class Toy(nn.Module):
@@ -102,3 +102,17 @@ def test_a_head_that_only_happens_to_be_tied_forbids_it() -> None:
     loader = ToyLoader(live)
     loader.model.head.weight = nn.Parameter(torch.zeros(4, 3))
     assert "tied" in loader.obstacle()
+
+
+def test_memory_of_the_engines_first_weights_is_given_back_and_that_of_updates_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(loader._swaps))
+    loader = ToyLoader(Toy())
+    loader._device = torch.device("cuda")
+    for _ in range(3):
+        loader.load(new_weights().items())
+        ShadowLoader.swap(loader)
+        loader.drop()
+    assert set(given_back) == {1}

@@ -170,6 +170,7 @@ class ShadowLoader:
     """
 
     mode = "shadow"
+    _swaps = 0
 
     def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
         from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
@@ -240,6 +241,7 @@ class ShadowLoader:
                 _exchange(live.__dict__, shadow.__dict__, self.derived(shadow))
         for live_kernel, shadow_kernel in self._kernels:
             _exchange(live_kernel, shadow_kernel, _KERNEL)
+        self._swaps += 1
 
     def drop(self) -> None:
         for _, shadow in self.pairs.values():
@@ -249,6 +251,9 @@ class ShadowLoader:
             shadow_kernel.update(dict.fromkeys(_KERNEL))
         for module, name, meta in self._blueprint:
             module.register_parameter(name, meta)  # type: ignore[arg-type]
+        if self._swaps == 1 and self._device.type == "cuda":
+            # The engine's first weights: torch keeps their memory for the stream that loaded them, and updates use another.
+            torch.cuda.empty_cache()
 
     def derived(self, shadow: nn.Module) -> list[str]:
         """Attributes that post-processing added to a module since it was built."""
