@@ -228,12 +228,13 @@ class SequenceTracker:
         """What has arrived of groups that are still open: with `to_state`, all that a checkpoint needs of them."""
         return tuple(sequence for group in self.open_groups.values() for sequence in group.members.values())
 
-    def gone_from_queue(self, first_position: int) -> list[str]:
-        """Open groups whose prompt is no longer on PROMPTS, where `first_position` is the oldest one left."""
+    def gone_from_queue(self, first_position: int, last_position: int) -> list[str]:
+        """Open groups whose prompt is not on PROMPTS, which holds at most these positions. A group beyond them was on a queue
+        that is lost, or is being published."""
         return [
             group_id
             for group_id, group in self.open_groups.items()
-            if group.queue_position is not None and group.queue_position < first_position
+            if group.queue_position is not None and not first_position <= group.queue_position <= last_position
         ]
 
     @property

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipelinerl.audit.journal import JOURNAL, Journal, reserved_groups
 from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.link import is_stream_missing
 from pipelinerl.bus.protocol import StreamInfo, group_id_of
 from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.recipe.fields import Recipe
@@ -140,7 +141,7 @@ class Resume:
 
     async def keep_streams(self, loop: OptimizerLoop) -> None:
         """Keeps the run's streams short and notices what was lost on them, until cancelled. Raises `UserError` where `Intake`
-        does."""
+        does, and `BusError` when a stream is gone: the next trainer makes it, and publishes open groups again."""
         while True:
             try:
                 prompts, sequences = await self.bus.prompts_info(), await self.bus.sequences_info()
@@ -149,6 +150,8 @@ class Resume:
                 await self._purge(sequences, loop)
                 await self._look_for_lost_groups(prompts)
             except BusError as error:
+                if is_stream_missing(error):
+                    raise
                 log.info("the streams are looked after later: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -173,7 +176,7 @@ class Resume:
         """An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
         a group has left it, and the log has been read up to where it ended at that time, what did not come never will.
         `LOST_AFTER_S` is on top of that. A group that was handed over is on the queue again, at another position."""
-        gone = self.tracker.gone_from_queue(prompts.first_position)
+        gone = self.tracker.gone_from_queue(prompts.first_position, prompts.last_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self.bus.pending_prompts()).items()}
             for group_id in set(gone) & set(still_there):

@@ -1,15 +1,17 @@
 """What is purged, and what is noticed when it was lost: the trainer's upkeep over an in-memory bus."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
+from nats.js.errors import NotFoundError
 
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import NotPermitted
+from pipelinerl.errors import BusError, NotPermitted
 from pipelinerl.messages.sequences import decode_group
 from services.trainer import resume
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
-from tests.support.memory_bus import MemoryServer
+from tests.support.memory_bus import Log, MemoryServer
 from tests.unit.builders import make_sequence
 from tests.unit.trainer_fakes import Desk, desk
 
@@ -110,12 +112,23 @@ async def test_an_outage_loses_nothing() -> None:
         assert one.tracker.ledger.counts.failed == 0
 
 
-async def test_a_missing_permission_is_not_waited_for() -> None:
+async def test_groups_of_a_queue_that_was_made_anew_are_lost_and_those_since_are_not() -> None:
+    async with desk(*KEPT) as one:
+        assert all([await one.bus.next_prompt(1.0) for _ in range(4)])
+        assert one.bus.server.streams is not None
+        one.bus.server.streams.prompts = Log("PROMPTS", 100)
+        await one.until_lost()
+        await several_looks()
+        assert (one.tracker.lost_groups, one.failed()) == (4, {"prompt group lost": 8})
+        assert (await one.bus.prompts_info()).messages == 4
+
+
+@pytest.mark.parametrize("fault", ["permission", "stream"])
+async def test_a_missing_permission_or_stream_is_not_waited_for(fault: str) -> None:
+    gone = BusError("looking at PROMPTS_unit")
+    gone.__cause__ = NotFoundError(err_code=10059)
+    error = NotPermitted("trainer", "$JS.API.STREAM.INFO.PROMPTS_unit") if fault == "permission" else gone
     async with desk("feeder") as one:
-
-        async def refused() -> object:
-            raise NotPermitted("trainer", "$JS.API.STREAM.INFO.PROMPTS_unit")
-
-        one.bus.prompts_info = refused  # type: ignore[method-assign, assignment]
-        with pytest.raises(NotPermitted):
+        one.bus.prompts_info = AsyncMock(side_effect=error)  # type: ignore[method-assign]
+        with pytest.raises(type(error)):
             await one.run.resume.keep_streams(one.run.loop)
