@@ -82,8 +82,8 @@ def backward(scores: TokenScores) -> None:
         behaviour_logprobs=scores.logprobs.detach(),
         advantages=advantages,
         weights=torch.full_like(advantages, 1e-3),
-        sequence_index=nowhere,
-        num_sequences=1,
+        branch_index=nowhere,
+        num_branches=1,
     )
     compute_loss(batch, scores, AlgorithmConfig()).loss.backward()
 

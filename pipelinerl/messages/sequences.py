@@ -198,6 +198,11 @@ class Sequence(Branch):
         return (self, *self.branches)
 
     @property
+    def num_episode_tokens(self) -> int:
+        """Sampled tokens of all branches."""
+        return sum(branch.num_sampled_tokens for branch in self.all_branches)
+
+    @property
     def num_versions(self) -> int:
         return len({(span.incarnation, span.version) for branch in self.all_branches for span in branch.spans})
 

@@ -194,15 +194,14 @@ def groups_before_step(recipe: Recipe, version: int) -> int:
 def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) -> str:
     """Why `sequence` ends as failed, short and from a fixed set except for the actor's own reason; "" when it is good.
 
-    `max_context`: prompt plus completion tokens at most. `vocab_size`: token ids are below it.
+    `max_context`: prompt plus completion tokens of a branch at most. `vocab_size`: token ids are below it.
     """
     if sequence.failure:
         return sequence.failure
-    if sequence.num_tokens > max_context:
+    if any(branch.num_tokens > max_context for branch in sequence.all_branches):
         return "longer than the context"
-    if max(sequence.prompt_token_ids.max(), sequence.completion_token_ids.max()) >= vocab_size:
-        return "token outside the vocabulary"
-    return ""
+    token_ids = [ids for one in sequence.all_branches for ids in (one.prompt_token_ids, one.completion_token_ids)]
+    return "token outside the vocabulary" if max(ids.max() for ids in token_ids) >= vocab_size else ""
 
 
 class StaleReason(StrEnum):

@@ -152,7 +152,7 @@ class OpenGroup:
 class SequenceTracker:
     """`issued_groups` counts replacements of lost ones too; `record` takes the events.
 
-    `tokens`: completion tokens that ended here by outcome, since this process began.
+    `tokens`: sampled tokens that ended here by outcome, since this process began.
     """
 
     def __init__(self, record: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
@@ -239,7 +239,7 @@ class SequenceTracker:
 
     @property
     def mean_tokens(self) -> float:
-        """Completion tokens of a sequence that was trained or dropped as stale, since this process began; at least 1."""
+        """Sampled tokens of a sequence that was trained or dropped as stale, since this process began; at least 1."""
         return max(1.0, sum(self.tokens[outcome.value] for outcome in self._lengths) / max(1, self._num_ended))
 
     def take_ended_by_length(self) -> dict[str, list[int]]:
@@ -258,9 +258,9 @@ class SequenceTracker:
         """They end here; `more` goes into the event: the `version` that came of those trained on. Raises `LedgerViolation`."""
         ended = tuple(sequences)
         self._close([sequence.sequence_id for sequence in ended], outcome, reason, **more)
-        self.tokens[outcome.value] += sum(sequence.num_completion_tokens for sequence in ended)
+        lengths = [sequence.num_episode_tokens for sequence in ended]
+        self.tokens[outcome.value] += sum(lengths)
         if outcome in self._lengths:
-            lengths = [sequence.num_completion_tokens for sequence in ended]
             self._lengths[outcome].update(map(length_bucket, lengths))
             self.longest_tokens = max(self.longest_tokens, *lengths, 0)
             self._num_ended += len(lengths)

@@ -18,7 +18,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from pipelinerl.messages.sequences import Sequence, VersionSpan
+from pipelinerl.messages.sequences import Branch, Sequence, Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from services.trainer.learn.batch import MicroBatch, TrainingGroup, sequence_weights, token_row
 from services.trainer.learn.loss import compute_loss
@@ -89,6 +89,54 @@ def sequences_of(
     ]
 
 
+Parts = tuple[int, ...]
+"""Tokens of turn, observation, turn, …, turn."""
+EPISODES: list[list[tuple[int, Parts]]] = [
+    [(3, (4, 2, 3))],
+    [(5, (6,))],
+    [(2, (1, 3, 2, 1, 5)), (9, (2,)), (2, (3, 4, 1))],
+    [(4, (2, 8, 1)), (4, (7,))],
+]
+"""Of each episode its branches: (prompt tokens, parts). 7 + 6 + 14 + 10 = 37 tokens are sampled, 2 + 8 + 8 = 18 observed."""
+
+
+def episodes_of(shapes: list[list[tuple[int, Parts]]], seed: int = 0) -> list[Sequence]:
+    """The second branch of an episode with the prompt of the first has the same tokens there. Each turn is one span."""
+    whole = iter(sequences_of([(prompt, sum(parts)) for shape in shapes for prompt, parts in shape], seed))
+    episodes = []
+    for index, shape in enumerate(shapes):
+        branches = [_branch(next(whole), parts) for _, parts in shape]
+        first = branches[0]
+        further = tuple(
+            replace(one, prompt_token_ids=first["prompt_token_ids"])
+            if len(one.prompt_token_ids) == len(first["prompt_token_ids"])
+            else one
+            for one in (Branch(**branch) for branch in branches[1:])
+        )
+        like = sequences_of([(1, 1)])[0]
+        named = {
+            "sequence_id": f"g.{index}",
+            "sample_index": index,
+            "group_size": len(shapes),
+            "reward": float(index % 2),
+        }
+        episodes.append(replace(like, **first, **named, branches=further))
+    return episodes
+
+
+def _branch(one: Sequence, parts: Parts) -> dict[str, Any]:
+    ends = np.cumsum(parts).tolist()
+    turns = tuple(Turn(end - part, end) for end, part in zip(ends[::2], parts[::2], strict=True))
+    sampled = np.concatenate([np.arange(turn.start, turn.end) for turn in turns])
+    return {
+        "prompt_token_ids": one.prompt_token_ids,
+        "completion_token_ids": one.completion_token_ids,
+        "behaviour_logprobs": one.behaviour_logprobs[sampled],
+        "spans": tuple(VersionSpan(one.spans[0].version, turn.start, turn.end) for turn in turns),
+        "turns": turns,
+    }
+
+
 def group_of(sequences: list[Sequence], seed: int = 0) -> TrainingGroup:
     return TrainingGroup(tuple(sequences), np.random.default_rng(seed).normal(size=len(sequences)))
 
@@ -105,32 +153,33 @@ def micro_batch(
         behaviour_logprobs=behaviour_logprobs,
         advantages=advantages,
         weights=weights,
-        sequence_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long)),
-        num_sequences=len(lengths),
+        branch_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long)),
+        num_branches=len(lengths),
     )
 
 
-def plain_logprobs(model: PreTrainedModel, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
-    """log π of the completion tokens, one sequence alone, without this project's code."""
+def plain_logprobs(model: PreTrainedModel, sequence: Branch, temperature: float = 1.0) -> torch.Tensor:
+    """log π of the sampled tokens, one branch alone, without this project's code."""
     ids = torch.from_numpy(np.concatenate((sequence.prompt_token_ids, sequence.completion_token_ids))).long()[None]
     model.set_attn_implementation("eager")
     logits = model(input_ids=ids, use_cache=False).logits[0, len(sequence.prompt_token_ids) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(1, ids[0, len(sequence.prompt_token_ids) :, None])[:, 0]
+    logprobs = torch.log_softmax(logits, -1).gather(1, ids[0, len(sequence.prompt_token_ids) :, None])[:, 0]
+    return logprobs[[place for turn in sequence.turns for place in range(turn.start, turn.end)] or slice(None)]
 
 
 def plain_gradients(
     model: PreTrainedModel, group: TrainingGroup, config: AlgorithmConfig, temperature: float = 1.0
 ) -> dict[str, torch.Tensor]:
-    """Gradients of the loss, sequence by sequence, without packing."""
-    lengths = np.array([sequence.num_completion_tokens for sequence in group.sequences])
-    weights = sequence_weights(lengths, config.normalization)
+    """Gradients of the loss, branch by branch, without packing."""
+    lengths = [sum(len(branch.behaviour_logprobs) for branch in one.all_branches) for one in group.sequences]
+    weights = sequence_weights(np.array(lengths), config.normalization)
     model.zero_grad()
     for sequence, advantage, weight in zip(group.sequences, group.advantages, weights, strict=True):
-        tokens = sequence.num_completion_tokens
-        mu, advantages = torch.from_numpy(sequence.behaviour_logprobs), torch.full((tokens,), float(advantage))
-        logprobs = plain_logprobs(model, sequence, temperature)
-        batch = micro_batch(mu, advantages, torch.full((tokens,), float(weight)), [tokens])
-        compute_loss(batch, TokenScores(logprobs, torch.zeros(tokens)), config).loss.backward()
+        for branch in sequence.all_branches:
+            mu, logprobs = torch.from_numpy(branch.behaviour_logprobs), plain_logprobs(model, branch, temperature)
+            advantages, factors = torch.full_like(mu, float(advantage)), torch.full_like(mu, float(weight))
+            batch = micro_batch(mu, advantages, factors, [len(mu)])
+            compute_loss(batch, TokenScores(logprobs, torch.zeros_like(mu)), config).loss.backward()
     return gradients_of(model)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from pipelinerl.messages.sequences import PromptGroup, SamplingParams, Sequence, VersionSpan
+from pipelinerl.messages.sequences import Branch, PromptGroup, SamplingParams, Sequence, Turn, VersionSpan
 from pipelinerl.recipe.fields import Recipe
 
 RUN = "unit"
@@ -68,6 +69,26 @@ def make_sequence(
         spans=(VersionSpan(version, 0, len(completion)),) if spans is None else spans,
         reward=reward,
         failure=failure,
+    )
+
+
+def make_episode(
+    group: PromptGroup, index: int, *, version: int = 0, reward: float = 1.0, **branch: object
+) -> Sequence:
+    """Two turns of 2 and 1 tokens with an observation of 2 between them, and a branch of one token, changed by `branch`."""
+    values: dict[str, object] = {
+        "prompt_token_ids": np.array([1, 9], dtype=np.int32),
+        "completion_token_ids": np.array([10], dtype=np.int32),
+        "behaviour_logprobs": np.full(1, -0.5, dtype=np.float32),
+        "spans": (VersionSpan(version, 0, 1),),
+    }
+    return replace(
+        make_sequence(group, index, completion=(4, 5, 6, 7, 8), reward=reward),
+        prompt_token_ids=np.array([1, 2, 3], dtype=np.int32),
+        behaviour_logprobs=np.full(3, -0.5, dtype=np.float32),
+        spans=(VersionSpan(version, 0, 2), VersionSpan(version, 4, 5)),
+        turns=(Turn(0, 2), Turn(4, 5)),
+        branches=(Branch(**(values | branch)),),  # type: ignore[arg-type]
     )
 
 

@@ -47,6 +47,8 @@ class Job:
     model: dict[str, Any] = field(default_factory=dict)
     broken: bool = False
     """The first step has a sequence whose advantage is not a number."""
+    episodes: bool = False
+    """Instead of sequences of `lengths`."""
     groups: int = 1
     """Of a prompt each, where there are several; every second one has advantages of 0."""
 

@@ -5,6 +5,7 @@ enumerated. Estimates are the packed learner's; exact gradients are those of tra
 a temperature.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from math import factorial, prod, sqrt
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipelinerl.messages.sequences import Sequence
+from pipelinerl.messages.sequences import Branch, Sequence, Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.rl.groups import group_advantages
 from services.trainer.learn.batch import TrainingGroup
@@ -45,10 +46,46 @@ def completions(num_tokens: int) -> list[Sequence]:
     ]
 
 
-def logprobs_of(policy: Policy, num_tokens: int = 3) -> Tensor:
+Form = Callable[[Sequence], Sequence]
+
+
+def as_it_is(sequence: Sequence) -> Sequence:
+    return sequence
+
+
+def answered(sequence: Sequence) -> Sequence:
+    """After the first token an environment adds two, which depend on it."""
+    first, *rest = sequence.completion_token_ids.tolist()
+    tokens = np.array([first, 1 - first, 0, *rest], np.int32)
+    spans = (VersionSpan(0, 0, 1), VersionSpan(0, 3, len(tokens)))
+    return replace(sequence, completion_token_ids=tokens, spans=spans, turns=(Turn(0, 1), Turn(3, len(tokens))))
+
+
+def branched(sequence: Sequence) -> Sequence:
+    """The tokens after the first one follow another prompt, which depends on it."""
+    first, *rest = sequence.completion_token_ids.tolist()
+    branch = Branch(
+        prompt_token_ids=np.array([1 - first, 0, 0], np.int32),
+        completion_token_ids=np.array(rest, np.int32),
+        behaviour_logprobs=sequence.behaviour_logprobs[1:],
+        spans=(VersionSpan(0, 0, len(rest)),),
+    )
+    return replace(
+        sequence,
+        completion_token_ids=np.array([first], np.int32),
+        behaviour_logprobs=sequence.behaviour_logprobs[:1],
+        spans=(VersionSpan(0, 0, 1),),
+        branches=(branch,),
+    )
+
+
+def logprobs_of(policy: Policy, num_tokens: int = 3, form: Form = as_it_is) -> Tensor:
     """float32[completions, tokens] of the policy, with its gradient."""
     policy.model.zero_grad()
-    logprobs = [plain_logprobs(policy.model, sequence, TEMPERATURE) for sequence in completions(num_tokens)]
+    logprobs = [
+        torch.cat([plain_logprobs(policy.model, branch, TEMPERATURE) for branch in form(sequence).all_branches])
+        for sequence in completions(num_tokens)
+    ]
     policy.model.set_attn_implementation(policy.attention)
     return torch.stack(logprobs)
 
@@ -58,9 +95,9 @@ def gradient_of(policy: Policy, objective: Tensor) -> Gradients:
     return gradients_of(policy.model)
 
 
-def true_gradient(policy: Policy, rewards: np.ndarray, num_tokens: int = 3) -> Gradients:
+def true_gradient(policy: Policy, rewards: np.ndarray, num_tokens: int = 3, form: Form = as_it_is) -> Gradients:
     """∇J, J = Σ_y π(y) R(y)."""
-    return gradient_of(policy, (logprobs_of(policy, num_tokens).sum(1).exp() * torch.tensor(rewards)).sum())
+    return gradient_of(policy, (logprobs_of(policy, num_tokens, form).sum(1).exp() * torch.tensor(rewards)).sum())
 
 
 def sampled_by(behaviour: Tensor) -> list[Sequence]:
@@ -69,10 +106,12 @@ def sampled_by(behaviour: Tensor) -> list[Sequence]:
     return [replace(one, behaviour_logprobs=row) for one, row in zip(completions(rows.shape[1]), rows, strict=True)]
 
 
-def expected_estimate(policy: Policy, behaviour: Tensor, rewards: np.ndarray, n: int, **algorithm: Any) -> Gradients:
+def expected_estimate(
+    policy: Policy, behaviour: Tensor, rewards: np.ndarray, n: int, form: Form = as_it_is, **algorithm: Any
+) -> Gradients:
     """Minus the loss's gradient for groups of n samples of μ, in expectation: over all multisets of completions, each as often
     as it has orders. A group's chance is a factor of its advantages, in which the loss is linear."""
-    config, sequences = AlgorithmConfig(**algorithm), sampled_by(behaviour)
+    config, sequences = AlgorithmConfig(**algorithm), list(map(form, sampled_by(behaviour)))
     chances = behaviour.detach().double().sum(1).exp().numpy()
     groups = list(combinations_with_replacement(range(len(sequences)), n))
     members, advantages = [], []
@@ -111,6 +150,15 @@ def test_leave_one_out_is_unbiased_and_the_group_mean_is_short_by_one_sample(n: 
     estimate = expected_estimate(policy, behaviour, REWARDS, n, advantage="group_mean")
     assert difference(estimate, exact, (n - 1) / n) < EXACT
     assert difference(estimate, exact) > APART
+
+
+@pytest.mark.parametrize("form", [answered, branched])
+def test_it_is_unbiased_over_turns_and_branches_too(form: Form) -> None:
+    """J is over what the policy samples; what an environment makes of it has no gradient of its own."""
+    policy = policy_of(0)
+    behaviour, exact = logprobs_of(policy, form=form), true_gradient(policy, REWARDS, form=form)
+    assert difference(expected_estimate(policy, behaviour, REWARDS, 2, form), exact) < EXACT
+    assert difference(true_gradient(policy, REWARDS), exact) > APART
 
 
 @pytest.mark.parametrize("n", [2, 4])

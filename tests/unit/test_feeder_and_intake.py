@@ -19,7 +19,7 @@ from services.verifier.rewards.compose import ComposedReward
 from services.verifier.rewards.item import Score
 from services.verifier.worker import score_item
 from tests.support.memory_bus import MemoryServer
-from tests.unit.builders import make_sequence
+from tests.unit.builders import make_episode, make_sequence
 from tests.unit.trainer_fakes import Desk, desk
 
 TRAINER = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
@@ -121,6 +121,23 @@ async def test_failed_sequences_are_counted_by_reason_and_their_siblings_train()
         batch = await one.intake.take_batch(version=0)
         assert [s.sample_index for s in batch[0].sequences] == [0, 1]
         assert one.failed() == {"reward_timeout": 1, "token outside the vocabulary": 1}
+
+
+async def test_an_episode_ends_once_as_all_its_branches_are() -> None:
+    """Those of 5 and 1 tokens, of which 4 are sampled. One stale token, one branch too long or one odd token is enough."""
+    async with desk(sampling={"group_size": 4, "max_tokens": 16}) as one:
+        group = (await one.take_issued())[0]
+        one.serve(2)
+        await one.publish(make_episode(group, 0, version=2))
+        await one.publish(make_episode(group, 1, version=2, reward=0.0, spans=(VersionSpan(0, 0, 1),)))
+        await one.publish(make_episode(group, 2, version=2, prompt_token_ids=np.ones(64, np.int32)))
+        await one.publish(make_episode(group, 3, version=2, completion_token_ids=np.array([20], np.int32)))
+        batch = await one.intake.take_batch(version=2)
+        assert [(s.sample_index, len(s.branches)) for s in batch[0].sequences] == [(0, 1)]
+        assert one.failed() == {"longer than the context": 1, "token outside the vocabulary": 1}
+        assert one.tracker.ledger.reasons(Outcome.DROPPED_STALE) == {"lag above max_lag": 1}
+        assert one.tracker.tokens == {"trained": 0, "dropped_stale": 4, "dropped_filtered": 0, "failed": 8}
+        assert (one.intake.tokens_arrived, one.tracker.mean_tokens) == (16, 4.0)
 
 
 async def test_a_completion_cut_by_the_context_gets_the_whole_overlong_penalty() -> None:

@@ -36,7 +36,7 @@ from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.distributed.world import VALUE_HEAD
 from services.trainer.learn import attention
 from services.trainer.learn.attention import VARLEN, on_device, packed_layout, varlen_attention
-from services.trainer.learn.batch import TrainingGroup, host_microbatch, token_row
+from services.trainer.learn.batch import TrainingGroup, all_branches, host_microbatch, token_row
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.optimizer import learning_rate
@@ -44,6 +44,7 @@ from services.trainer.learn.policy import Float32Head, add_value_head
 from services.trainer.learn.step import Learner, PreparedStep
 from services.trainer.loading import load_learner
 from tests.support.learner import (
+    EPISODES,
     FAMILIES,
     LENGTHS,
     LOSSES,
@@ -51,6 +52,7 @@ from tests.support.learner import (
     VOCABULARY,
     assert_same,
     build,
+    episodes_of,
     gradients_of,
     group_of,
     model_of,
@@ -81,6 +83,90 @@ def test_every_loss_is_the_same_packed(loss: str, mask: str) -> None:
     group = near_policy(model, LENGTHS)
     config = AlgorithmConfig(loss=loss, mask=mask, mask_low=0.9, mask_high=1.1, mask_kl=0.05)
     assert_same(plain_gradients(model, group, config), packed_gradients(wrap_model(model), group, config))
+
+
+def parts_of(draw: st.DrawFn) -> tuple[int, ...]:
+    return tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=5).filter(lambda parts: len(parts) % 2 == 1)))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """Of one to four episodes with one to three branches each."""
+    of_one = st.integers(1, 3).map(lambda number: [(draw(st.integers(1, 9)), parts_of(draw)) for _ in range(number)])
+    return draw(st.lists(of_one, min_size=1, max_size=4))
+
+
+@given(shapes(), st.integers(1, 9), st.booleans(), st.permutations(range(12)))
+def test_the_tokens_of_a_micro_batch_are_the_sampled_ones(
+    shape: list[list[tuple[int, tuple[int, ...]]]], pad_multiple: int, share: bool, order: list[int]
+) -> None:
+    """Each with what comes before it in its branch, as the row has it, and with its own log μ, advantage, weight and lag."""
+    every = all_branches([group_of(episodes_of(shape))])
+    branches = [every[index] for index in order if index < len(every)]
+    spans = [tuple(replace(span, version=place) for place, span in enumerate(one.spans)) for one in branches]
+    branches = [replace(one, spans=own) for one, own in zip(branches, spans, strict=True)]
+    numbers = np.arange(1.0, len(branches) + 1)
+    batch = host_microbatch(branches, numbers, numbers / 2, 9, pad_multiple, share_prompts=share)
+    ends = np.cumsum(batch.lengths).tolist()
+    for place, index in enumerate(sorted(range(len(branches)), key=lambda index: -branches[index].num_tokens)):
+        branch, own = branches[index], batch.branch_index == place
+        tokens = [*branch.prompt_token_ids, *branch.completion_token_ids]
+        sampled = [len(branch.prompt_token_ids) + at for turn in branch.turns for at in range(turn.start, turn.end)]
+        row = batch.places[ends[place] - batch.lengths[place] : ends[place]]
+        assert batch.token_ids[row].tolist() == tokens[:-1]
+        assert batch.predictors[own].tolist() == [row[at - 1] for at in sampled]
+        assert batch.targets[own].tolist() == [tokens[at] for at in sampled]
+        assert batch.behaviour_logprobs[own].tolist() == branch.behaviour_logprobs.tolist()
+        assert set(batch.advantages[own]) == {index + 1}
+        assert set(batch.weights[own]) == {(index + 1) / 2}
+        of_turns = [9 - number for number, turn in enumerate(branch.turns) for _ in range(turn.start, turn.end)]
+        assert batch.lags[own].tolist() == of_turns
+    assert len(batch.targets) == sum(len(branch.behaviour_logprobs) for branch in branches)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("normalization", ["token", "sequence", "batch"])
+def test_gradients_of_episodes_are_those_of_each_branch_alone(attention: str, normalization: str) -> None:
+    """In one micro-batch or several, which have the branches of an episode apart; by ratios of branches, some masked."""
+    model, group = model_of("llama-tied"), group_of(episodes_of(EPISODES))
+    changes = {"loss": "gspo", "clip_low": 0.3, "clip_high": 9.0, "mask": "sequence", "mask_low": 0.3, "mask_high": 4.0}
+    config = AlgorithmConfig(**changes, normalization=normalization)
+    expected = plain_gradients(model, group, config, temperature=0.7)
+    policy = wrap_model(model, attention)
+    for budget, multiple in ((128, 1), (24, 1), (24, 8)):
+        assert_same(expected, packed_gradients(policy, group, config, budget, multiple, temperature=0.7))
+    learner = Learner(policy, config, TrainerConfig(tokens_per_microbatch=24))
+    metrics = learner.step(learner.prepare([group], 0))
+    assert (metrics["sequences_trained"], metrics["tokens_trained"], metrics["lag_histogram"]) == (4, 37, {0: 37})
+    assert 0 < metrics["mask_fraction"] < 1
+
+
+def test_the_loss_of_an_episode_is_that_of_its_sampled_tokens_by_hand() -> None:
+    """Prompt a b, turn c d, observation e f, turn g, and a branch that saw a x and said y: what predicts c, d, g and y."""
+    model = model_of("qwen2-untied")
+    one = replace(
+        episodes_of([[(2, (2, 2, 1)), (2, (1,))]])[0],
+        prompt_token_ids=np.array([3, 4], np.int32),
+        completion_token_ids=np.array([5, 6, 7, 8, 9], np.int32),
+        behaviour_logprobs=np.array([-3.0, -2.0, -1.0], np.float32),
+    )
+    branch = replace(one.branches[0], behaviour_logprobs=np.array([-4.0], np.float32))
+    branch = replace(
+        branch, prompt_token_ids=np.array([3, 10], np.int32), completion_token_ids=np.array([11], np.int32)
+    )
+    group = TrainingGroup((replace(one, branches=(branch,)),), np.array([2.0]))
+    config = AlgorithmConfig(clamp=5.0, normalization="sequence")
+
+    model.set_attn_implementation("eager")
+    logits = model(input_ids=torch.tensor([[3, 4, 5, 6, 7, 8, 9]])).logits[0].log_softmax(-1)
+    of_branch = model(input_ids=torch.tensor([[3, 10, 11]])).logits[0].log_softmax(-1)
+    terms = [(logits[1, 5], -3.0), (logits[2, 6], -2.0), (logits[5, 9], -1.0), (of_branch[1, 11], -4.0)]
+    loss = sum(-min(5.0, math.exp(log_pi.item() - log_mu)) * 2.0 * log_pi / 4 for log_pi, log_mu in terms)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    expected = gradients_of(model)
+    policy = wrap_model(model)
+    assert_same(expected, packed_gradients(policy, group, config), atol=1e-6)
 
 
 @settings(max_examples=15, deadline=None)
@@ -327,7 +413,7 @@ def test_sequences_of_advantage_zero_have_a_forward_pass_only_and_change_no_figu
         return learner, prepared, learner.step(prepared)
 
     learner, prepared, apart = stepped()
-    assert [(batch.has_gradient, batch.num_sequences) for batch in prepared.batches] == [(False, 6), (True, 6)]
+    assert [(batch.has_gradient, batch.num_branches) for batch in prepared.batches] == [(False, 6), (True, 6)]
     learner._only_advantages = False
     everything = learner.prepare([silent, telling], 0)
     together = learner.step(everything)

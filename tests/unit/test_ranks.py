@@ -38,13 +38,15 @@ from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import weight_sender
 from services.trainer.worker import carry_out, worker_loop
-from tests.support.learner import group_of, sequences_of
+from tests.support.learner import EPISODES, episodes_of, group_of, sequences_of
 from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks
 
 pytestmark = pytest.mark.timeout(1200)
 
 SHORT = [(3, 12), (2, 5), (4, 3)]
 """Fewer sequences than four ranks."""
+NO_PROMPT_TWICE = [[(prompt + place, parts) for place, (prompt, parts) in enumerate(shape)] for shape in EPISODES * 2]
+"""Branches that share none, whose tokens are computed as often however they are packed."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def train(learner: Learner, job: Job) -> Result | None:
         return None
     outcomes, microbatches = [], []
     for version in range(2):
-        groups = [group_of(sequences_of(list(job.lengths), seed=version), seed=version)]
+        lengths = list(job.lengths)
+        sampled = episodes_of(NO_PROMPT_TWICE, version) if job.episodes else sequences_of(lengths, version)
+        groups = [group_of(sampled, seed=version)]
         if job.broken and version == 0:
             groups[0].advantages[3] = np.nan
         if job.groups > 1:
@@ -203,6 +207,15 @@ CASES: Cases = {
     "prompts shared, weights kept": (
         "qwen2-untied",
         {"groups": 2, "lengths": tuple(UNEVEN * 3), "trainer": {"reshard_after_forward": False}},
+    ),
+    "episodes": ("llama-tied", {"episodes": True, "algorithm": {"loss": "gspo", "clip_low": 0.9, "clip_high": 9.0}}),
+    "episodes, rows shared": (
+        "qwen2-untied",
+        {
+            "episodes": True,
+            "algorithm": {"advantage": "value", "normalization": "token"},
+            "trainer": {"context_parallel": 2, "value_learning_rate": 1e-2},
+        },
     ),
     "rows shared by two": ("llama-tied", {"trainer": {"context_parallel": 2}}),
     "rows shared, no key heads in the configuration": ("gpt2", {"trainer": {"context_parallel": 2}}),

@@ -35,10 +35,10 @@ def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:
 def test_places_are_those_of_the_packed_rows_of_all_ranks() -> None:
     """Sequences 0 (3 + 2 tokens) and 2 (1 + 4) are sampled; rows have the longest first, and 2 before 3 of equal length."""
     groups = groups_of([(3, 2), (1, 9), (1, 4), (4, 1)], size=2)
-    assert sampled_places(groups, [[0, 1], [3, 2]]) == {"g.0": slice(9, 11), "g.2": slice(12, 16)}
-    assert sampled_places(groups, [[3], [], [2], [0, 1]]) == {"g.2": slice(1, 5), "g.0": slice(14, 16)}
-    assert sampled_places(groups, [[2, 0], [1, 3]]) == {"g.2": slice(0, 4), "g.0": slice(4, 6)}
-    assert sampled_places(groups[:1], [[0, 1]]) == {"g.1": slice(0, 9), "g.0": slice(9, 11)}
+    assert sampled_places(groups, [[0, 1], [3, 2]]) == {"g.0": [slice(9, 11)], "g.2": [slice(12, 16)]}
+    assert sampled_places(groups, [[3], [], [2], [0, 1]]) == {"g.2": [slice(1, 5)], "g.0": [slice(14, 16)]}
+    assert sampled_places(groups, [[2, 0], [1, 3]]) == {"g.2": [slice(0, 4)], "g.0": [slice(4, 6)]}
+    assert sampled_places(groups[:1], [[0, 1]]) == {"g.1": [slice(0, 9)], "g.0": [slice(9, 11)]}
 
 
 def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
@@ -50,12 +50,12 @@ def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
 
 def test_weights_are_unclamped_and_may_be_infinite() -> None:
     logs = np.log(np.array([1, 2, 9, 0.5], dtype=np.float32))
-    weights = sampled_weights({"a": slice(1, 3), "b": slice(3, 4)}, logs)
+    weights = sampled_weights({"a": [slice(1, 3)], "b": [slice(3, 4)]}, logs)
     assert {key: one.tolist() for key, one in weights.items()} == {
         "a": pytest.approx([2, 9]),
         "b": pytest.approx([0.5]),
     }
-    assert np.isinf(sampled_weights({"a": slice(0, 1)}, np.array([1000.0], dtype=np.float32))["a"]).all()
+    assert np.isinf(sampled_weights({"a": [slice(0, 1)]}, np.array([1000.0], dtype=np.float32))["a"]).all()
 
 
 @pytest.mark.parametrize("budget", [24, 512])

@@ -39,7 +39,7 @@ from services.trainer.checkpoint.run_state import (
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from tests.support.memory_bus import MemoryBus, MemoryServer
-from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
+from tests.unit.builders import RUN, make_episode, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import make_run, make_run_state, tensors_of
 
 RECIPE = make_recipe(trainer={"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64}, algorithm={"max_lag": 2})
@@ -283,7 +283,7 @@ def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:
     mixed = make_sequence(one, 0, spans=(VersionSpan(3, 0, 1, 1), VersionSpan(4, 1, 2, 2)))
     taken = TrainingGroup((mixed,), np.array([0.1 + 0.2]))
     failed = replace(make_sequence(three, 1, completion=(), spans=()), failure="engine: gone", task="")
-    ready = (make_sequence(two, 0), make_sequence(two, 1))
+    ready = (make_sequence(two, 0), make_episode(two, 1))
     held = HeldSequences((taken,), (ready,), (make_sequence(three, 0), failed))
     make_run_state(5, SequenceTracker(), held=held, starts=(0, 3)).save(tmp_path)
     state = load_run_state(tmp_path)
@@ -292,6 +292,8 @@ def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:
     assert state.held.taken[0].sequences[0].spans == mixed.spans
     assert state.held.taken[0].sequences[0].behaviour_logprobs.tolist() == mixed.behaviour_logprobs.tolist()
     assert [s.sequence_id for s in state.held.ready[0]] == ["g00000002.0", "g00000002.1"]
+    assert encode_sequence(state.held.ready[0][1]) == encode_sequence(ready[1])
+    assert len(state.held.ready[0][1].all_branches) == 2
     assert [(s.sequence_id, s.failure, s.group_size) for s in state.held.open] == [
         ("g00000003.0", "", 3),
         ("g00000003.1", "engine: gone", 3),

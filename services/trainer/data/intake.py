@@ -196,8 +196,8 @@ class Intake:
             if failed is None:
                 return
             sequence, samples = failed, self._tracker.arrive(failed)
-        self.tokens_arrived += sequence.num_completion_tokens
-        self.tokens_arrived_here += sequence.num_completion_tokens
+        self.tokens_arrived += sequence.num_episode_tokens
+        self.tokens_arrived_here += sequence.num_episode_tokens
         if sequence.failure:
             log.warning("sequence %s failed: %s", sequence.sequence_id, sequence.failure)
         if samples and (good := self._good(samples)):
@@ -247,7 +247,8 @@ class Intake:
             advantages[[sequence.finish_reason is FinishReason.LENGTH for sequence in sequences]] = 0.0
         kept = []
         for index, sequence in enumerate(sequences):
-            reason = stale_reason(sequence.spans, version, algorithm, self._lineage)
+            spans = tuple(span for branch in sequence.all_branches for span in branch.spans)
+            reason = stale_reason(spans, version, algorithm, self._lineage)
             if reason is None:
                 kept.append(index)
             else:

@@ -1,16 +1,19 @@
-"""One packed micro-batch: sequences behind each other in one row, and for each completion token what the loss needs.
+"""One packed micro-batch: branches behind each other in one row, and for each sampled token what the loss needs.
 
-The last token of a sequence predicts nothing and is left out of the row. Sequences of one prompt may share it: the row has its
-tokens once, and `places` says which tokens of the row each sequence consists of.
+A single-turn sequence is one branch. Prompt and completion of a branch are in the row as a whole, observations included:
+they are context, and nothing of the loss is computed there. The last token of a branch predicts nothing and is left out of the
+row. Branches of one prompt may share it: the row has its tokens once, and `places` says which tokens of the row each branch
+consists of. Branches of one episode need not be in one micro-batch.
 
 Built with NumPy without a loop over tokens, as arrays that can travel to another rank, and put on a device there. Padding,
-where asked for, is a sequence of its own at the end of the row that no completion token belongs to, so it cannot change a
-loss; a micro-batch without sequences is padding alone. Not here: which sequences go together
+where asked for, is a branch of its own at the end of the row that no sampled token belongs to, so it cannot change a loss; a
+micro-batch without branches is padding alone. Not here: which branches go together
 (`pipelinerl.rl.packing`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,53 +22,59 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelinerl.messages.sequences import Sequence
+from pipelinerl.messages.sequences import Branch, Sequence
 from services.trainer.learn.attention import PackedLayout, on_device, packed_layout, ranges
 
 Normalization = Literal["token", "sequence", "batch"]
 
 
-def sequence_weights(completion_lengths: NDArray[np.int64], normalization: Normalization) -> NDArray[np.float64]:
+def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: Normalization) -> NDArray[np.float64]:
     """[S], of all sequences of an optimizer step, over all micro-batches and ranks: factor of the term of each of its tokens.
 
-    `token`: 1 / tokens (DAPO, arXiv 2503.14476). `sequence`: 1 / (its length · sequences) (GRPO, arXiv 2402.03300).
-    `batch`: 1 / sequences (the paper, eq. 5; no length normalisation, as Dr. GRPO, arXiv 2503.20783).
+    `sampled_tokens` int64[S]: of each sequence, over all its turns and branches. `token`: 1 / tokens (DAPO, arXiv 2503.14476).
+    `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no length
+    normalisation, as Dr. GRPO, arXiv 2503.20783).
     """
-    num_sequences = len(completion_lengths)
+    num_sequences = len(sampled_tokens)
     if normalization == "sequence":
-        return 1.0 / (completion_lengths * num_sequences)
-    return np.full(num_sequences, 1.0 / (completion_lengths.sum() if normalization == "token" else num_sequences))
+        return 1.0 / (sampled_tokens * num_sequences)
+    return np.full(num_sequences, 1.0 / (sampled_tokens.sum() if normalization == "token" else num_sequences))
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingGroup:
-    """Good sequences of one group, each with at least one prompt and one completion token, and their advantages [n]."""
+    """Good sequences of one group, each with at least one prompt and one sampled token, and their advantages [n]."""
 
     sequences: tuple[Sequence, ...]
     advantages: NDArray[np.float64]
 
 
+def all_branches(groups: Iterable[TrainingGroup]) -> list[Branch]:
+    """Those of every sequence, one sequence after the other."""
+    return [branch for group in groups for sequence in group.sequences for branch in sequence.all_branches]
+
+
 @dataclass(frozen=True, eq=False)
 class TokenRow:
-    """What a model's forward pass takes: T tokens of packed sequences, padding included."""
+    """What a model's forward pass takes: T tokens of packed branches, padding included."""
 
     input_ids: Tensor
     """int64[1, T]"""
     position_ids: Tensor
-    """int64[1, T], from 0 in each sequence; a completion goes on after its prompt."""
+    """int64[1, T], from 0 in each branch; a completion goes on after its prompt."""
     layout: PackedLayout
 
 
 @dataclass(frozen=True, eq=False)
 class HostMicroBatch:
-    """C completion tokens of S sequences in one row, in host memory."""
+    """C sampled tokens of S branches in one row, in host memory."""
 
     token_ids: NDArray[np.int64]
     """[T], padding included."""
     lengths: NDArray[np.int64]
     """[S] in order of the row, prompts included; [S + 1] with padding."""
     places: NDArray[np.int64]
-    """[sum of lengths]: place in the row of each token of each sequence; 0 .. T - 1 where none is shared."""
+    """[sum of lengths]: place in the row of each token of each branch; 0 .. T - 1 where none is shared."""
     predictors: NDArray[np.int64]
     """[C]: position in the row whose output predicts the token; ascending where no prompt is shared."""
     targets: NDArray[np.int64]
@@ -73,14 +82,14 @@ class HostMicroBatch:
     behaviour_logprobs: NDArray[np.float32]
     """[C]: log μ, nats."""
     advantages: NDArray[np.float32]
-    """[C]: its sequence's advantage."""
+    """[C]: its episode's advantage."""
     weights: NDArray[np.float32]
     """[C]: its factor in the loss (`sequence_weights`)."""
-    sequence_index: NDArray[np.int64]
-    """[C]: its sequence, 0 .. S - 1, in order of the row."""
+    branch_index: NDArray[np.int64]
+    """[C]: its branch, 0 .. S - 1, in order of the row."""
     lags: NDArray[np.int64]
     """[C]: its token lag."""
-    num_sequences: int
+    num_branches: int
     num_tokens: int
     """Of the row, without padding."""
     has_gradient: bool = True
@@ -88,17 +97,17 @@ class HostMicroBatch:
 
     def on(self, device: torch.device | str) -> MicroBatch:
         """The same as tensors on `device`. Does not wait for the device."""
-        names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "sequence_index")
+        names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "branch_index")
         tensors = {name: on_device(getattr(self, name), device) for name in names}
         row = _row(self.token_ids, self.lengths, self.places, device)
-        return MicroBatch(row=row, num_sequences=self.num_sequences, has_gradient=self.has_gradient, **tensors)
+        return MicroBatch(row=row, num_branches=self.num_branches, has_gradient=self.has_gradient, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """What model and loss need of a `HostMicroBatch`, in the same shapes, on the model's device.
 
-    All completion tokens of a sequence are in one micro-batch. C may be 0.
+    All sampled tokens of a branch are in one micro-batch. C may be 0.
     """
 
     row: TokenRow
@@ -107,8 +116,8 @@ class MicroBatch:
     behaviour_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
-    sequence_index: Tensor
-    num_sequences: int
+    branch_index: Tensor
+    num_branches: int
     has_gradient: bool = True
 
 
@@ -119,7 +128,7 @@ def token_row(
     device: torch.device | str = "cpu",
     places: NDArray[np.int64] | None = None,
 ) -> TokenRow:
-    """Row of packed sequences: token_ids int64[T], padded to a multiple of `pad_multiple` tokens.
+    """Row of packed branches: token_ids int64[T], padded to a multiple of `pad_multiple` tokens.
 
     `places` int64[sum of lengths]: as in `PackedLayout`, where they share tokens.
     """
@@ -151,13 +160,13 @@ def _row(
     )
 
 
-def row_order(sequences: list[Sequence]) -> list[int]:
-    """Order in which a micro-batch's row has its sequences: longest first."""
-    return sorted(range(len(sequences)), key=lambda index: (-sequences[index].num_tokens, index))
+def row_order(branches: list[Branch]) -> list[int]:
+    """Order in which a micro-batch's row has its branches: longest first."""
+    return sorted(range(len(branches)), key=lambda index: (-branches[index].num_tokens, index))
 
 
 def host_microbatch(
-    sequences: list[Sequence],
+    branches: Iterable[Branch],
     advantages: NDArray[np.float64],
     weights: NDArray[np.float64],
     version: int,
@@ -166,21 +175,24 @@ def host_microbatch(
     share_prompts: bool = False,
     has_gradient: bool = True,
 ) -> HostMicroBatch:
-    """Packs `sequences` with their `advantages` and `weights` [S] for the gradient at policy version `version`, in `row_order`.
+    """Packs `branches` with their `advantages` and `weights` [S] for the gradient at policy version `version`, in `row_order`.
 
-    `share_prompts`: a prompt that several of them have is in the row once. Without sequences, as for a rank that has none left
+    `share_prompts`: a prompt that several of them have is in the row once. Without branches, as for a rank that has none left
     while others have, it is a row of padding.
     """
-    order = row_order(sequences)
-    members = [sequences[index] for index in order]
+    given = list(branches)
+    order = row_order(given)
+    members = [given[index] for index in order]
     prompts = np.array([len(member.prompt_token_ids) for member in members], dtype=np.int64)
     completions = np.array([len(member.completion_token_ids) for member in members], dtype=np.int64)
+    outputs = np.array([member.num_sampled_tokens for member in members], dtype=np.int64)
     lengths = prompts + completions - 1
     token_ids, prompt_starts, completion_starts = _row_tokens(members, share_prompts)
-    # Each sequence is two pieces of the row, its prompt and its completion.
+    # Each branch is two pieces of the row, its prompt and its completion.
     starts, sizes = np.stack((prompt_starts, completion_starts), 1), np.stack((prompts, completions - 1), 1)
     places = ranges(starts.ravel(), sizes.ravel())
     last_of_prompts = np.cumsum(lengths) - lengths + prompts - 1
+    sampled = [member.sampled for member in members]
     lags = version - _joined([member.token_versions() for member in members], np.int64)
     assert lags.min(initial=0) >= 0, f"a token of a version after {version} cannot be trained on at {version}"
     padded_ids, padded_lengths, padded_places = _padded(token_ids, lengths, places, pad_multiple)
@@ -188,21 +200,21 @@ def host_microbatch(
         token_ids=padded_ids,
         lengths=padded_lengths,
         places=padded_places,
-        predictors=places[ranges(last_of_prompts, completions)],
-        targets=_joined([member.completion_token_ids for member in members], np.int64),
+        predictors=places[np.repeat(last_of_prompts, outputs) + _joined(sampled, np.int64)],
+        targets=_joined([one.completion_token_ids[at] for one, at in zip(members, sampled, strict=True)], np.int64),
         behaviour_logprobs=_joined([member.behaviour_logprobs for member in members], np.float32),
-        advantages=np.repeat(advantages[order], completions).astype(np.float32),
-        weights=np.repeat(weights[order], completions).astype(np.float32),
-        sequence_index=np.repeat(np.arange(len(members)), completions),
+        advantages=np.repeat(advantages[order], outputs).astype(np.float32),
+        weights=np.repeat(weights[order], outputs).astype(np.float32),
+        branch_index=np.repeat(np.arange(len(members)), outputs),
         lags=lags,
-        num_sequences=len(members),
+        num_branches=len(members),
         num_tokens=len(token_ids),
         has_gradient=has_gradient,
     )
 
 
 def _row_tokens(
-    members: list[Sequence], share_prompts: bool
+    members: list[Branch], share_prompts: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """int64[T], and where the prompt and the completion of each begin in it, int64[S] each."""
     parts: list[NDArray[Any]] = []

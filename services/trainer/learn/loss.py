@@ -1,4 +1,4 @@
-"""Losses as pure functions over the completion tokens of a micro-batch.
+"""Losses as pure functions over the sampled tokens of a micro-batch.
 
 Each token's term is multiplied by its weight, and terms are summed. Weights have the totals of the whole optimizer step as
 denominators, so losses of micro-batches and ranks add up to the loss of the batch, and their number never changes a gradient.
@@ -6,7 +6,10 @@ Importance weights are log π − log μ per token; they are reported unclamped 
 
 A mask takes tokens out of any loss where π has moved too far from the μ that sampled them. It judges log π − log μ, so it sees
 policy lag and the numerical difference between actor and trainer as one. Masked tokens keep their place in the denominators, in
-ESS and in the KL and entropy terms. Not here: advantages that need no model.
+ESS and in the KL and entropy terms.
+
+What a loss or mask does with whole sequences it does with each branch by itself: its sampled tokens, over all its turns. They
+are always in one micro-batch, as the branches of an episode need not be. Not here: advantages that need no model.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ from services.trainer.learn.batch import MicroBatch
 from services.trainer.learn.policy import TokenScores
 
 
-def sequence_means(values: Tensor, batch: MicroBatch) -> Tensor:
-    """[C]: mean of `values` [C] over the tokens of each token's own sequence."""
-    zeros = values.new_zeros(batch.num_sequences)
-    sums = zeros.index_add(0, batch.sequence_index, values)
-    counts = zeros.index_add(0, batch.sequence_index, torch.ones_like(values))
-    return (sums / counts)[batch.sequence_index]
+def branch_means(values: Tensor, batch: MicroBatch) -> Tensor:
+    """[C]: mean of `values` [C] over the sampled tokens of each token's own branch."""
+    zeros = values.new_zeros(batch.num_branches)
+    sums = zeros.index_add(0, batch.branch_index, values)
+    counts = zeros.index_add(0, batch.branch_index, torch.ones_like(values))
+    return (sums / counts)[batch.branch_index]
 
 
 def nothing(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
@@ -44,16 +47,16 @@ def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> T
 
 
 def sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Whole sequences whose geometric mean of π / μ is outside [mask_low, mask_high], of whatever length.
+    """Whole branches whose geometric mean of π / μ is outside [mask_low, mask_high], of whatever length.
 
     Geometric sequence masking: Liu, Li et al., "When Speed Kills Stability" (https://richardli.xyz/rl-collapse), part 3.
     """
-    return _outside(sequence_means(log_weights, batch), config)
+    return _outside(branch_means(log_weights, batch), config)
 
 
 def off_policy_sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Sequences of negative advantage with mean(log μ − log π) > mask_kl (DeepSeek-V3.2, arXiv 2512.02556)."""
-    kl = -sequence_means(log_weights, batch)
+    """Branches of negative advantage with mean(log μ − log π) > mask_kl (DeepSeek-V3.2, arXiv 2512.02556)."""
+    kl = -branch_means(log_weights, batch)
     return (batch.advantages < 0) & (kl > config.mask_kl)
 
 
@@ -111,15 +114,15 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 
 
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the sequence of log ratio) (arXiv 2507.18071, eq. 5).
+    """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5).
 
     In its token form (section 4.3): s is one number, and its gradient in each token's log π goes through that token's own
-    term. For one advantage in a sequence that is the same gradient, and a masked token then has none.
+    term. For one advantage in a branch that is the same gradient, and a masked token then has none.
     """
     log_ratio = logprobs - batch.behaviour_logprobs
-    of_sequence = sequence_means(log_ratio.detach(), batch)
+    of_branch = branch_means(log_ratio.detach(), batch)
     own_gradient = logprobs - logprobs.detach()
-    return _clipped(of_sequence + own_gradient, batch.advantages, config)
+    return _clipped(of_branch + own_gradient, batch.advantages, config)
 
 
 def cispo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ passes beside training's (a KL reference) take time and count nothing.
 Of the data: ESS, lag, clipping, entropy, mismatch, and the weights of sampled sequences. Micro-batches leave their per-token
 results on the device; one transfer at the end of the step brings them over, those of all ranks come together on rank 0, and
 NumPy does the rest, from unclamped weights. The values of a step (`Learner.compute`) come micro-batch after micro-batch, those
-of all ranks behind each other; a sequence's completion tokens are one piece of them.
+of all ranks behind each other; a branch's sampled tokens are one piece of them.
 
 Not here: phases of the loop around the step (`services.trainer.loop`), work of other streams, rewards, names in Prometheus.
 """
@@ -37,7 +37,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pipelinerl.messages.sequences import Sequence
 from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, ess_by_lag, lag_bucket
 from pipelinerl.rl.packing import CostModel
-from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, row_order
+from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, all_branches, row_order
 from services.trainer.learn.lora import has_adapters
 
 TRAINING_PASSES = 3
@@ -303,28 +303,35 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
-def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) -> dict[str, slice]:
-    """By id of the sampled sequences, their completion tokens' places among those of the step.
+def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) -> dict[str, list[slice]]:
+    """By id of the sampled sequences, where the tokens of each of their branches stand among those of the step.
 
-    `batches`: of each micro-batch, in order of the step's values, its sequences as positions in the step.
+    `batches`: of each micro-batch, in order of the step's values, its branches as positions in `all_branches(groups)`.
     """
-    sequences = [sequence for group in groups for sequence in group.sequences]
-    wanted = {sequence.sequence_id for sequence in sampled_sequences(groups)}
-    places, begin = {}, 0
+    branches = all_branches(groups)
+    places: dict[int, slice] = {}
+    begin = 0
     for members in batches:
-        for index in row_order([sequences[member] for member in members]):
-            sequence = sequences[members[index]]
-            end = begin + sequence.num_completion_tokens
-            if sequence.sequence_id in wanted:
-                places[sequence.sequence_id] = slice(begin, end)
+        for index in row_order([branches[member] for member in members]):
+            end = begin + branches[members[index]].num_sampled_tokens
+            places[members[index]] = slice(begin, end)
             begin = end
-    return places
+    numbers = iter(range(len(branches)))
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    of_all = {sequence.sequence_id: [places[next(numbers)] for _ in sequence.all_branches] for sequence in sequences}
+    return {sequence.sequence_id: of_all[sequence.sequence_id] for sequence in sampled_sequences(groups)}
 
 
-def sampled_weights(places: Mapping[str, slice], log_weights: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-    """float64[tokens], importance weights w by id, unclamped, out of `log_weights` [C] of the step, nats."""
+def sampled_weights(
+    places: Mapping[str, list[slice]], log_weights: NDArray[np.float32]
+) -> dict[str, NDArray[np.float64]]:
+    """float64[sampled tokens], importance weights w by id, unclamped, branch after branch, out of `log_weights` [C] of the
+    step, nats."""
     with np.errstate(over="ignore"):
-        return {key: np.exp(log_weights[place].astype(np.float64)) for key, place in places.items()}
+        return {
+            key: np.exp(np.concatenate([log_weights[place] for place in of_one]).astype(np.float64))
+            for key, of_one in places.items()
+        }
 
 
 LARGEST_LOG_WEIGHT = 80.0
@@ -339,7 +346,7 @@ def token_figures(
     *,
     applied: bool = True,
 ) -> dict[str, Any]:
-    """Of all completion tokens of one optimizer step, under the names of metrics.jsonl (docs/run-directory.md); None where no
+    """Of all sampled tokens of one optimizer step, under the names of metrics.jsonl (docs/run-directory.md); None where no
     token could tell. A step that was not `applied` trained on nothing.
 
     `values` of all ranks, `totals` of the step, its `batches` in the order of `values`; `budget`: tokens of a micro-batch at
@@ -349,7 +356,7 @@ def token_figures(
     loss, reference_kl, value_loss, _ = totals.tolist()
     returns = np.concatenate([batch.advantages for batch in batches])
     lags = np.concatenate([batch.lags for batch in batches])
-    loads = [batch.num_tokens for batch in batches if batch.num_sequences]
+    loads = [batch.num_tokens for batch in batches if batch.num_branches]
     usable = bool(np.isfinite(log_weights).all())
     by_lag = ess_by_lag(log_weights, lags) if usable else {}
     buckets = lag_bucket(lags)
@@ -369,7 +376,6 @@ def token_figures(
         "log_weight_abs_max": float(np.abs(log_weights).max()) if usable else None,
         "lag": {"mean": float(lags.mean()), "p95": float(np.percentile(lags, 95)), "max": int(lags.max())},
         "lag_histogram": dict(zip(found.tolist(), counts.tolist(), strict=True)) if applied else {},
-        "sequences_trained": sum(batch.num_sequences for batch in batches) if applied else 0,
         "tokens_trained": len(lags) if applied else 0,
         "tokens_computed": sum(loads),
         "microbatches": len(loads),

@@ -1,7 +1,7 @@
 """A Hugging Face causal language model, seen as log-probabilities, entropies and values of chosen tokens in a packed row.
 
 All that touches the policy's parameters is one module with one forward: sharded weights are gathered when a module's
-forward begins, so backbone, output head and value head must be called within one. Logits are made at completion positions
+forward begins, so backbone, output head and value head must be called within one. Logits are made at sampled positions
 only: from hidden states, block by block, if the model is a plain backbone and linear head, and by the model itself if it
 does more to its logits (soft capping, scaling). Which of the two a model needs, and whether attention really stays within a
 sequence, is found out on two short sequences when the model is wrapped; an architecture that leaks is refused. Ranks that
@@ -55,7 +55,7 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Of C completion tokens, float32[C] each, at the sampling temperature."""
+    """Of C tokens, float32[C] each, at the sampling temperature."""
 
     logprobs: Tensor
     """nats"""

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelinerl.messages.sequences import Logprobs, Sequence, TokenIds
+from pipelinerl.messages.sequences import Logprobs, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.packing import UNIT_COST, CostModel, StepPlan, plan_step
 from services.trainer.distributed.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
@@ -27,6 +27,7 @@ from services.trainer.learn.batch import (
     MicroBatch,
     Normalization,
     TrainingGroup,
+    all_branches,
     host_microbatch,
     sequence_weights,
 )
@@ -88,11 +89,11 @@ class PreparedStep:
     """Of the step: `advantage_abs_mean` over sequences, 0 where no group told anything, and `imbalance`, the share of the
     ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
     flops: float
-    """Model FLOPs of the whole step: of a shared prompt once, and of sequences without a backward pass one of three."""
+    """Model FLOPs of the whole step: of a shared prompt once, and of branches without a backward pass one of three."""
     phases_s: Mapping[str, float]
     """Seconds in `plan` and `build`, beside the step before."""
-    sampled: Mapping[str, slice] = field(default_factory=dict)
-    """Where the completion tokens of sequences that people get to see stand among those of `batches`."""
+    sampled: Mapping[str, list[slice]] = field(default_factory=dict)
+    """Where the tokens of sequences that people get to see, branch by branch, stand among those of `batches`."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
@@ -114,32 +115,40 @@ def prepare_step(
 ) -> PreparedStep:
     """Plans and packs one optimizer step on `groups` at policy version `version`, for `data_ranks` rows at a time.
 
-    `budget`: tokens of a micro-batch, `pad_multiple`: what its row is rounded up to. `share_prompts`: sequences of a
-    micro-batch compute a prompt that they have in common once. `skip_zero_advantages`: sequences whose advantage is 0 get
-    micro-batches of their own without a backward pass, for a loss whose gradient is then 0. Raises `FieldError` when a
-    sequence exceeds the budget.
+    Every branch of a sequence is packed by itself, with the advantage and the weight of the sequence. `budget`: tokens of a
+    micro-batch, `pad_multiple`: what its row is rounded up to. `share_prompts`: branches of a micro-batch compute a prompt that
+    they have in common once. `skip_zero_advantages`: those whose advantage is 0 get micro-batches of their own without a
+    backward pass, for a loss whose gradient is then 0. Raises `FieldError` when a branch exceeds the budget.
     """
     sequences = [sequence for group in groups for sequence in group.sequences]
-    advantages = np.concatenate([group.advantages for group in groups])
-    lengths = np.array([sequence.num_tokens - 1 for sequence in sequences])  # nothing follows the last
-    outputs = np.array([sequence.num_completion_tokens for sequence in sequences])
-    weights = sequence_weights(outputs, normalization)
+    branches = all_branches(groups)
+    owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
+    of_sequences = np.concatenate([group.advantages for group in groups])
+    lengths = np.array([branch.num_tokens - 1 for branch in branches])  # nothing follows the last
+    outputs = np.array([branch.num_sampled_tokens for branch in branches])
+    sampled_tokens = np.array([sequence.num_episode_tokens for sequence in sequences])
+    advantages, weights = of_sequences[owners], sequence_weights(sampled_tokens, normalization)[owners]
 
     def planned(members: NDArray[np.int64]) -> StepPlan:
-        chosen = [sequences[index].prompt_token_ids for index in members]
+        chosen = [branches[index].prompt_token_ids for index in members]
         prompts = [(prompt.tobytes(), len(prompt)) for prompt in chosen] if share_prompts else None
         plan = plan_step(lengths[members].tolist(), budget, data_ranks, cost_model, outputs[members], prompts)
         slots = [[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots]
         return StepPlan(slots, plan.costs)
 
     def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
-        chosen: list[Sequence] = [sequences[index] for index in members]
-        of_chosen = (chosen, advantages[members], weights[members], version, pad_multiple)
+        of_chosen = (
+            [branches[index] for index in members],
+            advantages[members],
+            weights[members],
+            version,
+            pad_multiple,
+        )
         return host_microbatch(*of_chosen, share_prompts=share_prompts, has_gradient=has_gradient)
 
     timer = PhaseTimer()
     with timer.measure("plan"):
-        plan, num_forward = planned(np.arange(len(sequences))), 0
+        plan, num_forward = planned(np.arange(len(branches))), 0
         silent = advantages == 0
         if skip_zero_advantages and silent.any() and not silent.all():
             forward, both = planned(np.flatnonzero(silent)), planned(np.flatnonzero(~silent))
@@ -157,7 +166,7 @@ def prepare_step(
         version=version,
         shares=shares,
         sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
-        figures={"advantage_abs_mean": float(np.abs(advantages).mean()), "imbalance": plan.imbalance},
+        figures={"advantage_abs_mean": float(np.abs(of_sequences).mean()), "imbalance": plan.imbalance},
         flops=TRAINING_PASSES * sum(map(sum, plan.costs)),
         phases_s=timer.take(),
         sampled=sampled_places(groups, (members for rank in range(data_ranks) for members in plan.of_rank(rank))),
@@ -252,6 +261,7 @@ class Learner:
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
         of_all, budget = np.concatenate(values, axis=1), self.trainer.tokens_per_microbatch
         figures |= token_figures(of_all, totals, prepared.batches, budget, applied=not figures["skipped"])
+        figures["sequences_trained"] = 0 if figures["skipped"] else len(prepared.sequence_ids)
         figures |= prepared.figures
         if self.reference is None:
             figures["reference_kl"] = None
@@ -265,7 +275,7 @@ class Learner:
     def compute(self, share: Share) -> tuple[NDArray[np.float32], NDArray[np.float64], dict[str, Any]]:
         """This rank's part in one optimizer step; `share` is its own, or that of its row.
 
-        Returns values [4, C] of the share: log weight, clipped, masked, entropy of each completion token, [5, C] with its
+        Returns values [4, C] of the share: log weight, clipped, masked, entropy of each sampled token, [5, C] with its
         learned baseline last; totals [4] of the whole step: loss, KL to the reference, value loss, sum of the weights; and
         figures: those of `PolicyOptimizer.step`, alike on every rank, and this rank's `memory_peak_gib` and `compute_s`,
         seconds in `to_device`, `forward_backward`, `totals`, `optimizer`.
