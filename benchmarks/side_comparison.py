@@ -117,9 +117,11 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, make_run: MakeRun) ->
     cases = [(side, seed) for seed in arguments.seeds for side in arguments.sides]
     folders = {(side, seed): work / f"{side}-s{seed}" for side, seed in cases}
     runs: dict[tuple[str, int], SavedRun] = {}
-    pace = Pace(f"runs in {work}", sum(not is_kept(folder) for folder in folders.values()), deadline_s)
+    if kept := [folder.name for folder in folders.values() if is_kept(folder)]:
+        print(f"kept from earlier calls, and not run again: {', '.join(kept)}", file=sys.stderr)
+    pace = Pace(f"runs in {work}", len(folders) - len(kept), deadline_s)
     for (side, seed), folder in folders.items():
-        known = is_kept(folder)
+        known = folder.name in kept
         if known or pace.begin():
             run = saved_run(folder, make_run(side, recipe.model_copy(update={"seed": seed}), initial))
             runs[side, seed] = run

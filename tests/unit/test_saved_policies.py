@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from benchmarks import saved_policies, side_comparison
 from benchmarks.crossing import JudgedRun, crossing_estimates, crossing_time
 from benchmarks.pipeline_vs_conventional import Side, best_at_lags, whole_phases
 from benchmarks.saved_policies import decode, heldout_problems
-from benchmarks.saved_runs import BESIDE_PRODUCT, judged, lags, product_code, saved_run, times_of
+from benchmarks.saved_runs import BESIDE_PRODUCT, Run, judged, lags, product_code, saved_run, times_of
 from benchmarks.side_comparison import SideRun, curve
 from benchmarks.trl_environment import pinned
 from benchmarks.versus_trl import TrlSettings, check_equivalent, loss_scale
@@ -99,17 +100,31 @@ def test_policies_are_judged_on_problems_that_no_run_trains_on() -> None:
         )
 
 
-def test_too_few_problems_are_told_of_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_problems_are_told_of_before_anything_runs_and_kept_runs_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(side_comparison, "initial_policy", lambda recipe: "nowhere")
     monkeypatch.setattr(saved_policies, "load_tokenizer", lambda source: character_tokenizer(64))
     parser = argparse.ArgumentParser()
-    side_comparison.add_arguments(parser, ["pipeline"], seeds=(0,))
+    side_comparison.add_arguments(parser, ["pipeline", "trl-g4"], seeds=(3,))
     arguments = parser.parse_args(["--work", str(tmp_path), "--problems", "64"])
     recipe = load_recipe("arithmetic", ["task.config={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"])
     begun: list[str] = []
+
+    def make_run(side: str, *_: object) -> Run:
+        begun.append(side)
+        return lambda folder: ({1: 2.0}, {})
+
     with pytest.raises(FieldError, match=r"--problems = 64.*only"):
-        side_comparison.measure(recipe, arguments, lambda side, *_: begun.append(side))
+        side_comparison.measure(recipe, arguments, make_run)
     assert not begun
+    monkeypatch.setattr(side_comparison, "judged", Mock())
+    monkeypatch.setattr(saved_policies, "PolicyJudge", Mock())
+    side_comparison.measure(load_recipe("arithmetic"), arguments, make_run)
+    assert "not run again" not in capsys.readouterr().err
+    arguments.sides.append("trl-g8")
+    side_comparison.measure(load_recipe("arithmetic"), arguments, make_run)
+    assert "kept from earlier calls, and not run again: pipeline-s3, trl-g4-s3\n" in capsys.readouterr().err
 
 
 def test_trl_is_told_the_same_training_or_the_recipe_is_refused() -> None:
