@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0. Raises `UserError` for what cannot be planned."""
-    from pipelinerl.recipe.loading import load_recipe
+    from pipelinerl.recipe.loading import RecipeError, load_recipe
     from pipelinerl.rl.memory import Model
-    from pipelinerl.rl.planner import counted, make_plan
+    from pipelinerl.rl.planner import counted, make_plan, misfits
 
     recipe = load_recipe(args.recipe, args.overrides)
     if recipe.mode != "pipeline":
@@ -73,10 +73,10 @@ def execute(args: argparse.Namespace) -> int:
     model = Model.of(recipe, size_of(args.parameters), kv_bytes)
     lengths, source = lengths_of(args.lengths, recipe)
     machine = machine_of(args.accelerator, model, recipe, lengths)
-    plan = make_plan(
-        recipe, model, machine, lengths, args.accelerators, args.sequences_in_progress,
-        tell=lambda what: print(f"{what} ...", file=sys.stderr, flush=True),
-    )  # fmt: skip
+    wanted = recipe, model, machine, lengths, args.accelerators, args.sequences_in_progress
+    if found := misfits(*wanted):
+        raise RecipeError(recipe.name, found)
+    plan = make_plan(*wanted, tell=lambda what: print(f"{what} ...", file=sys.stderr, flush=True))
     if args.json:
         print(json.dumps(as_json(plan), indent=2))
         return 0

@@ -100,11 +100,7 @@ def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
 def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """From the data sheet. A decode step reads the weights and the KV cache once and computes 2 FLOPs per weight and sequence;
     training computes 6 per weight and token, prompts included: once for the samples of a group that share a micro-batch.
-
-    Raises `FieldError` when the model does not fit.
     """
-    if problem := actor_problem(recipe, model, accelerator.memory_gib):
-        raise problem
     per_actor = recipe.actor.engine.tensor_parallel_size
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
@@ -165,6 +161,31 @@ class Plan:
         return self.played.rate / self.share
 
 
+def most_in_progress(recipe: Recipe, model: Model, machine: Machine, lengths: Lengths) -> int:
+    """Sequences that the KV cache of an actor holds."""
+    return int(machine.kv_gib * GIB / (tokens_held(lengths, longest_prompt(recipe)) * model.kv_bytes))
+
+
+def misfits(
+    recipe: Recipe, model: Model, machine: Machine, lengths: Lengths, num_accelerators: int, h: int | None = None
+) -> list[FieldError]:
+    """All that is too small for an actor or the trainer; `h` as of `make_plan`."""
+    fewest, most = fewest_ranks(recipe, model, machine.memory_gib), most_in_progress(recipe, model, machine, lengths)
+    too_large = actor_problem(recipe, model, machine.memory_gib) if machine.name in ACCELERATORS else None
+    found = [too_large] if too_large else []
+    if not too_large and not most:
+        held = tokens_held(lengths, longest_prompt(recipe))
+        fix = f"the KV cache of an actor does not hold one sequence, {held * model.kv_bytes / GIB:.2g} GiB; give more"
+        found.append(FieldError("kv_gib", machine.kv_gib, fix))
+    elif not too_large and h and h > most:
+        fix = f"the KV cache of an actor holds {most} of them; use at most that"
+        found.append(FieldError("--sequences-in-progress", h, fix))
+    if num_accelerators < machine.per_actor + fewest:
+        fix = f"an actor needs {machine.per_actor} and the trainer {fewest} of this kind; give more"
+        found.append(FieldError("--accelerators", num_accelerators, fix))
+    return found
+
+
 def make_plan(
     recipe: Recipe,
     model: Model,
@@ -177,22 +198,12 @@ def make_plan(
     """The fastest split of the accelerators within the recipe's lag limit; `sequences_in_progress`: H, None = the best one.
     `tell` hears of each simulation, which takes some seconds for a large system.
 
-    Raises `FieldError` for what cannot be planned.
+    There must be no `misfits`. Raises `FieldError` when the lag limit allows no split.
     """
     max_lag, per_actor = recipe.algorithm.max_lag, machine.per_actor
-    held = tokens_held(lengths, longest_prompt(recipe))
-    most_in_progress = int(machine.kv_gib * GIB / (held * model.kv_bytes))
+    held, most = tokens_held(lengths, longest_prompt(recipe)), most_in_progress(recipe, model, machine, lengths)
     fewest = fewest_ranks(recipe, model, machine.memory_gib)
-    if num_accelerators < per_actor + fewest:
-        fix = f"an actor needs {per_actor} and the trainer {fewest} of this kind; give more"
-        raise FieldError("--accelerators", num_accelerators, fix)
-    if not most_in_progress:
-        fix = f"the KV cache of an actor does not hold one sequence, {held * model.kv_bytes / GIB:.2g} GiB; give more"
-        raise FieldError("kv_gib", machine.kv_gib, fix)
-    if sequences_in_progress and sequences_in_progress > most_in_progress:
-        fix = f"the KV cache of an actor holds {most_in_progress} of them; use at most that"
-        raise FieldError("--sequences-in-progress", sequences_in_progress, fix)
-    candidates = [h for h in IN_PROGRESS if h <= most_in_progress]
+    candidates = [h for h in IN_PROGRESS if h <= most]
     most_actors = (num_accelerators - fewest) // per_actor
     workload = machine.decode, machine.training, lengths, recipe.trainer.batch_size
     splits = [
@@ -226,7 +237,7 @@ def make_plan(
     state_gib = state_bytes(recipe, model) / GIB / chosen.num_trainers
     reasons = (
         _why_this_split(chosen, max(splits, key=lambda one: one.rate), max_lag),
-        _why_this_h(h, sequences_in_progress, most_in_progress),
+        _why_this_h(h, sequences_in_progress, most),
         f"{counted(h, 'sequence')}, each of {held:,.0f} tokens on average, prompt and the "
         f"part of the completion that exists, hold {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
         f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state, where "
