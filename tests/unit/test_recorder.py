@@ -24,7 +24,7 @@ from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
 from services.trainer.weight_sync.updater import UpdateRecord
 from tests.support.learner import letters_tokenizer
-from tests.unit.builders import make_group, make_recipe, make_sequence
+from tests.unit.builders import make_episode, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import parts_of_a_run, step_figures
 
 TWO_VERSIONS = (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2))
@@ -35,11 +35,11 @@ class Desk:
         self.run_dir, self.registry, self.taken = run_dir, CollectorRegistry(), 0
         self.recorder = Recorder(make_recipe(**sections), files, TrainerMetrics(self.registry))
 
-    def step(self, skipped: str = "", **more: Any) -> dict[str, Any]:
-        """Trains on a group of two sequences; one of them is of two versions, and was cut."""
+    def step(self, skipped: str = "", episodes: bool = False, **more: Any) -> dict[str, Any]:
+        """Trains on a group of two sequences; the second is of two versions, and was cut. `episodes`: the first is one."""
         group = make_group(self.taken)
         cut = replace(make_sequence(group, 1, spans=TWO_VERSIONS), finish_reason=FinishReason.LENGTH)
-        members = (make_sequence(group, 0), cut)
+        members = (make_episode(group, 0) if episodes else make_sequence(group, 0), cut)
         self.taken += 1
         figures = {
             **step_figures(skipped),
@@ -84,6 +84,18 @@ def test_a_skipped_step_trained_on_nothing(desk: Desk) -> None:
         1,
         1,
     ]
+
+
+def test_turns_and_what_was_observed_are_figures_of_episodes_alone(desk: Desk) -> None:
+    """An episode of 3 sampled and 2 observed tokens in two turns, and a branch of one; beside a sequence of 2 tokens."""
+    plain, mixed = desk.step(), desk.step(episodes=True)
+    figures = {"turns_mean": 3.0, "branches_mean": 2.0, "observed_fraction": pytest.approx(2 / 6)}
+    assert figures.keys() & plain.keys() == set()
+    assert {name: mixed[name] for name in figures} == figures
+    assert (mixed["completion_tokens_mean"], mixed["truncated_fraction"]) == (3.0, 0.5)
+    assert [desk.of(name) for name in ("episode_turns", "episode_branches")] == [3.0, 2.0]
+    desk.step()
+    assert desk.of("observed_ratio") is None
 
 
 def test_a_lag_limit_that_costs_something_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -65,7 +65,13 @@ OF_STEP: dict[str, tuple[str, ...]] = {
     "loss": ("loss", "Loss of the batch.", "none"),
     "value_loss": ("value_loss", "Loss of the learned baseline, before its coefficient; with one only.", "none"),
     "learning_rate": ("learning_rate", "Learning rate of the step.", "none"),
-    "completion_tokens_mean": ("completion_length_tokens", "Mean length of the batch's completions."),
+    "completion_tokens_mean": ("completion_length_tokens", "Mean sampled tokens of the batch's sequences."),
+    "turns_mean": ("episode_turns", "Mean turns of the batch's episodes; with such only.", "turns"),
+    "branches_mean": ("episode_branches", "Mean branches of the batch's episodes; with such only.", "branches"),
+    "observed_fraction": (
+        "observed_ratio",
+        "Share of the tokens after the prompts that environments added and nothing is trained on; with episodes only.",
+    ),
     "multi_version_fraction": (
         "multi_version_ratio",
         "Share of the batch's sequences that more than one version sampled.",
@@ -134,7 +140,7 @@ class StepMetrics:
             ),
             "tokens_per_s": metrics.reading(
                 "tokens_per_second",
-                "Tokens over compute time of the last step: trained completion tokens, or all that were computed.",
+                "Tokens over compute time of the last step: sampled ones that were trained, or all that were computed.",
                 {"tokens": ("trained", "computed")},
             ),
         }

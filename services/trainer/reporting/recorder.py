@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipelinerl.kube.client import Pod
-from pipelinerl.messages.sequences import FinishReason
+from pipelinerl.messages.sequences import FinishReason, Sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import CUT_STEPS, CUTTING, MOST_CUT, WAIT_SHARE, all_equal, narrow_clip_range
 from pipelinerl.rl.ledger import Outcome
@@ -306,10 +306,11 @@ class Recorder:
             "reward_mean": float(rewards.mean()),
             "reward_std": float(rewards.std()),
             **group_figures(batch),
+            **episode_figures(sequences),
             "tokens_generated": tokens_arrived,
             "tokens_generated_per_s": (tokens_arrived - self.totals.tokens_generated) / since_last_s,
             "tokens_trained_per_s": figures["tokens_trained"] / since_last_s,
-            "completion_tokens_mean": float(np.mean([s.num_completion_tokens for s in sequences])),
+            "completion_tokens_mean": float(np.mean([s.num_episode_tokens for s in sequences])),
             "multi_version_fraction": float(np.mean([s.num_versions > 1 for s in sequences])),
             "truncated_fraction": float(np.mean([s.finish_reason is FinishReason.LENGTH for s in sequences])),
             **self._arrived,
@@ -402,6 +403,20 @@ def _nothing_arrived() -> StepRecord:
         "joins": [],
         "logprob_mismatch": None,
         "parity_failures": 0,
+    }
+
+
+def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
+    """How episodes went, under the names of metrics.jsonl; nothing without any. Pure."""
+    episodes = [sequence for sequence in sequences if sequence.turns]
+    branches = [branch for episode in episodes for branch in episode.all_branches]
+    if not episodes:
+        return {}
+    sampled = sum(branch.num_sampled_tokens for branch in branches)
+    return {
+        "turns_mean": sum(len(branch.turns) or 1 for branch in branches) / len(episodes),
+        "branches_mean": len(branches) / len(episodes),
+        "observed_fraction": 1 - sampled / sum(branch.num_completion_tokens for branch in branches),
     }
 
 
