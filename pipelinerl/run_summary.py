@@ -28,8 +28,8 @@ _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed"
 class RunTotals:
     """What the summary needs from the whole run. What was trained on counts steps that changed weights only."""
 
-    heldout: list[tuple[int, float, int | None, float | None]] = field(default_factory=list)
-    """(version, accuracy, problems without a verdict, accuracy with these as wrong answers) of each evaluation."""
+    heldout: list[tuple[int, float, int | None, float | None, Mapping[str, Any] | None]] = field(default_factory=list)
+    """(version, accuracy, answers without a verdict, accuracy with these as wrong ones, `heldout_sets`) of each evaluation."""
     heldout_tokens: int = 0
     commits_held_s: float = 0.0
     tokens_generated: int = 0
@@ -78,7 +78,7 @@ class RunTotals:
         """What `to_state` gave, perhaps by way of JSON. Checkpoints of earlier versions have some fields in `throughput`."""
         flat = {**state.get("throughput", {}), **state}
         own: dict[str, Any] = {
-            "heldout": [(*one, None)[:4] for one in state["heldout"]],  # earlier versions had no lower bound
+            "heldout": [(*one, None, None)[:5] for one in state["heldout"]],  # earlier versions knew less
             "lag_histogram": {int(lag): tokens for lag, tokens in state["lag_histogram"].items()},
         }
         if "sequences_truncated_known" not in state:
@@ -127,8 +127,9 @@ class RunTotals:
         """What arrived since the step before. The trainer counts it when it arrives, the runner from the record."""
         if record.get("heldout_accuracy") is not None:
             version = record.get("heldout_version", record.get("step"))
-            known = (record.get("heldout_unanswered"), record.get("heldout_accuracy_lower_bound"))
-            self.heldout.append((version, record["heldout_accuracy"], *known))
+            unanswered, lower_bound = record.get("heldout_unanswered"), record.get("heldout_accuracy_lower_bound")
+            sets = record.get("heldout_sets")
+            self.heldout.append((version, record["heldout_accuracy"], unanswered, lower_bound, sets))
         self.heldout_tokens += record.get("heldout_tokens") or 0
         self.commits_held_s += record.get("commits_held_s") or 0.0
         self.parity_failures += record.get("parity_failures") or 0
@@ -160,8 +161,14 @@ class RunTotals:
             "heldout_accuracy_first": self.heldout[0][1] if self.heldout else None,
             "heldout_accuracy_last": self.heldout[-1][1] if self.heldout else None,
             "heldout": [
-                {"version": version, "accuracy": accuracy, "unanswered": missing, "lower_bound": lower_bound}
-                for version, accuracy, missing, lower_bound in self.heldout
+                {
+                    "version": version,
+                    "accuracy": accuracy,
+                    "unanswered": missing,
+                    "lower_bound": lower_bound,
+                    "sets": sets,
+                }
+                for version, accuracy, missing, lower_bound, sets in self.heldout
             ],
             "heldout_tokens": self.heldout_tokens,
             "commits_held_s": self.commits_held_s,

@@ -82,6 +82,8 @@ _LEARNING = Section(
             (
                 Query(gauge("trainer_heldout_accuracy_ratio")),
                 Query(gauge("trainer_heldout_accuracy_lower_bound_ratio"), "{{run}} with unanswered problems as wrong"),
+                Query(gauge("trainer_heldout_set_accuracy_ratio", "set"), "{{run}} {{set}}"),
+                Query(gauge("trainer_heldout_set_pass_ratio", "set"), "{{run}} {{set}} pass@k"),
             ),
             unit="percentunit",
             width=12,

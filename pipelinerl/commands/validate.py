@@ -84,6 +84,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     """What a person wants to see of a recipe at a glance, as (name, value) rows. Pure."""
     lag = recipe.algorithm.max_lag
     model = recipe.model
+    answers = f", {recipe.evaluation.samples} answers to each," if recipe.evaluation.samples > 1 else ""
     return [
         ("mode", recipe.mode),
         ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
@@ -104,7 +105,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ),
         ("trained", "all weights" if recipe.trainer.lora is None else f"adapters of rank {recipe.trainer.lora.rank}"),
         ("ranks", _ranks(recipe)),
-        ("evaluation", f"{recipe.task.heldout_problems} problems every {recipe.evaluation.every_steps} steps"),
+        ("evaluation", f"{recipe.task.heldout_problems} problems{answers} every {recipe.evaluation.every_steps} steps"),
     ]
 
 

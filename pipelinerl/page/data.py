@@ -133,7 +133,8 @@ class RunHistory:
         version = record.get("heldout_version", record.get("step"))
         time_s = self._times_s.get(version, record.get("time_s"))
         accuracy, lower_bound = record["heldout_accuracy"], record.get("heldout_accuracy_lower_bound")
-        return {"step": version, "time_s": time_s, "accuracy": accuracy, "lower_bound": lower_bound}
+        sets = record.get("heldout_sets") or {}
+        return {"step": version, "time_s": time_s, "accuracy": accuracy, "lower_bound": lower_bound, "sets": sets}
 
     def _add_sample(self, sample: Record) -> dict[str, Any]:
         shown = shown_sample(sample)
@@ -164,6 +165,7 @@ def report_data(
             "time_s": times_s.get(one["version"]),
             "accuracy": one["accuracy"],
             "lower_bound": one.get("lower_bound"),
+            "sets": one.get("sets") or {},
         }
         for one in summary.get("heldout") or []
     ]

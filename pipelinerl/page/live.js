@@ -7,7 +7,7 @@
 
 const PrlLive = (() => {
   const { node, number } = PrlCharts;
-  const { percent, seconds, duration, lowerBoundNote, plots, tiles, section, fold } = PrlViews;
+  const { percent, seconds, duration, heldoutNote, plots, tiles, section, fold } = PrlViews;
   const ASK_EVERY_MS = 1000;
   const ANSWER_WITHIN_MS = 10000;
   const SAMPLES_EVERY_MS = 5000;
@@ -80,7 +80,7 @@ const PrlLive = (() => {
     return [
       ["version", "Policy version", String(versionOf(data)), `of ${number(data.total_steps)} steps; every actor serves ${state.served_version ?? "none yet"}`],
       ["reward", "Train reward", number(last.reward_mean), `step ${last.step ?? "–"}; mean of the last ${recent.length}: ${number(mean)}`],
-      ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}${lowerBoundNote(newest)}` : "no evaluation yet"],
+      ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}${heldoutNote(newest)}` : "no evaluation yet"],
       ["lag", "Token lag", number(lag.mean), ...lagNote(last, data.max_lag)],
       ["ess", "ESS", number(last.ess), "1 = on-policy; below 0.5 is worth a look", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
       ["parity", "Parity", number(data.parity.mismatch), data.parity.failures ? `${number(data.parity.failures)} PROBES FAILED: actors serve another policy` : "nats, largest difference of the last probe", data.parity.failures ? "warn" : ""],

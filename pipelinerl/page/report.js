@@ -6,7 +6,7 @@
 
 const PrlReport = (() => {
   const { node, number } = PrlCharts;
-  const { percent, seconds, duration, lowerBoundNote, tiles, plots, section, fold } = PrlViews;
+  const { percent, seconds, duration, heldoutNote, tiles, plots, section, fold } = PrlViews;
 
   function header(root, data) {
     const s = data.summary;
@@ -23,7 +23,7 @@ const PrlReport = (() => {
   function summaryTiles(root, data) {
     const s = data.summary, lag = s.lag || {}, ess = s.ess || {}, updates = s.weight_updates || {}, rate = s.tokens_per_s || {};
     const entries = [
-      ["Held-out accuracy", percent(s.heldout_accuracy_last), `from ${percent(s.heldout_accuracy_first)}${lowerBoundNote(data.heldout[data.heldout.length - 1])}`],
+      ["Held-out accuracy", percent(s.heldout_accuracy_last), `from ${percent(s.heldout_accuracy_first)}${heldoutNote(data.heldout[data.heldout.length - 1])}`],
       ["Optimizer steps", number(s.steps), `policy version ${number(s.policy_version)}, ${s.mode || ""} mode; gradient clipped in ${number(s.steps_clipped)}`],
       ["Wall clock", duration(s.wall_s), `${restarts(data.starts || [])}trainer busy ${percent(s.trainer_busy_fraction)}, actors ${percent(s.actor_busy_fraction)}`],
       ["Tokens trained", number(s.tokens_trained), `${number(s.tokens_generated)} generated`],

@@ -11,7 +11,14 @@ const PrlViews = (() => {
   const seconds = (v) => (v === null || v === undefined ? "–" : v === 0 || v >= 1 ? `${number(v)} s` : `${number(1000 * v)} ms`);
   /* Of an evaluation with problems without a verdict: these as wrong answers. */
   const lowerBound = (one) => (one && (one.lower_bound ?? one.accuracy) < one.accuracy ? one.lower_bound : null);
-  const lowerBoundNote = (one) => (lowerBound(one) === null ? "" : `; ${percent(one.lower_bound)} with unanswered problems as wrong`);
+  /* "; 95 % interval 61 % to 79 %, pass@8 90 %" of the only set of problems, or the accuracy of each of several. */
+  function setsNote(one) {
+    const sets = Object.entries((one && one.sets) || {});
+    const passed = (of) => Object.entries(of.pass_at).slice(-1).map(([k, one]) => `, pass@${k} ${percent(one.value)}`).join("");
+    if (sets.length === 1) return sets.map(([, of]) => `; 95 % interval ${percent(of.accuracy.low)} to ${percent(of.accuracy.high)}${passed(of)}`).join("");
+    return sets.map(([name, of]) => `; ${name} ${percent(of.accuracy.value)}${passed(of)}`).join("");
+  }
+  const heldoutNote = (one) => (lowerBound(one) === null ? "" : `; ${percent(one.lower_bound)} with unanswered problems as wrong`) + setsNote(one);
   const COLOR = ["var(--series-1)", "var(--series-2)", "var(--series-3)", "var(--series-4)"];
   const RECENT = 20;
 
@@ -62,6 +69,12 @@ const PrlViews = (() => {
     const bounds = pick(data.heldout, axis, lowerBound).filter((p) => p[1] !== null);
     const evaluations = [{ name: "accuracy", color: COLOR[0], points: accuracy, dots: accuracy.length < 40 }];
     if (bounds.length) evaluations.push({ name: "with unanswered problems as wrong", color: COLOR[1], points: bounds, dots: true });
+    const names = [...new Set(data.heldout.flatMap((one) => Object.keys(one.sets)))];
+    const ofSet = (name, label, value) => ({ name: label, color: COLOR[2 + (names.indexOf(name) % 2)], dots: true,
+      points: pick(data.heldout, axis, (one) => (one.sets[name] ? value(one.sets[name]) : null)).filter((p) => p[1] !== null && p[1] !== undefined) });
+    if (names.length > 1) evaluations.push(...names.map((name) => ofSet(name, name, (of) => of.accuracy.value)));
+    const passed = names.map((name) => ofSet(name, names.length > 1 ? `pass@k, ${name}` : "pass@k", (of) => (Object.values(of.pass_at).slice(-1)[0] || {}).value));
+    evaluations.push(...passed.filter((one) => one.points.length));
     return [
       (root) => lines(root, { title: "Held-out accuracy", sub: "Problems never trained on", series: evaluations, xName: axis.name, format: percent, yLow: 0, yHigh: 1, emptyText: "No evaluation yet" }),
       (root) => lines(root, { title: "Train reward", sub: "Mean over the batch", series: noisy("reward", COLOR[0], pick(r, axis, (one) => one.reward_mean)), xName: axis.name }),
@@ -218,5 +231,5 @@ const PrlViews = (() => {
     root.append(field);
   }
 
-  return { percent, seconds, duration, lowerBoundNote, learning, freshness, pipeline, plots, tiles, section, fold };
+  return { percent, seconds, duration, heldoutNote, learning, freshness, pipeline, plots, tiles, section, fold };
 })();

@@ -606,6 +606,9 @@ class EvaluationConfig(Section):
         20, ge=0, description="Optimizer steps between held-out evaluations; 0 = first and last only."
     )
     temperature: float = Field(0.0, ge=0, le=4, description="0 = greedy.")
+    samples: int = Field(
+        1, ge=1, le=1024, description="Answers to each problem: their mean counts, and pass@k for k up to this number."
+    )
     timeout_s: Changeable[float] = Field(
         600.0, gt=0, description="An evaluation ends then, with what has been answered."
     )

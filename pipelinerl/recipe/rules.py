@@ -34,7 +34,11 @@ class BrokenRules(ValueError):
 
 def check_rules(recipe: Recipe) -> None:
     """Raises `BrokenRules` with every rule that `recipe` breaks, in the order of its sections."""
-    broken = [one for rule in (_model, _lengths, _groups, _conventional_lag, _schedule, _ranks) for one in rule(recipe)]
+    broken = [
+        one
+        for rule in (_model, _lengths, _groups, _conventional_lag, _schedule, _ranks, _evaluation)
+        for one in rule(recipe)
+    ]
     if broken:
         raise BrokenRules(tuple(FieldError(field, attrgetter(field)(recipe), fix) for field, fix in broken))
 
@@ -133,3 +137,9 @@ def _ranks(recipe: Recipe) -> Broken:
     if recipe.trainer.context_parallel > 1 and attention != "auto":
         fix = f"needs model.attention = 'auto', not {attention!r}: only that one shares rows among ranks"
         yield "trainer.context_parallel", fix
+
+
+def _evaluation(recipe: Recipe) -> Broken:
+    samples = recipe.evaluation.samples
+    if samples > 1 and not recipe.evaluation.temperature:
+        yield "evaluation.samples", "greedy answers are all the same; use 1, or evaluation.temperature above 0"

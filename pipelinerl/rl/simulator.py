@@ -463,7 +463,8 @@ class _Run:
     def _evaluate(self, version: int) -> _Process:
         self.held_above = version
         yield lambda: self.served >= version
-        problems = self.lengths.sample(self.random, self.recipe.task.heldout_problems).tolist()
+        answers = self.recipe.task.heldout_problems * self.recipe.evaluation.samples
+        problems = self.lengths.sample(self.random, answers).tolist()
         self.heldout_left = len(problems)
         for number, length in enumerate(problems):
             self.actors[number % len(self.actors)].heldout.append(length)

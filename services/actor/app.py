@@ -13,6 +13,7 @@ import logging
 import os
 import time
 import uuid
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 
@@ -287,7 +288,9 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     async def _complete(
         self, key: str, prompt: TokenIds, sampling: SamplingParams, seed: int
     ) -> actor_pb2.GenerateResult:
-        request = GenerationRequest(f"eval-{key}-{os.urandom(4).hex()}", prompt, sampling, seed or None)
+        # Several answers to one prompt are different ones.
+        own_seed = seed + zlib.crc32(key.encode()) if seed else None
+        request = GenerationRequest(f"eval-{key}-{os.urandom(4).hex()}", prompt, sampling, own_seed)
         try:
             generation = await self._engine.generate(request)
         except EngineError as error:

@@ -221,9 +221,12 @@ async def test_a_stop_is_heard_while_an_actor_waits_for_nats(
 class Engine(ScriptedEngine):
     """Answers every prompt with its last token, once; refuses prompts that begin with 9."""
 
-    vocab_size = 10
+    def __init__(self) -> None:
+        super().__init__(vocab_size=10)
+        self.seeds: list[int | None] = []
 
     async def generate(self, request: GenerationRequest) -> Generation:
+        self.seeds.append(request.seed)
         if request.prompt_token_ids[0] == 9:
             raise EngineError("refused")
         return replace(generated(0), completion_token_ids=request.prompt_token_ids[-1:], spans=SPANS)
@@ -236,7 +239,7 @@ class Engine(ScriptedEngine):
 async def answering(
     version: int | None = 3, engine: ScriptedEngine | None = None
 ) -> AsyncIterator[tuple[Running, str]]:
-    async with running(engine or Engine(vocab_size=10), version) as one:
+    async with running(engine or Engine(), version) as one:
         register = lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(one.actor, server)  # noqa: E731
         async with serve_grpc(register, [app.SERVICE], "127.0.0.1", 0, stop_grace_s=0.1) as port:
             yield one, f"127.0.0.1:{port}"
@@ -244,6 +247,16 @@ async def answering(
 
 def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
+
+
+async def test_several_answers_to_one_prompt_are_drawn_with_seeds_of_their_own() -> None:
+    engine, prompts = Engine(), {"p": tokens(1, 2, 7), "q": tokens(1, 2, 7)}
+    async with answering(engine=engine) as (_, address), ActorClient("a", address) as client:
+        for seed in (1, 0):
+            async for _ in client.generate(prompts, SAMPLING, seed=seed, timeout_s=60):
+                pass
+    assert len({*engine.seeds[:2]}) == 2
+    assert engine.seeds[2:] == [None, None]
 
 
 async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_only() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion, sampling_from_proto
+from pipelinerl.rl.accuracy import accuracy_of
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT, VerifyResult
 from services.trainer.data.evaluation import (
     JUDGE_BATCH,
@@ -115,7 +116,7 @@ async def test_what_has_no_verdict_is_left_out_and_counted_and_wrong_in_the_lowe
     verifier = FakeVerifier(outcomes)
     result = await evaluate(verifier, timeout_s=2.5 if actor is SILENT else 10.0, a=actor)
     assert (result.accuracy, result.lower_bound, len(verifier.asked)) == (accuracy, lower_bound, asked)
-    assert f"leaves out problems: {told}" in caplog.text
+    assert f"leaves out answers: {told}" in caplog.text
     assert ("3 of 4 completions in time" in caplog.text) is (actor is SILENT)
 
 
@@ -134,6 +135,23 @@ async def test_completions_end_as_in_training() -> None:
     trained = sampling_of(recipe, 2, (9, 11))  # temperature 1
     assert (trained.stop, trained.stop_token_ids, trained.temperature) == (("\n",), (7, 9, 11), 1.0)
     assert sampling_from_proto(request.sampling) == replace(trained, temperature=0.0)
+
+
+async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_missing() -> None:
+    evaluation = {"timeout_s": 10.0, "samples": 2, "temperature": 1.0}
+    recipe, updater, actor = make_recipe(evaluation=evaluation), FakeUpdater(), FakeActor()
+    outcomes = {"h000001": verdict("h000001", answer=0.0), "h000003": verdict("h000003", VERIFY_STATUS_TIMEOUT)}
+    verifier: Any = FakeVerifier(outcomes)
+    asked = [replace(problem, prompt_token_ids=np.array([one], np.int32)) for one, problem in enumerate(problems(2))]
+    async with serving(a=actor) as addresses:
+        updater.serve(addresses)
+        result = await Evaluator(recipe, asked, 20, updater, verifier, incarnation=1).evaluate(0)  # type: ignore[arg-type]
+    sent = [(prompt.id, prompt.prompt_token_ids[0]) for prompt in actor.requests[0].prompts]
+    assert sent == [("h000000", 0), ("h000001", 0), ("h000002", 1), ("h000003", 1)]
+    assert (result.accuracy, result.lower_bound, result.num_unanswered) == (0.75, 0.5, 1)  # (1/2 + 1) / 2; 2 of 4
+    (of_task,) = result.sets.values()
+    assert of_task == accuracy_of([[True, False], [True, None]])
+    assert of_task.pass_at[2].value == 1.0
 
 
 async def test_completions_of_another_version_do_not_count() -> None:

@@ -271,6 +271,7 @@ def test_a_missing_field_says_what_to_give() -> None:
         ),
         ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "wider than sampling.max_tokens = 64"),
         ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "whose baseline needs every reward"),
+        ("evaluation.samples=4", "evaluation.samples", "4: greedy answers are all the same"),
         ("trainer.value_learning_rate=1e-5", "trainer.value_learning_rate", "'leave_one_out' has no value head"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.messages.sequences import FinishReason, VersionSpan
+from pipelinerl.rl.accuracy import accuracy_of
 from pipelinerl.rl.ledger import LedgerCounts
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.data.evaluation import HeldoutResult, HeldoutSample, Parity
@@ -156,14 +157,20 @@ def test_a_broken_probe_is_a_failure_and_the_maximum_is_over_the_others(desk: De
 
 def test_what_an_evaluation_cost_and_problems_without_a_verdict_are_recorded(desk: Desk) -> None:
     assert desk.step()["heldout_unanswered"] is None
-    desk.recorder.heldout(HeldoutResult(1, 0.75, 0.5, 4, 30, ()))
+    accuracy = accuracy_of([[True, True], [True, False]])
+    assert accuracy is not None
+    sets = {"chain_sum": accuracy.to_json()}
+    desk.recorder.heldout(HeldoutResult(1, 0.75, 0.5, 4, 30, (), {"chain_sum": accuracy}))
     desk.recorder.commits_held(1.5)
     record = desk.step()
     assert (record["heldout_accuracy"], record["heldout_unanswered"]) == (0.75, 4)
     assert (record["heldout_tokens"], record["commits_held_s"]) == (30, 1.5)
     assert (desk.step()["heldout_tokens"], desk.step()["commits_held_s"]) == (None, 0)
     summary = desk.summary()
-    assert summary["heldout"] == [{"version": 1, "accuracy": 0.75, "unanswered": 4, "lower_bound": 0.5}]
+    assert summary["heldout"] == [{"version": 1, "accuracy": 0.75, "unanswered": 4, "lower_bound": 0.5, "sets": sets}]
+    assert (record["heldout_sets"], sets["chain_sum"]["accuracy"]["value"]) == (sets, 0.75)
+    assert desk.of("heldout_set_accuracy_ratio", set="chain_sum") == 0.75
+    assert desk.of("heldout_set_pass_ratio", set="chain_sum") == 1.0
     assert (record["heldout_accuracy_lower_bound"], desk.of("heldout_accuracy_lower_bound_ratio")) == (0.5, 0.5)
     assert (summary["heldout_tokens"], summary["commits_held_s"]) == (30, 1.5)
     assert desk.of("heldout_unanswered_problems") == 4

@@ -61,9 +61,9 @@ def test_heldout_stands_at_the_version_it_measured_the_last_one_included() -> No
     evaluations = [{"version": version, "accuracy": 0.4 + 0.1 * version, "lower_bound": 0.1} for version in (0, 2, 3)]
     shown = data([record(1), record(2), record(3)], [], heldout=evaluations)
     assert shown["heldout"] == [
-        {"step": 0, "time_s": 0.0, "accuracy": 0.4, "lower_bound": 0.1},
-        {"step": 2, "time_s": 4.0, "accuracy": pytest.approx(0.6), "lower_bound": 0.1},
-        {"step": 3, "time_s": 6.0, "accuracy": pytest.approx(0.7), "lower_bound": 0.1},
+        {"step": 0, "time_s": 0.0, "accuracy": 0.4, "lower_bound": 0.1, "sets": {}},
+        {"step": 2, "time_s": 4.0, "accuracy": pytest.approx(0.6), "lower_bound": 0.1, "sets": {}},
+        {"step": 3, "time_s": 6.0, "accuracy": pytest.approx(0.7), "lower_bound": 0.1, "sets": {}},
     ]
 
 
@@ -216,3 +216,23 @@ def test_axes_and_the_bands_and_labels_of_the_ledger(expression: str, value: obj
     script = f"{asset('charts.js')}{asset('flow.js')}; console.log(JSON.stringify({expression}))"
     done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == pytest.approx(value)
+
+
+ESTIMATE = {"value": 0.7, "low": 0.61, "high": 0.79}
+ONE_SET = {"accuracy": ESTIMATE, "pass_at": {"2": ESTIMATE, "8": {"value": 0.9}}}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+@pytest.mark.parametrize(
+    ("sets", "note"),
+    [
+        ({}, ""),
+        ({"sums": ONE_SET}, "; 95 % interval 61% to 79%, pass@8 90%"),
+        ({"sums": ONE_SET, "spell": {"accuracy": {"value": 0.5}, "pass_at": {}}}, "; sums 70%, pass@8 90%; spell 50%"),
+    ],
+)
+def test_what_is_said_of_the_sets_of_an_evaluation(sets: dict[str, Any], note: str) -> None:
+    point = json.dumps({"accuracy": 0.7, "lower_bound": 0.7, "sets": sets})
+    script = f"{asset('charts.js')}{asset('views.js')}; console.log(PrlViews.heldoutNote({point}))"
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.rstrip("\n") == note

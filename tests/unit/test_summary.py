@@ -85,7 +85,7 @@ def test_evaluations_skipped_steps_and_joins_are_counted_from_the_steps() -> Non
     assert (summary["steps_skipped"], summary["steps_clipped"], summary["parity_failures"]) == (1, 1, 4)
     assert (summary["heldout_tokens"], summary["commits_held_s"]) == (70, 1.5)
     assert summary["sequence_reasons"] is None, "the steps do not tell"
-    assert summary["heldout"] == [{"version": 0, "accuracy": 0.5, "unanswered": 2, "lower_bound": 0.25}]
+    assert summary["heldout"] == [{"version": 0, "accuracy": 0.5, "unanswered": 2, "lower_bound": 0.25, "sets": None}]
     assert summary["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": None}
 
 

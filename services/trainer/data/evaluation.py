@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -36,6 +36,7 @@ from pipelinerl.messages.sequences import (
 )
 from pipelinerl.messages.verification import VerifierClient, status_name
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.accuracy import Accuracy, accuracy_of
 from pipelinerl.rl.groups import answer_reward
 from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.telemetry import attributes as a
@@ -173,11 +174,9 @@ class HeldoutSample:
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """`accuracy`: share of right answers among the problems with a verdict; `num_unanswered` problems have none. They are wrong
-    answers in `lower_bound`, the share of right ones among all problems.
+    """Accuracy over all problems, and in `sets` that of each set of them, by name. `num_tokens`: of the completions.
 
     No verdict: no completion in time, a failure of the actor, no answer of the verifier in time, or a reward that failed.
-    `num_tokens`: of the completions.
     """
 
     version: int
@@ -186,6 +185,7 @@ class HeldoutResult:
     num_unanswered: int
     num_tokens: int
     samples: tuple[HeldoutSample, ...]
+    sets: Mapping[str, Accuracy] = field(default_factory=dict)
 
 
 class Evaluator:
@@ -202,7 +202,10 @@ class Evaluator:
         client: Callable[[str, str], ActorClient] = ActorClient,
     ) -> None:
         self._recipe, self._updater, self._verifier = recipe, updater, verifier
-        self._problems = {f"h{index:06d}": problem for index, problem in enumerate(problems)}
+        self._samples = recipe.evaluation.samples
+        answers = (problem for problem in problems for _ in range(self._samples))
+        self._problems = {f"h{number:06d}": problem for number, problem in enumerate(answers)}
+        """Of each answer that is asked for; those to one problem follow each other."""
         self._incarnation, self._client, self._timeout_s = incarnation, client, recipe.evaluation.timeout_s
         self.tolerance, self._of_median = probe_tolerance(recipe), in_sixteen_bits(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
@@ -274,37 +277,46 @@ class Evaluator:
     def _result(
         self, version: int, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
     ) -> HeldoutResult:
-        unanswered = Counter(self._without_verdict(completions, verdicts))
-        num_answered = len(self._problems) - unanswered.total()
-        if num_answered == 0:
-            raise ServiceError(f"no held-out problem has a verdict: {dict(unanswered)}")
-        if unanswered:
-            log.warning("held-out accuracy of version %d leaves out problems: %s", version, dict(unanswered))
-        right = sum(is_right(outcome, self._recipe.reward.correct) for outcome in verdicts.values())
+        reasons = dict(self._without_verdict(completions, verdicts))
+        told = dict(Counter(reasons.values()))
+        by_set: dict[str, list[list[bool | None]]] = {}
+        for number, (answer, problem) in enumerate(self._problems.items()):
+            of_set = by_set.setdefault(problem.task, [])
+            if number % self._samples == 0:
+                of_set.append([])
+            verdict = verdicts.get(answer)
+            right = verdict is not None and is_right(verdict, self._recipe.reward.correct)
+            of_set[-1].append(None if answer in reasons else right)
+        overall = accuracy_of(problem for of_set in by_set.values() for problem in of_set)
+        if overall is None:
+            raise ServiceError(f"no held-out problem has a verdict: {told}")
+        if told:
+            log.warning("held-out accuracy of version %d leaves out answers: %s", version, told)
         return HeldoutResult(
             version,
-            right / num_answered,
-            right / len(self._problems),
-            unanswered.total(),
+            overall.mean.value,
+            overall.lower_bound,
+            overall.num_unanswered,
             sum(len(tokens_of(completion)) for completion in completions.values()),
             tuple(self._sample(completion, verdicts) for _, completion in sorted(completions.items())[:4]),
+            {name: known for name, of_set in by_set.items() if (known := accuracy_of(of_set)) is not None},
         )
 
     def _without_verdict(
         self, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
-    ) -> Iterator[str]:
-        """Why, for each problem that is left out."""
-        for problem_id in self._problems:
-            completion, verdict = completions.get(problem_id), verdicts.get(problem_id)
+    ) -> Iterator[tuple[str, str]]:
+        """Each answer that is left out, and why."""
+        for answer in self._problems:
+            completion, verdict = completions.get(answer), verdicts.get(answer)
             if completion is None:
-                yield "no completion"
+                yield answer, "no completion"
             elif completion.failure:
                 if short_reason(completion.failure) != EMPTY:
-                    yield short_reason(completion.failure)
+                    yield answer, short_reason(completion.failure)
             elif verdict is None:
-                yield "not judged"
+                yield answer, "not judged"
             elif verdict.status != VERIFY_STATUS_OK:
-                yield f"reward_{status_name(verdict.status)}"
+                yield answer, f"reward_{status_name(verdict.status)}"
 
     def _sample(self, completion: actor_pb2.GenerateResult, verdicts: Mapping[str, VerifyResult]) -> HeldoutSample:
         verdict = verdicts.get(completion.id)

@@ -144,6 +144,13 @@ class StepMetrics:
                 {"tokens": ("trained", "computed")},
             ),
         }
+        sets = {"set": "a task's name"}
+        self._accuracy = metrics.reading(
+            "heldout_set_accuracy_ratio", "Held-out accuracy of one set of problems, last evaluation.", sets
+        )
+        self._passed = metrics.reading(
+            "heldout_set_pass_ratio", "pass@k of one set, k = evaluation.samples, last evaluation; where k > 1.", sets
+        )
         self._parity_failures = metrics.counter(
             "parity_failures_total",
             "Probe answers that are too far off the trainer's, or could not be compared.",
@@ -192,6 +199,10 @@ class StepMetrics:
                 reading.set(record[key])
         for key, reading in self._each.items():
             reading.set_each(record.get(key, {}))
+        if sets := record.get("heldout_sets"):
+            self._accuracy.set_each({name: one["accuracy"]["value"] for name, one in sets.items()})
+            largest_k = {name: [*one["pass_at"].values()][-1] for name, one in sets.items() if one["pass_at"]}
+            self._passed.set_each({name: passed["value"] for name, passed in largest_k.items()})
         self._parity_failures.inc(record["parity_failures"])
         self._heldout_tokens.inc(record["heldout_tokens"] or 0)
         self._commits_held.inc(record["commits_held_s"])

@@ -150,15 +150,17 @@ class Recorder:
         return record
 
     def heldout(self, result: HeldoutResult) -> None:
+        sets = {name: accuracy.to_json() for name, accuracy in result.sets.items()}
         self._arrived |= {
             "heldout_accuracy": result.accuracy,
             "heldout_accuracy_lower_bound": result.lower_bound,
             "heldout_version": result.version,
             "heldout_unanswered": result.num_unanswered,
             "heldout_tokens": result.num_tokens,
+            "heldout_sets": sets,
         }
         self.totals.heldout_tokens += result.num_tokens
-        self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered, result.lower_bound))
+        self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered, result.lower_bound, sets))
         for sample in result.samples:
             self._sample(heldout_sample(result.version, sample, self._tokenizer))
         self._trackers.heldout(result)
@@ -397,6 +399,7 @@ def _nothing_arrived() -> StepRecord:
         "heldout_version": None,
         "heldout_unanswered": None,
         "heldout_tokens": None,
+        "heldout_sets": None,
         "commits_held_s": 0.0,
         "weight_update": None,
         "stall_s": None,

@@ -146,6 +146,7 @@ class RunTrackers:
             "heldout/accuracy": result.accuracy,
             "heldout/accuracy_lower_bound": result.lower_bound,
             "heldout/unanswered": float(result.num_unanswered),
+            **flat({f"heldout/{name}": accuracy.to_json() for name, accuracy in result.sets.items()}),
         }
         for tracker in self._trackers:
             tracker.send(lambda to: to.log(HELDOUT_VERSION, result.version, time_s, figures))
