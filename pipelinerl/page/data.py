@@ -23,6 +23,8 @@ NEWEST = 20
 """Steps that are never thinned: what the views call the last ones."""
 SAMPLES_SHOWN = 8
 _MAX_TEXT = 4000
+_MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
+"""Of an episode, turns and observations of a branch, characters of each of these."""
 _DIGITS = 6
 _SHOWN = (
     "step", "time_s", "reward_mean", "entropy", "grad_norm", "clipped", "ess", "lag", "lag_histogram", "largest_lag",
@@ -187,16 +189,31 @@ def shown_sample(sample: Record) -> dict[str, Any]:
     Older lines lack `tokens` and `weights`."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion")}
     known = ("step", "version", "reward", "spans", "heldout")
-    tokens, weights = sample.get("tokens"), sample.get("weights")
-    if tokens is not None:
-        whole = sum(end <= _MAX_TEXT for end in accumulate(map(len, tokens)))
-        tokens = tokens[:whole]
-        weights = weights and weights[: len(tokens)]
+    tokens, weights = _clipped_tokens(sample)
     spans = sample.get("spans") or []
     num_tokens = max((span[2] for span in spans), default=len(tokens or ()))
     shown = {"tokens": tokens, "weights": weights, "num_tokens": num_tokens}
+    if sample.get("branches"):
+        shown["branches"] = list(map(_shown_branch, sample["branches"][:_MAX_BRANCHES]))
     return {**{key: sample.get(key) for key in known}, **shown, **text}
 
 
-def _clipped(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} … ({len(text) - _MAX_TEXT} more characters)"
+def _shown_branch(branch: Record) -> dict[str, Any]:
+    parts = []
+    for part in branch["parts"][:_MAX_PARTS]:
+        tokens, weights = _clipped_tokens(part, _MAX_PART)
+        parts.append({**part, "text": _clipped(part["text"], _MAX_PART), "tokens": tokens, "weights": weights})
+    return {**branch, "prompt": _clipped(branch["prompt"]), "parts": parts, "num_parts": len(branch["parts"])}
+
+
+def _clipped_tokens(sample: Record, most: int = _MAX_TEXT) -> tuple[list[str] | None, list[float | None] | None]:
+    """Tokens and weights of what is shown of a text."""
+    tokens, weights = sample.get("tokens"), sample.get("weights")
+    if tokens is None:
+        return None, weights
+    whole = sum(end <= most for end in accumulate(map(len, tokens)))
+    return tokens[:whole], weights and weights[:whole]
+
+
+def _clipped(text: str, most: int = _MAX_TEXT) -> str:
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most} more characters)"

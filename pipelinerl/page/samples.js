@@ -2,7 +2,8 @@
  *
  * Samples are model output: they are set as text, never as HTML. sample: {step, version, prompt, completion, reward, spans:
  * [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens}; docs/run-directory.md, and
- * pipelinerl/page/data.py: long completions are clipped with their tokens, of which there were num_tokens. */
+ * pipelinerl/page/data.py: long completions are clipped with their tokens, of which there were num_tokens. An episode has branches:
+ * [{prompt, spans, parts, num_parts}], and these turns and observations: {role, start, end, text, finish_reason, tokens, weights}. */
 "use strict";
 
 const PrlSamples = (() => {
@@ -54,9 +55,9 @@ const PrlSamples = (() => {
   }
 
   /* The completion with its tokens coloured; one stop for the keyboard, whose arrows go from token to token. */
-  function colored(sample) {
+  function colored(sample, label = "Completion") {
     const box = node("div");
-    const text = node("div", { class: "text scroll tokens", tabindex: 0, role: "group", "aria-label": `Completion, ${size(sample)} tokens`, title: HINT });
+    const text = node("div", { class: "text scroll tokens", tabindex: 0, role: "group", "aria-label": `${label}, ${size(sample)} tokens`, title: HINT });
     const readout = node("div", { class: "readout", "aria-live": "polite" });
     let before = null, length = 0;
     sample.tokens.forEach((piece, index) => {
@@ -97,7 +98,7 @@ const PrlSamples = (() => {
 
   /* Which versions sampled a completion: one entry each, and a strip of pieces as long as their share of the tokens. */
   function versions(sample) {
-    const box = node("div"), spans = sample.spans || [];
+    const box = node("div"), spans = sample.branches ? sample.branches.flatMap((branch) => branch.spans) : sample.spans || [];
     if (!spans.length) return box;
     const totals = new Map();
     for (const [version, start, end] of spans) totals.set(version, (totals.get(version) || 0) + end - start);
@@ -114,8 +115,40 @@ const PrlSamples = (() => {
     return box;
   }
 
+  const plain = (text, label, kind = "") => node("div", { class: `text scroll ${kind}`, tabindex: 0, role: "group", "aria-label": label }, text);
+
   function completion(sample) {
-    return sample.tokens && sample.tokens.length ? colored(sample) : node("div", { class: "text scroll", tabindex: 0, role: "group", "aria-label": "Completion" }, sample.completion);
+    if (sample.branches) return episode(sample);
+    return sample.tokens && sample.tokens.length ? colored(sample) : plain(sample.completion, "Completion");
+  }
+
+  /* How models of common families begin a call of a tool. */
+  const CALL = /<tool_call>|<\|tool_call|<\|python_tag\|>|\[TOOL_CALLS\]|<function=|<｜tool▁call/;
+
+  function episode(sample) {
+    const box = node("div", { class: "episode" }), many = sample.branches.length > 1;
+    sample.branches.forEach((branch, index) => {
+      const name = many ? `Branch ${index + 1} of ${sample.branches.length}` : "Episode";
+      const prompt = node("details");
+      prompt.append(node("summary", {}, `${name}: what its first turn saw`), plain(branch.prompt, "Prompt", "observed"));
+      box.append(prompt);
+      let turns = 0;
+      for (const part of branch.parts) box.append(...turnOrObservation(sample, branch, part, part.role === "observation" ? 0 : ++turns));
+      const left = branch.num_parts - branch.parts.length;
+      if (left > 0) box.append(node("div", { class: "head" }, `… and ${left} more turns and observations`));
+    });
+    return box;
+  }
+
+  /* Its heading and its text; `turn` counts from 1, 0 is an observation. */
+  function turnOrObservation(sample, branch, part, turn) {
+    const tokens = part.end - part.start, name = turn ? `Turn ${turn}` : "Observation";
+    const more = [turn && CALL.test(part.text) ? "calls a tool" : "", part.finish_reason === "length" ? "cut at its length limit" : ""];
+    const head = node("div", { class: "head" }, [name, `${tokens} ${tokens === 1 ? "token" : "tokens"}`, ...more].filter(Boolean).join(" · "));
+    if (!turn) return [head, plain(part.text, name, "observed")];
+    if (!part.tokens || !part.tokens.length) return [head, plain(part.text, name)];
+    const spans = branch.spans.map(([version, start, end]) => [version, start - part.start, end - part.start]);
+    return [head, colored({ ...part, spans, version: sample.version, completion: part.text, num_tokens: tokens }, name)];
   }
 
   function sampleRow(sample, names) {

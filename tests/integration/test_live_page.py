@@ -23,9 +23,9 @@ HIDE = """(hidden) => {
 
 
 @asynccontextmanager
-async def shown(board: PageBoard) -> AsyncIterator[tuple[Any, list[str]]]:
+async def shown(board: PageBoard, *samples: dict[str, Any]) -> AsyncIterator[tuple[Any, list[str]]]:
     """The page in a browser whose clock the test moves, and the paths that it asked for."""
-    board.begin(ABOUT, [record(1)], [sample(1)])
+    board.begin(ABOUT, [record(1)], [sample(1), *samples])
     board.state(STATE)
     async with served(board) as client, playwright.async_playwright() as started:
         browser = await started.chromium.launch(executable_path=tool("chromium"), args=["--no-sandbox"])
@@ -58,6 +58,49 @@ async def test_a_tab_that_nobody_looks_at_asks_for_nothing_and_catches_up() -> N
         await page.evaluate(HIDE, False)
         await until_step(page, 3)
         assert asked.count("history") == 1, "what it missed is told, and nothing else"
+
+
+EPISODE = {
+    **sample(1),
+    "version": 7,
+    "branches": [
+        {
+            "prompt": "<|user|>2 + 2?",
+            "spans": [[6, 0, 1], [7, 1, 2], [7, 5, 6]],
+            "parts": [
+                {"role": "assistant", "start": 0, "end": 2, "text": "<tool_call>add", "tokens": ["<tool_call>", "add"],
+                 "weights": [1.0, 3.0], "finish_reason": "stop"},
+                {"role": "observation", "start": 2, "end": 5, "text": "<|tool|>4<b>"},
+                {"role": "assistant", "start": 5, "end": 6, "text": "4", "finish_reason": "length"},
+            ],
+        },
+        {"prompt": "again", "spans": [[7, 0, 1]], "parts": [{"role": "assistant", "start": 0, "end": 1, "text": "5"}]},
+    ],
+}  # fmt: skip
+
+
+async def test_an_episode_is_shown_turn_by_turn_with_what_it_observed_in_grey() -> None:
+    board = PageBoard()
+    async with shown(board, EPISODE) as (page, _):
+        await until_step(page, 1)
+        episode = page.locator(".episode").first
+        assert await episode.locator(".head").all_inner_texts() == [
+            "Turn 1 · 2 tokens · calls a tool",
+            "Observation · 3 tokens",
+            "Turn 2 · 1 token · cut at its length limit",
+            "Turn 1 · 1 token",
+        ]
+        assert await episode.locator("summary").all_inner_texts() == [
+            "Branch 1 of 2: what its first turn saw",
+            "Branch 2 of 2: what its first turn saw",
+        ]
+        assert await episode.locator(".text.observed").nth(1).text_content() == "<|tool|>4<b>"
+        assert [await one.get_attribute("class") for one in await episode.locator(".token").all()] == [
+            "token v0 change",
+            "token v1 change far",
+        ]
+        sampled_by = page.locator(".samples tr:has(.episode) .versions").first
+        assert (await sampled_by.inner_text()).split("\n") == ["v6: 1 token, lag 1", "v7: 3 tokens"]
 
 
 async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how_often_gradients_are_cut() -> None:

@@ -96,6 +96,26 @@ def test_tokens_of_a_clipped_completion_are_clipped_with_it() -> None:
     assert (short["tokens"], short["weights"], short["num_tokens"]) == (["a", "b"], None, 2)
 
 
+def test_of_an_episode_so_many_branches_turns_and_characters_are_shown() -> None:
+    turn = {
+        "role": "assistant",
+        "start": 0,
+        "end": 400,
+        "text": "word " * 400,
+        "tokens": ["word "] * 400,
+        "weights": None,
+    }
+    branch = {"prompt": "x" * 5000, "spans": [[0, 0, 400]], "parts": [turn] * 40}
+    shown = data([], [sample(1, branches=[branch] * 6)])["samples"]["early"][0]["branches"]
+    assert [(len(one["parts"]), one["num_parts"], len(one["prompt"]) < 4100) for one in shown] == [(32, 40, True)] * 4
+    part = shown[0]["parts"][0]
+    assert (len(part["tokens"]), part["weights"], part["text"][1490:]) == (
+        300,
+        None,
+        "word word  … (500 more characters)",
+    )
+
+
 # The page
 
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.messages.sequences import VersionSpan
+from pipelinerl.messages.sequences import Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from services.trainer.data.evaluation import HeldoutSample
 from services.trainer.learn.batch import TrainingGroup
@@ -16,9 +16,9 @@ from services.trainer.learn.meter import SAMPLED_WEIGHTS, sampled_places, sample
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import to_json
-from services.trainer.reporting.samples import MOST_TOKENS, heldout_sample, token_pieces, trained_sample
+from services.trainer.reporting.samples import MOST_TOKENS, heldout_sample, token_pieces, trained_sample, without_tokens
 from tests.support.learner import fast_tokenizer, group_of, letters_tokenizer, model_of, plain_logprobs, sequences_of
-from tests.unit.builders import make_group, make_sequence
+from tests.unit.builders import make_episode, make_group, make_sequence
 
 
 def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:
@@ -139,12 +139,53 @@ def test_a_trained_sample_has_text_version_and_weight_of_each_token() -> None:
     assert (bare["tokens"], bare["weights"]) == (None, None)
 
 
+def test_a_sample_of_an_episode_has_its_turns_and_what_it_observed_branch_by_branch() -> None:
+    """Turn ab, observation ca, turn b, and a branch that saw cc and said a; versions 6 and 7 sampled."""
+    one = make_episode(
+        make_group(), 0, prompt_token_ids=np.array([2, 2], np.int32), completion_token_ids=np.array([0], np.int32)
+    )
+    spans = (VersionSpan(6, 0, 1), VersionSpan(7, 1, 2), VersionSpan(7, 4, 5))
+    tokens = np.array([0, 1, 2, 0, 1], np.int32)
+    one = replace(one, prompt_token_ids=tokens[:3], completion_token_ids=tokens, spans=spans, prompt_text="the problem")
+    line = trained_sample(8, one, letters_tokenizer(), np.array([1.0, 2.0, 0.5, 0.123456]))
+    first, second = line["branches"]
+    known = {"role": "assistant", "finish_reason": "stop"}
+    assert json.loads(to_json(first)) == {
+        "prompt": "abc",
+        "spans": [[6, 0, 1], [7, 1, 2], [7, 4, 5]],
+        "parts": [
+            {**known, "start": 0, "end": 2, "text": "ab", "tokens": ["a", "b"], "weights": [1.0, 2.0]},
+            {"role": "observation", "start": 2, "end": 4, "text": "ca"},
+            {**known, "start": 4, "end": 5, "text": "b", "tokens": ["b"], "weights": [0.5]},
+        ],
+    }
+    assert (second["prompt"], second["spans"]) == ("cc", [[0, 0, 1]])
+    assert second["parts"] == [{**known, "start": 0, "end": 1, "text": "a", "tokens": ["a"], "weights": [0.1235]}]
+    assert (line["prompt"], line["tokens"], line["weights"]) == ("the problem", None, None)
+    bare = without_tokens(line)
+    assert {(part.get("tokens"), part.get("weights")) for own in bare["branches"] for part in own["parts"]} == {
+        (None, None)
+    }
+    assert [[part["text"] for part in own["parts"]] for own in bare["branches"]] == [["ab", "ca", "b"], ["a"]]
+    without = trained_sample(8, one, None, None)["branches"]
+    assert [[(part["text"], part.get("tokens")) for part in own["parts"]] for own in without] == [
+        [("", None)] * 3,
+        [("", None)],
+    ]
+
+
 def test_of_a_long_completion_the_first_tokens_are_written() -> None:
     ids = tuple(index % 3 for index in range(MOST_TOKENS + 5))
     text = "".join("abc"[token] for token in ids)
     sequence = replace(make_sequence(make_group(), 0, completion=ids), completion_text=text)
     line = trained_sample(1, sequence, letters_tokenizer(), np.ones(len(ids)))
     assert (len(line["tokens"]), len(line["weights"]), line["completion"]) == (MOST_TOKENS, MOST_TOKENS, text)
+    turns = (Turn(0, 1000), Turn(1002, MOST_TOKENS + 5))
+    spans = tuple(VersionSpan(0, turn.start, turn.end) for turn in turns)
+    line = trained_sample(1, replace(sequence, turns=turns, spans=spans), letters_tokenizer(), np.ones(len(ids) - 2))
+    parts = line["branches"][0]["parts"]
+    assert [len(part["text"]) for part in parts] == [1000, 2, 27]
+    assert [len(parts[0][name]) + len(parts[2][name]) for name in ("tokens", "weights")] == [MOST_TOKENS] * 2
 
 
 def test_a_held_out_sample_has_no_weights() -> None:

@@ -35,7 +35,7 @@ from services.trainer.records import METRICS, SAMPLES, RunFiles, StepRecord
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
-from services.trainer.reporting.samples import Sample, has_tokens, heldout_sample, trained_sample
+from services.trainer.reporting.samples import Sample, has_tokens, heldout_sample, trained_sample, without_tokens
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
 from services.trainer.weight_sync.membership import MemberChange
@@ -360,7 +360,7 @@ class Recorder:
     def _sample(self, sample: Sample) -> None:
         """The page shows the newest with its tokens; the file, which only grows, has those of some steps."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
-        self._files.append(SAMPLES, sample if due else {**sample, "tokens": None, "weights": None})
+        self._files.append(SAMPLES, sample if due else without_tokens(sample))
         self._tell_page(lambda board: board.sample(sample))
 
     def _actor_busy_fraction(self) -> float | None:

@@ -1,4 +1,5 @@
-"""Samples: completions as a person reads them, each token with its piece of the text and its importance weight.
+"""Samples: completions as a person reads them, each token with its piece of the text and its importance weight; of an episode
+its turns, and what it observed between them.
 
 Pure. `learn.meter.sampled_sequences` chooses the completions.
 """
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from pipelinerl.messages.sequences import Sequence, TokenIds
+from pipelinerl.messages.sequences import Sequence, TokenIds, Turn
 from services.trainer.data.evaluation import HeldoutSample
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ def has_tokens(step: int, steps: int) -> bool:
 def trained_sample(
     step: int, sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: NDArray[np.float64] | None
 ) -> Sample:
-    """Of a sequence that optimizer step `step` trained on; `weights` float64[tokens]: its importance weights, which are written
-    with four digits: enough to read, and a third of the text."""
-    return {
+    """Of a sequence that optimizer step `step` trained on; `weights` float64[sampled tokens]: its importance weights, which are
+    written with four digits: enough to read, and a third of the text."""
+    sample = {
         "step": step,
         "version": step - 1,
         "prompt": sequence.prompt_text,
@@ -49,9 +50,54 @@ def trained_sample(
         "reward": sequence.reward,
         "spans": [[span.version, span.start, span.end] for span in sequence.spans],
         "heldout": False,
-        "tokens": token_pieces(tokenizer, sequence.completion_token_ids, sequence.completion_text, MOST_TOKENS),
-        "weights": None if weights is None else [float(f"{one:.4g}") for one in weights[:MOST_TOKENS]],
     }
+    digits = None if weights is None else [float(f"{one:.4g}") for one in weights]
+    if sequence.turns:
+        return sample | {"tokens": None, "weights": None, "branches": _branches(sequence, tokenizer, digits)}
+    tokens = token_pieces(tokenizer, sequence.completion_token_ids, sequence.completion_text, MOST_TOKENS)
+    return sample | {"tokens": tokens, "weights": digits and digits[:MOST_TOKENS]}
+
+
+def _branches(
+    sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: list[float] | None
+) -> list[dict[str, Any]]:
+    """Of an episode, special tokens written out: they tell whose words these are. `weights` of all branches."""
+    branches, written = [], 0
+    for branch in sequence.all_branches:
+        pieces, parts, end = _pieces(tokenizer, branch.completion_token_ids) or [], [], 0
+        for turn in branch.turns or (Turn(0, branch.num_completion_tokens, sequence.finish_reason),):
+            if end < turn.start:
+                text = "".join(pieces[end : turn.start])
+                parts.append({"role": "observation", "start": end, "end": turn.start, "text": text})
+            own = slice(written, written + turn.end - turn.start)
+            written, end, room = own.stop, turn.end, max(0, MOST_TOKENS - own.start)
+            of_turn = pieces[turn.start : end]
+            parts.append(
+                {
+                    "role": "assistant",
+                    "start": turn.start,
+                    "end": end,
+                    "text": "".join(of_turn),
+                    "finish_reason": turn.finish_reason,
+                    "tokens": of_turn[:room] if pieces else None,
+                    "weights": weights and weights[own][:room],
+                }
+            )
+        prompt = "".join(_pieces(tokenizer, branch.prompt_token_ids) or [])
+        spans = [[span.version, span.start, span.end] for span in branch.spans]
+        branches.append({"prompt": prompt, "spans": spans, "parts": parts})
+    return branches
+
+
+def without_tokens(sample: Sample) -> Sample:
+    """The same with the texts alone."""
+    bare = {**sample, "tokens": None, "weights": None}
+    if "branches" in sample:
+        bare["branches"] = [
+            {**branch, "parts": [part | {"tokens": None, "weights": None} for part in branch["parts"]]}
+            for branch in sample["branches"]
+        ]
+    return bare
 
 
 def heldout_sample(version: int, sample: HeldoutSample, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
@@ -77,16 +123,22 @@ def token_pieces(
     A character of several tokens stands at the last of them, and special tokens have no text. None where tokens and text
     cannot be matched: without a tokenizer, with one that is not of the tokenizers library, or when it fails.
     """
+    pieces = _pieces(tokenizer, token_ids[:limit], skip_special_tokens=True)
+    return pieces if pieces is not None and text.startswith("".join(pieces)) else None
+
+
+def _pieces(
+    tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, *, skip_special_tokens: bool = False
+) -> list[str] | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    stream = DecodeStream(skip_special_tokens=True)
+    stream = DecodeStream(skip_special_tokens=skip_special_tokens)
     try:
-        pieces = [stream.step(backend, int(token)) or "" for token in token_ids[:limit]]
+        return [stream.step(backend, int(token)) or "" for token in token_ids]
     except Exception:  # noqa: BLE001 - the library has no type of its own; samples are for people, and no run ends for one
         _tell_of_failing(backend)
         return None
-    return pieces if text.startswith("".join(pieces)) else None
 
 
 @functools.cache
