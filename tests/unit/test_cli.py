@@ -16,7 +16,6 @@ import pytest
 from pipelinerl.cli import main
 from pipelinerl.commands.run import chosen_ports, free_port
 from pipelinerl.errors import FieldError
-from pipelinerl.recipe.preflight import has_gpu
 
 HEAVY = (
     "torch", "vllm", "transformers", "pydantic", "grpc", "nats", "rich", "numpy", "reasoning_gym", "asyncio", "yaml",
@@ -207,19 +206,6 @@ def test_what_the_machine_lacks_is_no_mistake(pipelinerl: Command) -> None:
     assert code == 0
     assert "not runnable on this machine:" in printed
     assert "No module named 'no_such_package_here'" in printed
-
-
-@pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
-def test_a_recipe_for_gpus_is_valid_here_and_not_run(
-    pipelinerl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = "model.dtype = 'bfloat16': no NVIDIA GPU is here"
-    code, printed, _ = pipelinerl("validate", "gsm")
-    assert (code, said in printed) == (0, True)
-    code, _, errors = pipelinerl("run", "gsm")
-    assert (code, said in errors) == (2, True)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("option", ["--page-port", "--metrics-port"])

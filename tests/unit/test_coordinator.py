@@ -1,11 +1,8 @@
-"""The membership and update state machine: its phases by hand, and its invariants under random schedules."""
+"""The membership and update state machine by hand. Under random schedules, together with its actors: test_update_orders.py."""
 
-import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipelinerl.messages.control import Abort, EpochJoined, Serving, Staged
 from services.trainer.weight_sync import coordinator as c
@@ -121,7 +118,8 @@ APART = "evict a: group_broke, evict b: group_broke, abort, wait"
 SCENARIOS: dict[str, tuple[Any, ...]] = {
     "a commit waits for all and for the sender's checksum; served when all serve; the group is used again": (
         sending, "ab", (staged("a"), ""), (staged("b"), ""), (sent(), "commit 1 in 1"), (serving("a"), ""),
-        (serving("b"), "served 1 by ab"), (c.VersionReady(2), "send 2 in 1"),
+        (serving("b"), "served 1 by ab"), (broke(1), ""), (c.MemberReady("never seen", "x"), ""),
+        (c.VersionReady(2), "send 2 in 1"),
     ),
     "a wrong checksum evicts, and the same version is sent again": (
         sending, "ab", (sent(), ""), (staged("a", checksum=CHECKSUM + 1), "evict a: checksum, abort, form 2 of b"),
@@ -132,7 +130,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     ),
     "the deadline evicts those who did not answer, once": (
         sending, "ab", (staged("a"), ""), (c.DeadlinePassed(2), "evict b: deadline, abort, form 2 of a"),
-        (c.DeadlinePassed(2), ""),
+        (c.DeadlinePassed(2), ""), *formed("a", 2, 1),
     ),
     "an evicted member is back when it has shown that it can": (
         sending, "ab", (failed("b"), "evict b: failed, abort, form 2 of a"), *formed("a", 2, 1), *update("a", 2, 1),
@@ -168,7 +166,8 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     ),
     "newcomers form the epoch when there is nobody else": (
         committing, "a", (serving("a"), "served 1 by a"), (c.MemberUp(B), ""), (down("a"), "evict a: heartbeat"),
-        (c.VersionReady(2), "form 2 of b"),
+        (c.VersionReady(2), "form 2 of b"), *formed("b", 2, 2), *update("b", 2, 2), (c.MemberUp(D), ""),
+        (c.VersionReady(3), "send 3 in 2"),
     ),
     "held commits stage but do not commit, and outlive the deadline": (
         sending, "a", (c.HoldCommits(0), ""), (sent(), ""), (staged("a"), ""), (LATE, "deadline"),
@@ -188,6 +187,10 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "the last answer of one that leaves commits nothing, and its bytes are no longer checked": (
         sending, "ab", (staged("b", checksum=CHECKSUM + 1), ""), (leaving(B), "b left"), (sent(), ""),
         (staged("b", checksum=CHECKSUM + 1), ""), (staged("a"), "commit 1 in 1"),
+    ),
+    "one that failed and is gone is not waited for": (
+        sending, "ab", (failed("a"), "evict a: failed, abort, form 2 of b"),
+        (failed("b", 2), "evict b: failed, abort, wait"), (down("a"), ""), (c.MemberUp(B), "form 4 of b"),
     ),
     "a departure that was all a commit waited for commits": (
         sending, "ab", (sent(), ""), (staged("a"), ""), (leaving(B), "b left, commit 1 in 1"),
@@ -258,126 +261,3 @@ def test_a_group_that_breaks_with_one_that_leaves_is_not_held_against_the_others
 def test_two_versions_at_once_are_a_bug_of_ours() -> None:
     with pytest.raises(AssertionError, match="version 2 offered while 1"):
         sending(A).step(c.VersionReady(2))
-
-
-class World:
-    """Actors that answer, are slow, die and come back, in an order that a seed decides."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.machine = c.Coordinator()
-        self.alive: dict[str, c.Member] = {}
-        self.births = 0
-        self.pending: list[c.Event] = []
-        self.staged: set[tuple[str, int, int]] = set()
-        self.epochs: dict[int, tuple[c.Member, ...]] = {}
-        self.served: list[int] = []
-        self.unproven: set[str] = set()
-        self.next_version = 0
-
-    def feed(self, event: c.Event) -> None:
-        if isinstance(event, Staged):
-            self.staged.add((event.actor, event.epoch, event.version))
-        if isinstance(event, c.MemberReady) and self.machine.present.get(event.actor, A).process == event.process:
-            self.unproven.discard(event.actor)
-        for action in self.machine.step(event):
-            self.react(action)
-
-    def react(self, action: c.Action) -> None:
-        match action:
-            case c.FormGroup(epoch, members):
-                assert epoch not in self.epochs, "an epoch's membership never changes"
-                assert not self.epochs or epoch > max(self.epochs)
-                names = {member.actor for member in members}
-                assert not names & self.unproven or names <= self.unproven, "who failed or came late holds up others"
-                self.epochs[epoch] = members
-                self.unproven -= names
-                self.pending.append(joined(c.TRAINER, epoch))
-                self.pending += [joined(m.actor, epoch) for m in members if self.is_alive(m)]
-            case c.SendVersion(epoch, version):
-                self.pending.append(sent(epoch, version))
-                for member in self.epochs[epoch]:
-                    if self.is_alive(member):
-                        self.pending.append(staged(member.actor, epoch, version))
-            case c.SendCommit(epoch, version):
-                for member in self.epochs[epoch]:
-                    if member.actor in self.machine.members:
-                        assert (member.actor, epoch, version) in self.staged, "commit without staged in this epoch"
-                    if self.is_alive(member):
-                        self.pending.append(serving(member.actor, epoch, version))
-            case c.Evicted(actor, _, _, cause):
-                if cause:
-                    self.unproven.add(actor)
-            case c.SetDeadline(token):
-                self.pending.append(c.DeadlinePassed(token))
-            case c.VersionServed(version, _, _):
-                assert not self.served or version > self.served[-1], "versions go down"
-                self.served.append(version)
-
-    def is_alive(self, member: c.Member) -> bool:
-        return self.alive.get(member.actor) == member
-
-    def chaos(self) -> None:
-        """One random thing happens."""
-        choice = self.random.random()
-        name = self.random.choice("abc")
-        if choice < 0.1:
-            self.births += 1
-            self.alive[name] = c.Member(name, f"{name}-{self.births}")
-            if self.next_version:
-                self.unproven.add(name)
-            self.feed(c.MemberUp(self.alive[name]))
-        elif choice < 0.2 and name in self.alive:
-            del self.alive[name]
-            if self.random.random() < 0.5:
-                self.pending.append(c.MembersDown((name,)))
-        elif choice < 0.22 and name in self.alive:
-            self.feed(leaving(self.alive.pop(name), still_running=self.random.random() < 0.5))
-        elif choice < 0.25 and name in self.machine.members:
-            self.feed(failed(name, self.machine.epoch))
-        elif choice < 0.3:
-            self.feed(broke(self.machine.epoch))
-        elif choice < 0.33 and name in self.alive:
-            self.feed(c.MemberReady(name, self.random.choice([self.alive[name].process, "another"])))
-        elif choice < 0.35:
-            self.feed(c.HoldCommits(self.random.choice([None, self.next_version - 1])))
-        elif self.pending:
-            self.feed(self.pending.pop(self.random.randrange(len(self.pending))))
-        elif self.machine.idle:
-            self.offer()
-
-    def offer(self) -> None:
-        self.next_version += 1
-        self.feed(c.VersionReady(self.next_version))
-
-    def end_faults(self) -> None:
-        """The faults end: one actor is alive, heartbeats arrive, everything pending happens."""
-        self.feed(c.HoldCommits(None))
-        survivor = c.Member("a", "a-last")
-        for name in set(self.machine.present) - {"a"}:
-            self.feed(c.MembersDown((name,)))
-        self.alive = {"a": survivor}
-        self.feed(c.MemberUp(survivor))
-        for _ in range(200):
-            self.feed(c.MemberUp(survivor))
-            while self.pending:
-                answers = [event for event in self.pending if not isinstance(event, c.DeadlinePassed)]
-                event = (answers or self.pending)[0]
-                self.pending.remove(event)
-                self.feed(event)
-            if self.machine.idle:
-                return
-
-
-@settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32), steps=st.integers(0, 200))
-def test_after_any_schedule_one_more_update_reaches_everybody_alive(seed: int, steps: int) -> None:
-    world = World(seed)
-    for _ in range(steps):
-        world.chaos()
-    world.end_faults()
-    assert world.machine.idle
-    world.offer()
-    world.end_faults()
-    assert world.served[-1] == world.next_version
-    assert set(world.machine.members) == {"a"}
