@@ -100,8 +100,31 @@ _WORK = Section(
             low=0,
         ),
         Panel(
+            "Episodes",
+            "Episodes of several turns under way, and how many may be.",
+            "Below its capacity.",
+            "Near its capacity: actors wait for a verifier that takes an episode.",
+            (
+                Query(gauge("verifier_episodes", of="sum"), "{{run}} under way"),
+                Query(gauge("verifier_episode_capacity", of="sum"), "{{run}} capacity"),
+            ),
+            low=0,
+        ),
+        Panel(
+            "Time of one episode",
+            "Start to end, the policy's turns included, by task.",
+            "Far below task.episode_timeout_s.",
+            "Its 95th percentile near it.",
+            (
+                Query(mean("verifier_episode_seconds", "task"), "{{run}} {{task}} mean"),
+                Query(quantile(0.95, "verifier_episode_seconds", "task"), "{{run}} {{task}} 95%"),
+            ),
+            unit="s",
+            low=0,
+        ),
+        Panel(
             "Workers replaced, deadlines passed",
-            "Workers replaced by what ended them, and rewards killed at their deadline.",
+            "Workers replaced by what ended them, and rewards and episodes killed at a deadline.",
             "None.",
             "A steady number: a reward function hangs, crashes or grows.",
             (

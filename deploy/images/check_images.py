@@ -30,7 +30,7 @@ START_S, STOP_S = 60.0, 15.0
 COMPILERS = ("gcc", "cc", "g++", "c++", "clang", "clang++", "cpp", "ld", "as", "make", "nvcc")
 NEVER = {"verifier": ("torch", "vllm", "transformers", "pip"), "actor": ("pip",), "trainer": ("pip", "vllm")}
 NEEDED = {
-    "verifier": ("services.verifier.server", "services.verifier.worker"),
+    "verifier": ("services.verifier.server", "services.verifier.worker", "services.verifier.episode_worker"),
     "actor": ("services.actor.app", "services.actor.vllm_engine", "services.actor.weight_sync.plugin"),
     "trainer": ("services.trainer.app", "services.trainer.worker", "services.trainer.warmstart.build"),
 }

@@ -137,6 +137,9 @@ class RankSettings(BaseSettings):
 class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Reward processes.")
     max_queue: int = Field(4096, ge=1, description="Items waiting at most; more are refused with RESOURCE_EXHAUSTED.")
+    max_episodes: int = Field(
+        512, ge=1, le=100_000, description="Episodes under way at most; more are refused likewise."
+    )
 
 
 class StreamsSettings(BaseSettings):

@@ -11,12 +11,13 @@ from pipelinerl.v1 import verifier_pb2
 UNKNOWN_TASK = "(unknown)"
 """Label of items of another run's task: callers do not choose how many label values there are."""
 
-CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "CANCELLED", "INTERNAL")
+CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED", "INTERNAL")
 """How the server ends a call. What never reached it, callers count."""
 LOSSES = ("timeout", "death", "retirement")
 """What ends a worker."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 """A comparison of two strings takes a millisecond, a program in a sandbox up to `reward.timeout_s`."""
+_EPISODE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _REWARDS = (-2, -1, -0.75, -0.5, -0.25, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.25, 1.5, 2, 5)
 """Around 0 and 1, where the built-in rewards and their terms lie; a user's own may reach further."""
 
@@ -29,10 +30,10 @@ class VerifierMetrics:
     def __init__(self, registry: CollectorRegistry, task: str) -> None:
         metrics = MetricSet("pipelinerl_verifier", registry)
         label = {"task": f"the recipe's task, or {UNKNOWN_TASK} for items of another run's"}
-        self.calls = metrics.counter("calls_total", "Verify calls by gRPC status.", {"code": CODES}, unit="calls")
+        self.calls = metrics.counter("calls_total", "Calls by gRPC status.", {"code": CODES}, unit="calls")
         self.call_seconds = metrics.histogram("call_seconds", "Verify calls, arrival to answer.", _SECONDS)
         self.requests = metrics.counter(
-            "requests_total", "Items by task and outcome.", {**label, "status": STATUSES}, unit="items"
+            "requests_total", "Items and episodes by task and outcome.", {**label, "status": STATUSES}, unit="items"
         )
         for status in STATUSES:
             self.requests.labels(task, status)
@@ -44,10 +45,13 @@ class VerifierMetrics:
         self.worker_restarts = metrics.counter(
             "worker_restarts_total", "Workers replaced, by what ended them.", {"reason": LOSSES}, unit="processes"
         )
-        self.timeouts = metrics.counter("timeouts_total", "Rewards killed at their deadline.", unit="items")
+        self.timeouts = metrics.counter("timeouts_total", "Rewards and episodes killed at a deadline.", unit="items")
+        self.episodes = metrics.gauge("episodes", "Episodes under way.", unit="episodes")
+        self.episode_capacity = metrics.gauge("episode_capacity", "Episodes that may be under way.", unit="episodes")
+        self.episode_seconds = metrics.histogram("episode_seconds", "Episodes, start to end.", _EPISODE_SECONDS, label)
 
-    def count(self, task: str, result: verifier_pb2.VerifyResult) -> None:
+    def count(self, task: str, result: verifier_pb2.VerifyResult, *, is_episode: bool = False) -> None:
         self.requests.labels(task, status_name(result.status)).inc()
-        self.reward_seconds.labels(task).observe(result.seconds)
+        (self.episode_seconds if is_episode else self.reward_seconds).labels(task).observe(result.seconds)
         if result.status == verifier_pb2.VERIFY_STATUS_OK:
             self.reward.labels(task).observe(result.reward)

@@ -35,8 +35,9 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.v1 import verifier_pb2
+from services.verifier.confinement import kill_group, kill_tree
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.worker import RETIRED, kill_group, kill_tree
+from services.verifier.worker import RETIRED
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ MOST_DEATHS = 2
 START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _LOGGED_BYTES = 4096
-_LENGTH = struct.Struct("!I")
+FRAME_LENGTH = struct.Struct("!I")
 """Before each frame. Unsigned, since what a reward writes there must not look like a negative one."""
 
 Loss = Literal["timeout", "death", "retirement"]
@@ -52,7 +53,7 @@ Loss = Literal["timeout", "death", "retirement"]
 
 
 class QueueFull(PipelineRLError):
-    """There is no room for a call's items now."""
+    """There is no room for a call's items, or its episode, now."""
 
 
 @dataclass(eq=False)
@@ -201,6 +202,13 @@ class RewardPool:
             self._filled.set()
 
 
+def how_ended(code: int) -> str:
+    """What an exit code says; below 0, a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
+
+
 class WorkerGone(Exception):
     """The process ended."""
 
@@ -228,7 +236,7 @@ class WorkerProcess:
 
     def write(self, payload: bytes) -> None:
         """Queues one frame."""
-        self._stdin.write(_LENGTH.pack(len(payload)) + payload)
+        self._stdin.write(FRAME_LENGTH.pack(len(payload)) + payload)
 
     async def score(self, item: verifier_pb2.VerifyItem, within_s: float) -> verifier_pb2.VerifyResult:
         """Raises `TimeoutError`, after which the worker is of no use any more, and `WorkerGone`."""
@@ -256,7 +264,7 @@ class WorkerProcess:
             frame.cancel()
 
     async def _next_frame(self) -> bytes:
-        (length,) = _LENGTH.unpack(await self._stdout.readexactly(_LENGTH.size))
+        (length,) = FRAME_LENGTH.unpack(await self._stdout.readexactly(FRAME_LENGTH.size))
         return await self._stdout.readexactly(length)
 
     async def gone(self) -> WorkerGone:
@@ -267,11 +275,8 @@ class WorkerProcess:
         code = self._process.returncode
         if code is None:
             return WorkerGone("it closed its pipe")
-        how = f"exit code {code}"
-        if code < 0:
-            how = f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
         said = f"; last output: {self._last_output[-200:]}" if self._last_output else ""
-        return WorkerGone(how + said, "retirement" if code == RETIRED else "death")
+        return WorkerGone(how_ended(code) + said, "retirement" if code == RETIRED else "death")
 
     async def kill(self) -> None:
         """Ends the process and everything it started, and waits until it is reaped."""
@@ -284,18 +289,20 @@ class WorkerProcess:
         self._stdin.close()
 
     async def _log_output(self) -> None:
-        """Passes on what rewards print. Ends with the worker's standard error, or by cancellation."""
+        """Passes on what users' code prints. Ends with the worker's standard error, or by cancellation."""
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(_LOGGED_BYTES):
             self._last_output = chunk.decode(errors="replace").strip()
-            log.info("reward output: %s", self._last_output, extra={"worker": self.pid})
+            log.info("output: %s", self._last_output, extra={"worker": self.pid})
 
 
-async def start_worker(recipe: Recipe) -> WorkerProcess:
-    """A process that has imported its reward and is ready for items.
+async def start_worker(
+    recipe: Recipe, module: str = "services.verifier.worker", *arguments: str, pass_fds: tuple[int, ...] = ()
+) -> WorkerProcess:
+    """A process that has imported its reward, or what else of the user's `module` needs, and is ready.
 
     It knows where Python finds modules, the locale, one thread per numeric library, and no secrets. Raises `UserError` when the
-    recipe names a reward that does not exist, `ServiceError` when the process does not come up.
+    recipe names something that does not exist, `ServiceError` when the process does not come up.
     """
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -307,12 +314,13 @@ async def start_worker(recipe: Recipe) -> WorkerProcess:
     }
     worker = WorkerProcess(
         await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.verifier.worker"),
+            *(sys.executable, "-m", module, *arguments),
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
             env=environment,
             start_new_session=True,
+            pass_fds=pass_fds,
         )
     )
     try:
@@ -322,8 +330,8 @@ async def start_worker(recipe: Recipe) -> WorkerProcess:
     except BaseException as error:
         await worker.kill()
         if isinstance(error, TimeoutError):
-            raise ServiceError(f"a reward worker did not come up within {START_TIMEOUT_S:.0f} s") from error
+            raise ServiceError(f"{module} did not come up within {START_TIMEOUT_S:.0f} s") from error
         if isinstance(error, WorkerGone):
-            raise ServiceError(f"a reward worker ended while starting: {error}") from error
+            raise ServiceError(f"{module} ended while starting: {error}") from error
         raise
     return worker

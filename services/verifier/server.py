@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from functools import partial
+from itertools import compress
 
 import grpc
 from grpc import aio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
+from pipelinerl.errors import UserError
 from pipelinerl.messages.verification import status_name
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import announce
 from pipelinerl.service.grpc import serve_grpc
@@ -28,6 +32,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from services.verifier.episode_pool import EpisodeLost, EpisodePool, run_episode_pool
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
 from services.verifier.pool import QueueFull, RewardPool, run_pool
 
@@ -61,47 +66,93 @@ class CallSpans:
     def end(self, code: str) -> None:
         """The call is answered with this status, by name."""
         for span in self._spans.values():
-            span.set_attribute(a.RPC_STATUS, code)
-            if code != "OK":
-                span.set_status(Status(StatusCode.ERROR, code))
+            _say_how(span, code)
             span.end()
 
 
-class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
-    """Answers for one recipe's task; items of another one get UNKNOWN_TASK."""
+def _say_how(span: Span, code: str) -> None:
+    span.set_attribute(a.RPC_STATUS, code)
+    if code != "OK":
+        span.set_status(Status(StatusCode.ERROR, code))
 
-    def __init__(self, task: str, pool: RewardPool, metrics: VerifierMetrics) -> None:
-        self._task, self._pool, self._metrics = task, pool, metrics
+
+class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
+    """Answers for one recipe's task, by a pool of its kind; items and episodes of another one get UNKNOWN_TASK."""
+
+    def __init__(
+        self,
+        task: str,
+        metrics: VerifierMetrics,
+        *,
+        pool: RewardPool | None = None,
+        episodes: EpisodePool | None = None,
+    ) -> None:
+        self._task, self._metrics, self._pool, self._episodes = task, metrics, pool, episodes
 
     async def Verify(
         self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
     ) -> verifier_pb2.VerifyResponse:
         """RESOURCE_EXHAUSTED when the items do not fit in the queue now, INVALID_ARGUMENT when they never will."""
-        started_s, code = time.perf_counter(), grpc.StatusCode.INTERNAL
-        spans, most = CallSpans(request.items), self._pool.max_queue
+        started_s, spans, pool = time.perf_counter(), CallSpans(request.items), self._pool
         try:
-            if len(request.items) > most:
-                code = grpc.StatusCode.INVALID_ARGUMENT
-                await context.abort(code, f"items = {len(request.items)}: max_queue is {most}; send fewer at once")
-            ours = [item for item in request.items if item.task == self._task]
-            scored = iter(await self._pool.score(ours, spans.scored))
-            results = [next(scored) if item.task == self._task else self._unknown(item) for item in request.items]
-            code = grpc.StatusCode.OK
-        except QueueFull as full:
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await context.abort(code, str(full))
-        except asyncio.CancelledError:
-            code = grpc.StatusCode.CANCELLED
-            raise
+            async with self._answering(context, spans.end):
+                if pool is not None and len(request.items) > pool.max_queue:
+                    raise UserError(f"items = {len(request.items)}: max_queue is {pool.max_queue}; send fewer at once")
+                is_ours = [pool is not None and item.task == self._task for item in request.items]
+                ours = list(compress(request.items, is_ours))
+                scored = iter(await pool.score(ours, spans.scored) if pool is not None else ())
+                results = [
+                    next(scored) if known else self._unknown(item)
+                    for item, known in zip(request.items, is_ours, strict=True)
+                ]
         finally:
-            spans.end(code.name)
-            self._metrics.calls.labels(code.name).inc()
             self._metrics.call_seconds.observe(time.perf_counter() - started_s)
         for item, result in zip(request.items, results, strict=True):
             self._metrics.count(item.task if item.task == self._task else UNKNOWN_TASK, result)
         return verifier_pb2.VerifyResponse(results=results)
 
-    def _unknown(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
+    async def RunEpisode(
+        self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext
+    ) -> verifier_pb2.VerifyResult:
+        """RESOURCE_EXHAUSTED when too many are under way, UNAVAILABLE when it was lost and may be run again."""
+        about = {a.SEQUENCE_ID: request.sequence_id, a.TASK: request.task, **a.rpc(f"{SERVICE_NAME}/RunEpisode")}
+        trace = trace_in({"traceparent": request.traceparent})
+        with child(trace, "episode.run", kind=SpanKind.SERVER, attributes=about) as span:
+            async with self._answering(context, partial(_say_how, span)):
+                if self._episodes is None or request.task != self._task:
+                    result = self._unknown(request)
+                else:
+                    result = await self._episodes.run(request)
+            span.set_attributes({a.STATUS: status_name(result.status), a.REWARD: result.reward})
+        self._metrics.count(
+            request.task if request.task == self._task else UNKNOWN_TASK, result, is_episode=self._episodes is not None
+        )
+        return result
+
+    @asynccontextmanager
+    async def _answering(self, context: aio.ServicerContext, end: Callable[[str], None]) -> AsyncIterator[None]:
+        """`end` gets the name of the status that the call is answered with."""
+        code = grpc.StatusCode.INTERNAL
+        try:
+            yield
+            code = grpc.StatusCode.OK
+        except QueueFull as full:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, str(full))
+        except EpisodeLost as lost:
+            code = grpc.StatusCode.UNAVAILABLE
+            await context.abort(code, str(lost))
+        except UserError:
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            raise
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            end(code.name)
+            self._metrics.calls.labels(code.name).inc()
+
+    def _unknown(self, item: verifier_pb2.VerifyItem | verifier_pb2.EpisodeRequest) -> verifier_pb2.VerifyResult:
         return verifier_pb2.VerifyResult(
             sequence_id=item.sequence_id,
             status=verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK,
@@ -109,20 +160,34 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         )
 
 
+@asynccontextmanager
+async def _servicer(
+    recipe: Recipe, settings: VerifierSettings, registry: RunRegistry, readiness: Readiness
+) -> AsyncIterator[VerifierServicer]:
+    """With the processes that the recipe's task needs."""
+    task, metrics = recipe.task.name, VerifierMetrics(registry, recipe.task.name)
+    if recipe.task.is_episodic:
+        async with run_episode_pool(recipe, metrics, readiness, settings.max_episodes) as episodes:
+            yield VerifierServicer(task, metrics, episodes=episodes)
+    else:
+        workers, max_queue = settings.workers, settings.max_queue
+        async with run_pool(recipe, metrics, readiness, workers=workers, max_queue=max_queue) as pool:
+            yield VerifierServicer(task, metrics, pool=pool)
+
+
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:
     """Serves until `stop`. Raises `UserError` for a recipe or a reward that does not exist, `ServiceError` for a port
     in use."""
     recipe = load_recipe(settings.recipe)
     registry, readiness = RunRegistry(settings.run), Readiness("starting reward workers")
-    task, metrics = recipe.task.name, VerifierMetrics(registry, recipe.task.name)
     async with (
         watch_loop() as watch,
         serve_http(
             health_app(readiness, registry, loop_watch=watch), settings.http_host, settings.http_port
         ) as http_port,
-        run_pool(recipe, metrics, readiness, workers=settings.workers, max_queue=settings.max_queue) as pool,
+        _servicer(recipe, settings, registry, readiness) as servicer,
         serve_grpc(
-            partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, VerifierServicer(task, pool, metrics)),
+            partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, servicer),
             [SERVICE_NAME],
             settings.grpc_host,
             settings.grpc_port,
@@ -130,7 +195,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         ) as grpc_port,
     ):
         where = {"grpc_port": grpc_port, "http_port": http_port, "workers": settings.workers}
-        log.info("serving rewards of task %s by scorer %s", task, recipe.reward.scorer, extra=where)
+        log.info("serving task %s, scored by %s", recipe.task.name, recipe.reward.scorer, extra=where)
         announce(settings, grpc_port, http_port)
         await stop.wait()
         readiness.reason = "stopping"

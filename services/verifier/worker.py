@@ -4,42 +4,39 @@ Consumes one item after the other on its standard input and produces the result 
 unblocks it. Before any reward's code is imported, both pipes move to
 descriptors that children do not inherit; a reward reads from nowhere and prints to the verifier's log.
 
-The process limits its address space and CPU time, dies with the verifier, and clears away processes that a reward left behind.
-It is no jail: a reward's code is the user's and is trusted not to attack the machine; what is not trusted is how long it runs
-and how much it takes on a model's output.
-
-The verifier ends such a process by the same means with which the process clears away others (`kill_tree`).
+The process limits its address space and CPU time, dies with the verifier, and clears away processes that a reward left behind
+(`confinement`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import resource
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import UserError
 from pipelinerl.recipe.fields import Recipe, RewardConfig
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
+from services.verifier.confinement import (
+    MIB,
+    address_space,
+    attach_to_parent,
+    clear_leftover_children,
+    lower_limit,
+    renew_cpu_limit,
+    take_pipes,
+)
 from services.verifier.rewards.compose import ComposedReward, make_reward
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput
 
 RETIRED = 75
 """Exit code of a worker that leaves of its own accord, between two items, to be replaced by a fresh one."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_CPU_SLACK_S = 5
-_CLEARING_PASSES = 100
 _MESSAGE_CHARACTERS = 500
-_MIB = 1024**2
 _FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -97,8 +94,8 @@ def _reference(text: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    _attach_to_verifier()
-    requests, results = _take_pipes()
+    attach_to_parent()
+    requests, results = take_pipes()
     try:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
         reward = make_reward(recipe.reward, recipe.task)
@@ -114,115 +111,21 @@ def main() -> int:
 
 def _serve(reward: ComposedReward, config: RewardConfig, requests: Connection, results: Connection) -> int:
     """Item by item. Returns `RETIRED` when the process is no longer as good as new. Raises `EOFError` at the pipe's end."""
-    pid, own = os.getpid(), _address_space()
-    reserve = config.memory_mib * _MIB
+    pid, own = os.getpid(), address_space()
+    reserve = config.memory_mib * MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _lower_limit(resource.RLIMIT_AS, own + reserve)
+    lower_limit(resource.RLIMIT_AS, own + reserve)
     while True:
         item = verifier_pb2.VerifyItem.FromString(requests.recv_bytes())
-        _renew_cpu_limit(config.timeout_s)
+        renew_cpu_limit(config.timeout_s)
         result = score_item(reward, item)
         if os.getpid() != pid:
             os._exit(0)  # a reward forked, and its child came back as if it were the worker
-        is_clean = _clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
+        is_clean = clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
         results.send_bytes(result.SerializeToString())
-        half_is_gone = _address_space() - own > reserve // 2  # kept by rewards, and not there for the next one
+        half_is_gone = address_space() - own > reserve // 2  # kept by rewards, and not there for the next one
         if not is_clean or half_is_gone:
             return RETIRED
-
-
-def _attach_to_verifier() -> None:
-    """SIGKILL when the verifier's thread that started this process ends; orphans of a reward's children come here."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
-        if prctl(option, value, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
-
-
-def _take_pipes() -> tuple[Connection, Connection]:
-    requests = Connection(os.dup(0), writable=False)  # descriptors that a program started by a reward does not get
-    results = Connection(os.dup(1), readable=False)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
-    return requests, results
-
-
-def _renew_cpu_limit(timeout_s: float) -> None:
-    """SIGXCPU for a reward that the verifier, whose deadline comes first, did not end: wall-clock limit times cores."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    allowance_s = int(timeout_s + 1) * (os.cpu_count() or 1) + _CPU_SLACK_S
-    _lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + allowance_s)
-
-
-def _clear_leftover_children() -> bool:
-    """Kills and reaps every process that this one started or adopted; False when they come faster than they go.
-
-    One system call when there is none.
-    """
-    for _ in range(_CLEARING_PASSES):
-        try:
-            os.waitpid(-1, os.WNOHANG)
-            for child in children(os.getpid()):
-                kill_tree(child)
-                os.waitpid(child, 0)
-        except ChildProcessError:
-            return True
-    return False
-
-
-def children(pid: int) -> list[int]:
-    """The direct children of all of a process's threads, by Linux's /proc; none when it is gone."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):  # the thread ended
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
-
-
-def kill_tree(pid: int) -> None:
-    """SIGKILL to the process, its descendants, also those in other process groups, and its own group; reaps nothing.
-
-    Everything is stopped first, until a look finds nothing new, so that nothing is started behind our back.
-    """
-    stopped: set[int] = set()
-    while found := {pid, *_descendants(pid)} - stopped:
-        for process in found:
-            _signal(process, signal.SIGSTOP)
-        stopped |= found
-    for process in stopped:
-        _signal(process, signal.SIGKILL)
-    kill_group(pid)
-
-
-def kill_group(leader: int) -> None:
-    """SIGKILL to what is left of the process group that `leader` led, if it led one."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for child in children(pid):
-        yield child
-        yield from _descendants(child)
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _lower_limit(kind: int, soft: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-def _address_space() -> int:
-    """Bytes, as RLIMIT_AS counts them."""
-    with open("/proc/self/statm", "rb") as statm:
-        return int(statm.read().split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import yaml
 
 from pipelinerl.errors import MessageError, ServiceError, UserError
 from pipelinerl.messages import verification
@@ -24,26 +23,18 @@ from pipelinerl.messages.verification import (
     VerifierClient,
     status_name,
 )
-from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.service.grpc import serve_grpc
-from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import Backoff
-from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
-from services.verifier.server import serve
-from services.verifier.worker import children
+from services.verifier.confinement import children
 from tests.support.certificates import Authority
-from tests.support.exposition import metric
 from tests.support.machine import ends_within
-from tests.support.verifier import ScriptedVerifier
+from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifier, sample, serving, verifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 TASK = "misdeeds"
-START_S = 60.0
 
 
 # --- a verifier process
@@ -56,93 +47,6 @@ def recipe(**reward: Any) -> dict[str, Any]:
         "task": {"source": "jsonl", "name": TASK, "path": "unused.jsonl"},
         "reward": {"scorer": "hostile_rewards:score", "timeout_s": 2.4, "memory_mib": 256} | reward,
     }
-
-
-async def sample(address: ServiceAddress, name: str) -> float:
-    """One sample by its name without prefix, with labels but the run's; 0 when it is not there yet."""
-    return await asyncio.to_thread(metric, address.http, f"pipelinerl_verifier_{name}")
-
-
-class Verifier:
-    """A running verifier and what it wrote."""
-
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self.process, self._folder = process, folder
-
-    @property
-    def address(self) -> ServiceAddress:
-        return read_address(self._folder / "address.json")
-
-    @property
-    def log(self) -> str:
-        return (self._folder / "log").read_text()
-
-    def wait_until_serving(self) -> Verifier:
-        deadline_s = time.monotonic() + START_S
-        while not (self._folder / "address.json").exists():
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline_s, self.log
-            time.sleep(0.02)  # a file of another process: nothing to wait on
-        return self
-
-
-@contextmanager
-def verifier(folder: Path, data: dict[str, Any], **environment: object) -> Iterator[Verifier]:
-    """Starts `python -m services.verifier` and ends it. `environment`: settings, without their prefix."""
-    folder.mkdir(exist_ok=True)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
-    settings = {
-        "RUN": "test",
-        "RECIPE": folder / "recipe.yaml",
-        "INSTANCE": "verifier-0",
-        "ADDRESS_FILE": folder / "address.json",
-        "WORKERS": 2,
-    } | {name.upper(): value for name, value in environment.items()}
-    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.verifier"],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                "SECRET_TOKEN": "hunter2",
-                **{f"PIPELINERL_{name}": str(value) for name, value in settings.items()},
-            },
-            stderr=log,
-        )
-    try:
-        yield Verifier(process, folder)
-        workers = children(process.pid)
-    finally:
-        process.kill()
-        process.wait()
-    assert [worker for worker in workers if not ends_within(worker, START_S)] == [], "workers outlived their verifier"
-
-
-@asynccontextmanager
-async def serving(folder: Path, data: dict[str, Any], **settings: Any) -> AsyncIterator[ServiceAddress]:
-    """The same in this process, which costs less than one of its own."""
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
-    where = {"run": "test", "recipe": folder / "recipe.yaml", "instance": "verifier-0", "workers": 1}
-    address, stop = folder / "address.json", asyncio.Event()
-    task = asyncio.create_task(
-        serve(
-            VerifierSettings(**(where | {"address_file": address} | settings)),
-            stop,
-            LogContext("test", "verifier", "verifier-0"),
-        )
-    )
-    try:
-        async with asyncio.timeout(START_S):
-            while not address.exists() and not task.done():
-                await asyncio.sleep(0.02)
-        if task.done():
-            await task
-        yield read_address(address)
-    finally:
-        stop.set()
-        await task
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,36 @@
-"""A verifier's gRPC side without its workers, which does what a test says."""
+"""A verifier as a process or in this one; and its gRPC side without its workers, which does what a test says."""
+
+from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
 
 import grpc
+import yaml
 from grpc import aio
 
+from pipelinerl.service.address import ServiceAddress, read_address
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyRequest, VerifyResponse, VerifyResult
+from services.verifier.confinement import children
+from services.verifier.server import serve
 from tests.support.certificates import serial_of
+from tests.support.exposition import metric
+from tests.support.machine import ends_within
+
+ROOT = Path(__file__).parents[2]
+HERE = ROOT / "tests/integration"
+"""Where the users' code of tests is."""
+START_S = 60.0
 
 ITEM = verifier_pb2.VerifyItem(sequence_id="s1", task="t", reference_json="{}")
 
@@ -46,3 +69,90 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         return VerifyResponse(
             results=[VerifyResult(sequence_id=one, status=VERIFY_STATUS_OK, reward=1.0) for one in ids]
         )
+
+
+async def sample(address: ServiceAddress, name: str) -> float:
+    """One sample by its name without prefix, with labels but the run's; 0 when it is not there yet."""
+    return await asyncio.to_thread(metric, address.http, f"pipelinerl_verifier_{name}")
+
+
+class Verifier:
+    """A running verifier and what it wrote."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.process, self._folder = process, folder
+
+    @property
+    def address(self) -> ServiceAddress:
+        return read_address(self._folder / "address.json")
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "log").read_text()
+
+    def wait_until_serving(self) -> Verifier:
+        deadline_s = time.monotonic() + START_S
+        while not (self._folder / "address.json").exists():
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline_s, self.log
+            time.sleep(0.02)  # a file of another process: nothing to wait on
+        return self
+
+
+@contextmanager
+def verifier(folder: Path, data: dict[str, Any], **environment: object) -> Iterator[Verifier]:
+    """Starts `python -m services.verifier` and ends it. `environment`: settings, without their prefix."""
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
+    settings = {
+        "RUN": "test",
+        "RECIPE": folder / "recipe.yaml",
+        "INSTANCE": "verifier-0",
+        "ADDRESS_FILE": folder / "address.json",
+        "WORKERS": 2,
+    } | {name.upper(): value for name, value in environment.items()}
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.verifier"],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "SECRET_TOKEN": "hunter2",
+                **{f"PIPELINERL_{name}": str(value) for name, value in settings.items()},
+            },
+            stderr=log,
+        )
+    try:
+        yield Verifier(process, folder)
+        workers = children(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    assert [worker for worker in workers if not ends_within(worker, START_S)] == [], "workers outlived their verifier"
+
+
+@asynccontextmanager
+async def serving(folder: Path, data: dict[str, Any], **settings: Any) -> AsyncIterator[ServiceAddress]:
+    """The same in this process, which costs less than one of its own."""
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
+    where = {"run": "test", "recipe": folder / "recipe.yaml", "instance": "verifier-0", "workers": 1}
+    address, stop = folder / "address.json", asyncio.Event()
+    task = asyncio.create_task(
+        serve(
+            VerifierSettings(**(where | {"address_file": address} | settings)),
+            stop,
+            LogContext("test", "verifier", "verifier-0"),
+        )
+    )
+    try:
+        async with asyncio.timeout(START_S):
+            while not address.exists() and not task.done():
+                await asyncio.sleep(0.02)
+        if task.done():
+            await task
+        yield read_address(address)
+    finally:
+        stop.set()
+        await task

@@ -21,7 +21,7 @@ import inspect
 import math
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipelinerl.errors import FieldError
@@ -117,20 +117,27 @@ def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
     return ComposedReward(config, scorer)
 
 
-def user_scorer(path: str) -> Scorer:
-    """Imports the function. Raises `FieldError` when there is none, or it cannot be called with one item."""
+def imported(field: str, path: str) -> Callable[..., Any]:
+    """The function or class `pkg.module:name`. Raises `FieldError` on `field`, with near names, when there is none."""
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         traceback.print_exc()  # standard error of a worker ends in the verifier's log
         problem = f"cannot import {module_name} ({error!r}); is it on PYTHONPATH?"
-        raise FieldError("reward.scorer", path, problem) from error
-    function = getattr(module, name, None)
-    if not callable(function):
+        raise FieldError(field, path, problem) from error
+    found = getattr(module, name, None)
+    if not callable(found):
         near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)])
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise FieldError("reward.scorer", path, f"{module_name} has no function {name}{hint}")
+        raise FieldError(field, path, f"{module_name} has no function {name}{hint}")
+    returned: Callable[..., Any] = found
+    return returned
+
+
+def user_scorer(path: str) -> Scorer:
+    """Imports the function. Raises `FieldError` when there is none, or it cannot be called with one item."""
+    function = imported("reward.scorer", path)
     if inspect.iscoroutinefunction(function):
         raise FieldError("reward.scorer", path, "an async function; give a plain one, items already run side by side")
     try:

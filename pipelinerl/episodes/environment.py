@@ -1,0 +1,88 @@
+"""An environment: code that starts an episode, answers each turn of the policy, and says what the episode was worth.
+
+    from pipelinerl.episodes import Done, Turn
+
+    class GuessNumber:
+        def start(self, row, seed):
+            self.number = random.Random(seed).randrange(100)
+            return "Guess my number from 0 to 99."
+
+        def reply(self, turn: Turn):
+            guess = int(turn.text)
+            if guess == self.number:
+                return Done(1.0)
+            return "higher" if guess < self.number else "lower"
+
+Each episode has an object of its own, in a process of its own. All samples of a prompt get the same row and seed. An episode
+may be run again from its start, after a fault: one that does the same again for the same row, seed and turns goes on from the
+turns already sampled. Nothing here calls a model or runs an environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Messages = list[dict[str, Any]]
+"""In OpenAI's form: `{"role": "user", "content": "..."}`, and for a tool's answer also `tool_call_id`."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy asked for. `arguments_json` is its own text, which need not be JSON."""
+
+    id: str
+    name: str
+    arguments_json: str
+
+    def arguments(self) -> dict[str, Any]:
+        """Raises `ValueError` for what is not a JSON object."""
+        arguments = json.loads(self.arguments_json or "{}")
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments are {self.arguments_json!r:.200}, not a JSON object")
+        return arguments
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy sampled in one go. `messages`: the whole conversation so far, this turn included."""
+
+    text: str
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str
+    """`stop`, `length` (cut at `sampling.max_tokens`) or `tool_calls`."""
+    messages: Messages
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of an episode.
+
+    `correct` decides whether a held-out problem counts as solved; None: by the reward, from `reward.correct` on. `metrics` are
+    averaged over episodes.
+    """
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    correct: bool | None = None
+
+
+Start = Messages | str
+"""A text is one message of the user."""
+Reply = Messages | str | Done
+
+
+class Environment(Protocol):
+    """A class of the user's own: `task: {source: environment, name: "package.module:Class"}`. `task.config` goes to its
+    constructor. Both methods may be async. It may have an attribute `tools`: what the policy may call, functions or schemas in
+    OpenAI's form; it answers the calls itself."""
+
+    def start(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
+        """The first messages. `row`: the problem's line of `task.path`, or `{}`."""
+        ...
+
+    def reply(self, turn: Turn) -> Reply | Awaitable[Reply]:
+        """What the policy reads next, or the end."""
+        ...

@@ -1,0 +1,358 @@
+"""Runs one episode: an environment, tools or an agent on one side, the actor that samples the policy's turns on the other.
+
+Runs in a process of its own (`episode_worker`), which has the deadlines; nothing here has one. What users' code raises becomes
+the result's status. A turn that the actor refuses because the policy talked for too long, or took too many turns, is the
+policy's fault: such an episode earned nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import inspect
+import json
+import math
+import os
+import selectors
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from pipelinerl.episodes.environment import Done, Environment, Messages, ToolCall, Turn
+from pipelinerl.episodes.tools import Tool, tool_of
+from pipelinerl.errors import FieldError, UserError
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
+from pipelinerl.v1.verifier_pb2 import (
+    VERIFY_STATUS_BAD_REWARD,
+    VERIFY_STATUS_CRASHED,
+    VERIFY_STATUS_OK,
+    VERIFY_STATUS_OUT_OF_MEMORY,
+    EpisodeRequest,
+    VerifyItem,
+    VerifyResult,
+    VerifyStatus,
+)
+from services.verifier.rewards.compose import imported, make_reward
+from services.verifier.worker import score_item
+
+POLICY_FAULTS = ("max_turns_exceeded", "context_length_exceeded")
+"""OpenAI error codes of HTTP 400 with which an actor refuses a turn that the policy has no room for."""
+_MESSAGE_CHARACTERS = 500
+_MOST_ANSWER_BYTES = 1024**2
+_ROW_IN_ENVIRONMENT_BYTES = 100_000
+"""Linux takes 128 KiB for one variable."""
+
+
+class PolicyFault(Exception):
+    """The actor gives this episode no further turn. Attribute: `code`, one of `POLICY_FAULTS`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+class EpisodeFailed(Exception):
+    """Neither the environment's code nor the policy is to blame, or an agent ended badly."""
+
+
+class Policy:
+    """The policy as an episode's endpoint offers it.
+
+    A request has a connection of its own: a server closes one that is kept while an environment takes its time.
+    `on_wait` is told True when a turn is asked for and False when it is there.
+    """
+
+    def __init__(self, base_url: str, on_wait: Callable[[bool], None]) -> None:
+        self.base_url, self._on_wait = base_url, on_wait
+        self.completion_tokens = 0
+        """Of the last turn."""
+
+    def sample(self, messages: Messages, tools: Iterable[Mapping[str, Any]] = ()) -> Turn:
+        """The next turn, appended to `messages`. Raises `PolicyFault` and `EpisodeFailed`."""
+        request: dict[str, Any] = {"model": "policy", "messages": messages}
+        if listed := list(tools):
+            request["tools"] = listed
+        self._on_wait(True)
+        answer = self._post(json.dumps(request).encode())
+        self._on_wait(False)
+        choice = answer["choices"][0]
+        message = choice["message"]
+        self.completion_tokens = int((answer.get("usage") or {}).get("completion_tokens", 0))
+        messages.append(message)
+        calls = tuple(
+            ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in message.get("tool_calls") or ()
+        )
+        return Turn(message.get("content") or "", calls, choice["finish_reason"], list(messages))
+
+    def _post(self, body: bytes) -> dict[str, Any]:
+        url = urlsplit(self.base_url)
+        assert url.hostname is not None
+        connection = http.client.HTTPConnection(url.hostname, url.port)
+        try:
+            connection.request("POST", f"{url.path}/chat/completions", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise EpisodeFailed(f"the actor does not answer: {error!r}") from error
+        finally:
+            connection.close()
+        try:
+            answer: dict[str, Any] = json.loads(text)
+        except ValueError:
+            answer = {}
+        if response.status == 200 and answer:
+            return answer
+        refusal = answer.get("error") or {}
+        if response.status == 400 and refusal.get("code") in POLICY_FAULTS:
+            raise PolicyFault(refusal["code"], str(refusal.get("message", "")))
+        raise EpisodeFailed(f"the actor answers HTTP {response.status}: {text[:300].decode(errors='replace')}")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What `EpisodeRequest.reference_json` holds."""
+
+    row: Mapping[str, Any]
+    answer: str
+    """The reference answer; empty where the task has none."""
+
+    @classmethod
+    def of(cls, request: EpisodeRequest) -> Problem:
+        reference = json.loads(request.reference_json)
+        return cls(reference.get("row") or {}, str(reference.get("answer", "")))
+
+
+Play = Callable[[EpisodeRequest, Policy], VerifyResult]
+"""One episode of one task. What it raises becomes a status."""
+
+
+def run_episode(play: Play, request: EpisodeRequest, policy: Policy) -> VerifyResult:
+    """Never raises."""
+    started_s = time.perf_counter()
+    try:
+        result = play(request, policy)
+    except PolicyFault as fault:
+        result = VerifyResult(
+            status=VERIFY_STATUS_OK,
+            components={"answer": 0.0},
+            metrics={fault.code: 1.0},
+            message=f"{fault.code}: {fault}"[:_MESSAGE_CHARACTERS],
+        )
+    except MemoryError:  # the traceback holds what filled the memory; it is let go before anything else is done
+        result = _failed(VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
+    except EpisodeFailed as failure:
+        result = _failed(VERIFY_STATUS_CRASHED, str(failure))
+    except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is an environment's too
+        traceback.print_exc()
+        result = _failed(VERIFY_STATUS_CRASHED, f"the environment raised {type(error).__name__}: {error}")
+    result.sequence_id = request.sequence_id
+    result.seconds = time.perf_counter() - started_s
+    return result
+
+
+def _failed(status: VerifyStatus, message: str) -> VerifyResult:
+    return VerifyResult(status=status, message=message[:_MESSAGE_CHARACTERS])
+
+
+def play_environment(make: Callable[[], Environment], correct: float) -> Play:
+    """`correct`: reward from which an answer is right, unless the environment says whether it is."""
+
+    def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
+        done, turn = converse(make(), Problem.of(request).row, request.seed, policy)
+        reward = float(done.reward)
+        if not math.isfinite(reward):
+            return _failed(VERIFY_STATUS_BAD_REWARD, f"the environment's reward is {reward}")
+        components = {"answer": reward}
+        if done.correct is not None:  # the answer's term says whether it is right
+            components = {"answer": correct if done.correct else 0.0}
+            components["environment"] = reward - components["answer"]
+        return VerifyResult(
+            status=VERIFY_STATUS_OK,
+            reward=reward,
+            components=components,
+            metrics={str(name): float(value) for name, value in done.metrics.items()},
+            answer=turn.text,
+        )
+
+    return play
+
+
+def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy: Policy) -> tuple[Done, Turn]:
+    """Turn by turn until the environment says that it is done; with the last turn."""
+    offered = getattr(environment, "tools", ())
+    with asyncio.Runner() as loop:
+
+        def awaited(value: Any) -> Any:
+            async def wait() -> Any:
+                return await value
+
+            return loop.run(wait()) if inspect.isawaitable(value) else value
+
+        messages = _messages(awaited(environment.start(row, seed)), "start")
+        while True:
+            turn = policy.sample(messages, offered)
+            reply = awaited(environment.reply(turn))
+            if isinstance(reply, Done):
+                return reply, turn
+            messages += _messages(reply, "reply")
+
+
+def _messages(given: Any, method: str) -> Messages:
+    """Raises `TypeError` for what is no list of messages."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if isinstance(given, list) and given and all(isinstance(each, dict) and "role" in each for each in given):
+        return list(given)
+    wanted = "a text or a list of messages, {'role': ..., 'content': ...}" + (" or Done" * (method == "reply"))
+    raise TypeError(f"{method} returned {given!r:.200}; it must be {wanted}")
+
+
+class ToolUse:
+    """A problem of a file, and functions that the policy may call until it answers. Synchronous and async functions."""
+
+    def __init__(self, tools: Mapping[str, Tool], system_prompt: str, instruction: str, prompt_field: str) -> None:
+        self._tools, self._system_prompt, self._instruction = tools, system_prompt, instruction
+        self._prompt_field = prompt_field
+        self.tools = [tool.schema for tool in tools.values()]
+
+    def start(self, row: Mapping[str, Any], seed: int) -> Messages:
+        system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
+        return [*system, {"role": "user", "content": f"{row[self._prompt_field]}{self._instruction}"}]
+
+    async def reply(self, turn: Turn) -> Messages | Done:
+        """What the answer is worth, its scorer says."""
+        if not turn.tool_calls:
+            return Done(0.0)
+        return [
+            {"role": "tool", "tool_call_id": call.id, "content": await self._answer(call)} for call in turn.tool_calls
+        ]
+
+    async def _answer(self, call: ToolCall) -> str:
+        """What the function returns, or what is wrong with the call: the policy learns from both."""
+        from jsonschema import Draft202012Validator
+        from jsonschema.exceptions import best_match
+
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name!r:.100}; use {', '.join(self._tools)}"
+        try:
+            arguments = call.arguments()
+            problem = best_match(Draft202012Validator(tool.parameters).iter_errors(arguments))
+            if problem is not None:
+                return f"error: {problem.json_path}: {problem.message}"[:_MESSAGE_CHARACTERS]
+            result = tool.function(**arguments)
+            if inspect.isawaitable(result):
+                result = await result
+            return result if isinstance(result, str) else json.dumps(result, default=str)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the tool's own, and the policy's to read
+            return f"error: {type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS]
+
+
+def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
+    """What the program printed. Raises `EpisodeFailed` when it ended badly or printed too much.
+
+    The problem's row is its standard input and, up to `_ROW_IN_ENVIRONMENT_BYTES`, PIPELINERL_ROW. Its standard error is in the
+    verifier's log. `search_path`: PYTHONPATH of the program.
+    """
+    row = json.dumps(Problem.of(request).row)
+    own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
+    if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:
+        own["PIPELINERL_ROW"] = row
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    with tempfile.TemporaryFile() as given:
+        given.write(row.encode())
+        given.seek(0)
+        program = subprocess.Popen(
+            shlex.split(command), stdin=given, stdout=subprocess.PIPE, env={**os.environ, "PATH": path, **own}
+        )
+    printed = _printed(program)
+    if program.returncode:
+        raise EpisodeFailed(f"the agent ended with exit code {program.returncode}; the verifier's log has its output")
+    return printed
+
+
+def _printed(program: subprocess.Popen[bytes]) -> str:
+    """All that the program prints until it ends, whoever else still holds its output then."""
+    assert program.stdout is not None
+    output, ended, printed = program.stdout.fileno(), os.pidfd_open(program.pid), bytearray()
+    os.set_blocking(output, False)
+    with selectors.DefaultSelector() as ready:
+        ready.register(output, selectors.EVENT_READ)
+        ready.register(ended, selectors.EVENT_READ)
+        while True:
+            has_ended = any(key.fd == ended for key, _ in ready.select())
+            while chunk := _read_now(output):
+                printed += chunk
+                if len(printed) > _MOST_ANSWER_BYTES:
+                    raise EpisodeFailed(f"the agent printed more than {_MOST_ANSWER_BYTES} bytes")
+            if has_ended:
+                break
+            if chunk == b"" and output in ready.get_map():
+                ready.unregister(output)
+    program.wait()
+    os.close(ended)
+    return printed.decode(errors="replace")
+
+
+def _read_now(descriptor: int) -> bytes | None:
+    """b"" at its end, None when there is nothing yet."""
+    try:
+        return os.read(descriptor, 65536)
+    except BlockingIOError:
+        return None
+
+
+def load_play(recipe: Recipe, search_path: str) -> Play:
+    """Imports the user's code. Raises `UserError` for what is not there or cannot be used."""
+    task, reward = recipe.task, recipe.reward
+    if task.source == "environment":
+        kind = imported("task.name", task.name)
+        return play_environment(lambda: kind(**task.config), reward.correct)
+    if task.source == "verifiers":
+        raise FieldError("task.source", task.source, "is not there yet; use environment, tools or agent")
+    score = make_reward(reward, task)
+
+    def scored(request: EpisodeRequest, answer: str, turn: Turn | None = None, num_tokens: int = 0) -> VerifyResult:
+        item = VerifyItem(
+            task=request.task,
+            prompt_text=request.prompt_text,
+            completion_text=answer,
+            reference_json=request.reference_json,
+            completion_tokens=num_tokens,
+            max_tokens=request.max_tokens,
+            finish_reason=FINISH_REASON_LENGTH if turn is not None and turn.finish_reason == "length" else None,
+        )
+        result = score_item(score, item)
+        result.answer = answer
+        return result
+
+    if task.source == "agent":
+        return lambda request, policy: scored(request, run_agent(task.command, request, search_path))
+    tools = {tool.name: tool for tool in map(_tool, task.tools)}
+
+    def play_tools(request: EpisodeRequest, policy: Policy) -> VerifyResult:
+        environment = ToolUse(tools, task.system_prompt, task.instruction, task.prompt_field)
+        _, turn = converse(environment, Problem.of(request).row, request.seed, policy)
+        return scored(request, turn.text, turn, policy.completion_tokens)
+
+    return play_tools
+
+
+def _tool(path: str) -> Tool:
+    try:
+        return tool_of(imported("task.tools", path))
+    except FieldError:
+        raise
+    except UserError as error:
+        raise FieldError("task.tools", path, str(error)) from error

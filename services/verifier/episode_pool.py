@@ -1,0 +1,249 @@
+"""Episodes under way, bounded in number: each in a process that is forked for it and ended at its deadline with all it started.
+
+A process that has imported the user's code forks the others (`episode_worker`). It is started again when it dies; what ran then
+is the caller's to ask for again. An episode costs nobody else anything, whatever its code does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from pipelinerl.errors import PipelineRLError, ServiceError, UserError
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.lifecycle import Readiness
+from pipelinerl.service.retry import retry_forever
+from pipelinerl.v1.verifier_pb2 import (
+    VERIFY_STATUS_CRASHED,
+    VERIFY_STATUS_TIMEOUT,
+    EpisodeRequest,
+    VerifyResult,
+    VerifyStatus,
+)
+from services.verifier.episode_worker import BEGIN, ENDED, KILL, ORDER, WAITS, WORKS
+from services.verifier.metrics import VerifierMetrics
+from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerProcess, how_ended, start_worker
+
+log = logging.getLogger(__name__)
+
+_LONGEST_FRAME_BYTES = 16 * 1024**2
+_ENDS_WITHIN_S = 1.0
+"""How long a process whose socket is closed may take to end."""
+_ORDER_AGAIN_S = 0.01
+"""Until an order is tried again for which the socket to the template has no room."""
+
+
+class EpisodeLost(PipelineRLError):
+    """The process from which episodes are forked died, and this one with it."""
+
+
+@asynccontextmanager
+async def run_episode_pool(
+    recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_episodes: int
+) -> AsyncIterator[EpisodePool]:
+    """Raises `UserError` when what the recipe names does not exist, `ServiceError` when the template does not come up."""
+    pool = EpisodePool(recipe, metrics, max_episodes)
+    template = await start_template(recipe)
+    async with asyncio.TaskGroup() as tasks:
+        keeper = tasks.create_task(pool.keep_template(template, readiness), name="episode-template")
+        try:
+            yield pool
+        finally:
+            keeper.cancel()
+
+
+@dataclass(eq=False)
+class Template:
+    """The process that forks, and the socket to it. `ended`: of each episode under way, its process's exit code; None: lost."""
+
+    process: WorkerProcess
+    orders: socket.socket
+    ended: dict[int, asyncio.Future[int | None]] = field(default_factory=dict)
+
+    def hear(self) -> None:
+        """The socket has something to read: ends of episodes, one each."""
+        try:
+            message = self.orders.recv(ENDED.size)
+        except BlockingIOError:
+            return
+        if not message:
+            asyncio.get_running_loop().remove_reader(self.orders)
+            return
+        number, code = ENDED.unpack(message)
+        self.ended.pop(number).set_result(code)
+
+    async def order(self, what: bytes, number: int, *descriptors: int) -> None:
+        """Raises `OSError` when the process is gone."""
+        while True:
+            try:
+                socket.send_fds(self.orders, [ORDER.pack(what, number)], descriptors)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(_ORDER_AGAIN_S)
+
+    async def close(self) -> None:
+        """Ends the process with all episodes, which are lost."""
+        asyncio.get_running_loop().remove_reader(self.orders)
+        await self.process.kill()
+        self.orders.close()
+        for ended in self.ended.values():
+            ended.set_result(None)
+        self.ended.clear()
+
+
+async def start_template(recipe: Recipe) -> Template:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        arguments = (str(theirs.fileno()), os.environ.get("PYTHONPATH", ""))
+        module, inherited = "services.verifier.episode_worker", (theirs.fileno(),)
+        try:
+            template = Template(await start_worker(recipe, module, *arguments, pass_fds=inherited), ours)
+        except BaseException:
+            ours.close()
+            raise
+    ours.setblocking(False)
+    asyncio.get_running_loop().add_reader(ours, template.hear)
+    return template
+
+
+class EpisodePool:
+    """Made by `run_episode_pool`."""
+
+    def __init__(self, recipe: Recipe, metrics: VerifierMetrics, max_episodes: int) -> None:
+        self._recipe, self._task, self._metrics, self._max_episodes = recipe, recipe.task, metrics, max_episodes
+        self._template: Template | None = None
+        self._numbers = 0
+        metrics.episodes.set_function(self._under_way)
+        metrics.episode_capacity.set(max_episodes)
+
+    def _under_way(self) -> int:
+        return len(self._template.ended) if self._template is not None else 0
+
+    async def keep_template(self, template: Template, readiness: Readiness) -> None:
+        """Waits for the template's death, and starts another one. Until cancelled."""
+        while True:
+            self._template, readiness.reason = template, ""
+            try:
+                await asyncio.shield(template.process.ended)
+                log.error("the process from which episodes are forked died: %s", await template.process.gone())
+            finally:
+                self._template, readiness.reason = None, "episodes cannot be started"
+                await template.close()
+            self._metrics.worker_restarts.labels("death").inc()
+            template = await retry_forever(
+                lambda: start_template(self._recipe),
+                "start the process from which episodes are forked",
+                retried=lambda error: isinstance(error, UserError | ServiceError | OSError),
+                level=logging.ERROR,
+            )
+
+    async def run(self, request: EpisodeRequest) -> VerifyResult:
+        """The episode's result, however it ended, when its process and what that started are gone. Cancelling it ends them.
+
+        Raises `QueueFull` when too many are under way, `EpisodeLost` when another call may succeed.
+        """
+        template = self._template
+        if template is None:
+            raise EpisodeLost("the process from which episodes are forked is being started")
+        if len(template.ended) >= self._max_episodes:
+            raise QueueFull(f"max_episodes = {self._max_episodes} are under way")
+        self._numbers += 1
+        number, ended = self._numbers, asyncio.get_running_loop().create_future()
+        ours, theirs = socket.socketpair()
+        template.ended[number] = ended
+        with ours:
+            try:
+                with theirs:
+                    await template.order(BEGIN, number, theirs.fileno())
+            except BaseException as error:
+                template.ended.pop(number, None)
+                if isinstance(error, OSError):
+                    raise EpisodeLost(f"no episode can be forked: {error}") from error
+                raise
+            try:
+                return await self._exchange(request, ours, ended)
+            finally:
+                with contextlib.suppress(OSError):  # the template is gone, and so is this one
+                    if not ended.done():
+                        await template.order(KILL, number)
+                await ended
+
+    async def _exchange(
+        self, request: EpisodeRequest, connection: socket.socket, ended: asyncio.Future[int | None]
+    ) -> VerifyResult:
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        try:
+            payload = request.SerializeToString()
+            writer.write(FRAME_LENGTH.pack(len(payload)) + payload)
+            return await self._result(request, reader, ended)
+        finally:
+            writer.transport.abort()
+
+    async def _result(
+        self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
+    ) -> VerifyResult:
+        task = self._task
+        works = task.source in ("environment", "tools")  # nothing tells when another source does
+        began_s = time.monotonic()
+        while True:
+            left_s = began_s + task.episode_timeout_s - time.monotonic()
+            within_s = min(left_s, task.answer_timeout_s) if works else left_s
+            try:
+                frame = await _frame(reader, ended, within_s)
+            except TimeoutError:
+                self._metrics.timeouts.inc()
+                name = "episode_timeout_s" if within_s == left_s else "answer_timeout_s"
+                said = f"took more than task.{name} = {getattr(task, name):g} s and was killed"
+                return _failed(request, VERIFY_STATUS_TIMEOUT, said, began_s)
+            if frame is None:
+                await asyncio.wait((ended,), timeout=_ENDS_WITHIN_S)
+                if not ended.done():
+                    return _failed(request, VERIFY_STATUS_CRASHED, "closed its socket", began_s)
+                if (code := ended.result()) is None:
+                    raise EpisodeLost("the process from which episodes are forked died")
+                return _failed(request, VERIFY_STATUS_CRASHED, f"died with {how_ended(code)}", began_s)
+            if frame in (WAITS, WORKS):
+                works = frame == WORKS
+                continue
+            try:
+                result = VerifyResult.FromString(frame)
+            except DecodeError:
+                result = VerifyResult()
+            if result.sequence_id != request.sequence_id:
+                said = "has something else than results in its socket"
+                return _failed(request, VERIFY_STATUS_CRASHED, said, began_s)
+            return result
+
+
+async def _frame(reader: asyncio.StreamReader, ended: asyncio.Future[int | None], within_s: float) -> bytes | None:
+    """None when its process ended without one. Raises `TimeoutError`."""
+    frame = asyncio.create_task(_next_frame(reader))
+    try:
+        done, _ = await asyncio.wait((frame, ended), timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise TimeoutError
+        return await frame  # the process's last one, where that has ended; nobody else holds its socket then
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    finally:
+        frame.cancel()
+
+
+async def _next_frame(reader: asyncio.StreamReader) -> bytes:
+    (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))
+    return await reader.readexactly(min(length, _LONGEST_FRAME_BYTES))
+
+
+def _failed(request: EpisodeRequest, status: VerifyStatus, said: str, began_s: float) -> VerifyResult:
+    log.warning("episode %s %s", request.sequence_id, said)
+    message, seconds = f"the episode {said}", time.monotonic() - began_s
+    return VerifyResult(sequence_id=request.sequence_id, status=status, message=message, seconds=seconds)

@@ -1,0 +1,347 @@
+"""Episodes that a verifier runs: environments, tools and agents against an endpoint that plays the policy; misbehaving ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.errors import UserError
+from pipelinerl.messages.verification import VerifierAway, VerifierClient, status_name
+from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyResult
+from services.verifier.confinement import children
+from tests.support.fake_endpoint import FakeEndpoint, calls, fake_endpoint, refuses, says
+from tests.support.machine import ends_within
+from tests.support.verifier import HERE, START_S, Verifier, sample, serving, verifier
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="episodes are confined with Linux's means")
+
+NAME = "hostile_environments:Hostile"
+LONG_S = 600.0
+
+
+def recipe(**sections: Any) -> dict[str, Any]:
+    task = {"source": "environment", "name": NAME, "answer_timeout_s": 1.5, "episode_timeout_s": LONG_S}
+    return {
+        "name": "test",
+        "model": {"source": "path", "name": "unused"},
+        "task": task | sections.pop("task", {}),
+        "reward": {"memory_mib": 256} | sections.pop("reward", {}),
+        **sections,
+    }
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
+    with verifier(tmp_path_factory.mktemp("episodes"), recipe(task={"config": {"bonus": 0.25}})) as running:
+        yield running.wait_until_serving()
+
+
+@pytest.fixture
+def policy() -> Iterator[FakeEndpoint]:
+    with fake_endpoint(lambda _: says("0.5")) as endpoint:
+        yield endpoint
+
+
+def episode(endpoint: FakeEndpoint, row: dict[str, Any], number: int = 0, **fields: Any) -> EpisodeRequest:
+    reference = {"row": row} | ({"answer": fields.pop("answer")} if "answer" in fields else {})
+    known = {"sequence_id": f"g.{number}", "task": NAME, "seed": 7, "base_url": endpoint.base_url(str(number))}
+    return EpisodeRequest(reference_json=json.dumps(reference), **(known | fields))
+
+
+async def run(address: str, *requests: EpisodeRequest) -> list[VerifyResult]:
+    async with VerifierClient(address) as client:
+        return await asyncio.gather(*(client.run_episode(request, START_S) for request in requests))
+
+
+# --- what an environment gets and gives
+
+
+async def test_an_environment_is_asked_turn_by_turn_until_it_is_done(hostile: Verifier) -> None:
+    turns = iter(["one", "two", "3"])
+    with fake_endpoint(lambda _: says(next(turns))) as endpoint:
+        (result,) = await run(hostile.address.grpc, episode(endpoint, {"turns": 3}))
+    assert (status_name(result.status), result.reward, dict(result.components)) == ("ok", 3.25, {"answer": 3.25})
+    assert (dict(result.metrics), result.answer, result.message) == ({"said": 3.0}, "3", "")
+    drawn = endpoint.requests[0]["messages"][1]["content"]
+    assert endpoint.requests[2]["messages"] == [
+        {"role": "system", "content": "seed 7"},
+        {"role": "user", "content": drawn},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "2 left"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "1 left"},
+    ]
+
+
+async def test_the_same_seed_draws_the_same_and_another_one_something_else(
+    hostile: Verifier, policy: FakeEndpoint
+) -> None:
+    await run(hostile.address.grpc, *(episode(policy, {}, number, seed=number // 2) for number in range(4)))
+    drawn = sorted((r["messages"][0]["content"], r["messages"][1]["content"]) for r in policy.requests)
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3]
+    assert drawn[0][1] != drawn[2][1]
+
+
+@pytest.mark.parametrize(("correct", "components"), [(True, [1.0, -0.25]), (False, [0.0, 0.75])])
+async def test_an_environment_says_what_is_right(
+    hostile: Verifier, policy: FakeEndpoint, correct: bool, components: list[float]
+) -> None:
+    (result,) = await run(hostile.address.grpc, episode(policy, {"correct": correct}))
+    assert dict(result.components) == dict(zip(("answer", "environment"), components, strict=True))
+    assert result.reward == 0.75
+
+
+@pytest.mark.parametrize("code", ["max_turns_exceeded", "context_length_exceeded"])
+async def test_a_turn_for_which_the_policy_has_no_room_is_its_fault(hostile: Verifier, code: str) -> None:
+    turns = iter([says("one"), refuses(code)])
+    with fake_endpoint(lambda _: next(turns)) as endpoint:
+        (result,) = await run(hostile.address.grpc, episode(endpoint, {"turns": 3}))
+    assert (status_name(result.status), result.reward, dict(result.metrics)) == ("ok", 0.0, {code: 1.0})
+    assert dict(result.components) == {"answer": 0.0}
+
+
+async def test_an_actor_that_refuses_or_is_gone_is_nobodys_fault(hostile: Verifier, policy: FakeEndpoint) -> None:
+    with fake_endpoint(lambda _: refuses("gone", 404)) as endpoint:
+        (refused,) = await run(hostile.address.grpc, episode(endpoint, {}))
+    (away,) = await run(hostile.address.grpc, episode(endpoint, {}))
+    assert [status_name(result.status) for result in (refused, away)] == ["crashed"] * 2
+    assert "HTTP 404" in refused.message
+    assert "the actor does not answer" in away.message
+
+
+# --- misdeeds
+
+
+MISDEEDS = [
+    ("sleep 600", "timeout", "task.answer_timeout_s = 1.5 s"),
+    ("hang_in_c", "timeout", "task.answer_timeout_s = 1.5 s"),
+    ("raise", "crashed", "RuntimeError: boom"),
+    ("sys_exit", "crashed", "SystemExit"),
+    ("os_exit", "crashed", "exit code 3"),
+    ("segfault", "crashed", "SIGSEGV"),
+    ("close_pipes", "crashed", ""),
+    ("fill_memory", "out_of_memory", "reward.memory_mib"),
+]
+
+
+async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEndpoint) -> None:
+    """All at once, in the start and after a turn, with a good episode beside each."""
+    rows = [{when: row[0]} for row in MISDEEDS for when in ("in_start", "in_reply")]
+    requests = [
+        episode(policy, row, 2 * number + index)
+        for number, bad in enumerate(rows)
+        for index, row in enumerate([bad, {}])
+    ]
+    results = await run(hostile.address.grpc, *requests)
+    for number, (bad, good) in enumerate(zip(results[::2], results[1::2], strict=True)):
+        misdeed, status, message = MISDEEDS[number // 2]
+        assert (status_name(bad.status), bad.reward, misdeed) == (status, 0.0, misdeed)
+        assert message in bad.message
+        assert (status_name(good.status), good.reward) == ("ok", 0.75)
+    assert await sample(hostile.address, "episodes") == 0
+
+
+@pytest.mark.parametrize("misdeed", ["leave_children", "leave_children_and_hang"])
+async def test_processes_an_environment_started_end_with_its_episode(
+    hostile: Verifier, policy: FakeEndpoint, tmp_path: Path, misdeed: str
+) -> None:
+    (result,) = await run(hostile.address.grpc, episode(policy, {"in_reply": f"{misdeed} {tmp_path / 'pids'}"}))
+    assert status_name(result.status) == ("timeout" if misdeed.endswith("hang") else "ok")
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 6
+    assert [pid for pid in pids if not ends_within(pid, START_S)] == []
+
+
+async def test_a_call_that_is_cancelled_ends_its_episode(hostile: Verifier) -> None:
+    asked = asyncio.Event()
+    loop, waits = asyncio.get_running_loop(), threading.Event()
+
+    def answer(_: dict[str, Any]) -> Any:
+        loop.call_soon_threadsafe(asked.set)
+        waits.wait()
+        return says("1")
+
+    with fake_endpoint(answer) as endpoint:
+        calling = asyncio.create_task(run(hostile.address.grpc, episode(endpoint, {})))
+        await asked.wait()
+        (template,) = children(hostile.process.pid)
+        (process,) = children(template)
+        calling.cancel()
+        await asyncio.wait([calling])
+        assert ends_within(process, START_S)
+        waits.set()
+    while await sample(hostile.address, "episodes"):
+        await asyncio.sleep(0.01)
+
+
+async def test_when_the_template_dies_its_episodes_may_be_run_again(hostile: Verifier, policy: FakeEndpoint) -> None:
+    reached = asyncio.Event()
+    loop, policys = asyncio.get_running_loop(), policy.answer
+    policy.answer = lambda body: (loop.call_soon_threadsafe(reached.set), policys(body))[1]
+    calling = asyncio.create_task(run(hostile.address.grpc, episode(policy, {"in_reply": "sleep 600"})))
+    await reached.wait()
+    (template,) = children(hostile.process.pid)
+    os.kill(template, signal.SIGKILL)
+    with pytest.raises(VerifierAway, match="UNAVAILABLE"):
+        await calling
+    async with asyncio.timeout(START_S):
+        while True:
+            try:
+                (result,) = await run(hostile.address.grpc, episode(policy, {}))
+                break
+            except VerifierAway:
+                await asyncio.sleep(0.02)
+    assert result.reward == 0.75
+
+
+async def test_another_task_is_unknown(hostile: Verifier, policy: FakeEndpoint) -> None:
+    (result,) = await run(hostile.address.grpc, episode(policy, {}, task="another"))
+    assert status_name(result.status) == "unknown_task"
+
+
+# --- tools and agents
+
+
+async def served(
+    tmp_path: Path, data: dict[str, Any], *requests: EpisodeRequest, **settings: Any
+) -> list[VerifyResult]:
+    async with serving(tmp_path, data, **settings) as address:
+        return await run(address.grpc, *requests)
+
+
+@pytest.fixture
+def users_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found where this process looks for modules."""
+    monkeypatch.syspath_prepend(HERE)
+
+
+async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code: None) -> None:
+    turns = iter(
+        [
+            calls("multiply", '{"a": 6, "b": 7}'),
+            calls("divide", '{"a": 1, "b": 0}'),
+            calls("multiply", '{"a": "six", "b": 7}'),
+            calls("multiply", "[6"),
+            calls("add", "{}"),
+            says("It is #42"),
+        ]
+    )
+    task = {
+        "source": "tools",
+        "name": "sums",
+        "path": "unused.jsonl",
+        "tools": ["hostile_environments:multiply", "hostile_environments:divide"],
+        "system_prompt": "You have tools.",
+        "instruction": " Write # before the answer.",
+    }
+    data = recipe(task=task, reward={"answer_pattern": "#(.*)", "overlong": {"buffer_tokens": 8, "penalty": 0.5}})
+    with fake_endpoint(lambda _: next(turns)) as endpoint:
+        request = episode(endpoint, {"prompt": "6 * 7?"}, answer="42", task="sums", max_tokens=10)
+        (result,) = await served(tmp_path, data, request)
+    assert (status_name(result.status), result.answer) == ("ok", "It is #42")
+    assert dict(result.components) == {"answer": 1.0, "overlong": pytest.approx(-0.5 * (9 - 2) / 8)}
+    first, last = endpoint.requests[0], endpoint.requests[-1]
+    assert first["messages"] == [
+        {"role": "system", "content": "You have tools."},
+        {"role": "user", "content": "6 * 7? Write # before the answer."},
+    ]
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide"]
+    answers = [message for message in last["messages"] if message["role"] == "tool"]
+    assert {message["tool_call_id"] for message in answers} == {"call-1"}
+    assert [message["content"] for message in answers] == [
+        "42",
+        "error: ZeroDivisionError: division by zero",
+        "error: $.a: 'six' is not of type 'integer'",
+        "error: JSONDecodeError: Expecting ',' delimiter: line 1 column 3 (char 2)",
+        "error: there is no tool 'add'; use multiply, divide",
+    ]
+
+
+AGENT = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+assert json.loads(os.environ["PIPELINERL_ROW"]) == row
+if "print" in row:
+    print("x" * row["print"], flush=True)
+if "exit" in row:
+    sys.exit(row["exit"])
+body = json.dumps({"model": "any", "messages": [{"role": "user", "content": row["question"]}]}).encode()
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+assert os.environ["OPENAI_API_KEY"]
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+if "sleep" in row:
+    import subprocess
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    open(row["sleep"], "w").write(f"{os.getpid()} {sleeper.pid}")
+    sleeper.wait()
+"""
+
+
+async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, policy: FakeEndpoint) -> None:
+    (tmp_path / "my agent.py").write_text(AGENT)
+    task = {
+        "source": "agent",
+        "name": "asking",
+        "path": "unused.jsonl",
+        "command": f"python '{tmp_path}/my agent.py'",
+        "episode_timeout_s": 4.0,
+    }
+    rows = [{}, {"exit": 3}, {"print": 2**21}, {"sleep": str(tmp_path / "pids")}]
+    requests = [
+        episode(policy, {"question": "half?"} | row, number, answer="0.5", task="asking")
+        for number, row in enumerate(rows)
+    ]
+    results = await served(tmp_path, recipe(task=task), *requests)
+    assert [status_name(result.status) for result in results] == ["ok", "crashed", "crashed", "timeout"]
+    assert (results[0].reward, results[0].answer) == (1.0, "0.5\n")
+    assert "exit code 3" in results[1].message
+    assert "more than 1048576 bytes" in results[2].message
+    assert "task.episode_timeout_s = 4 s" in results[3].message
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert [pid for pid in pids if not ends_within(pid, START_S)] == []
+
+
+async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: Path, users_code: None) -> None:
+    asked, waits = threading.Event(), threading.Event()
+
+    def answer(_: dict[str, Any]) -> Any:
+        asked.set()
+        waits.wait()
+        return says("1")
+
+    with fake_endpoint(answer) as endpoint:
+        async with serving(tmp_path, recipe(), max_episodes=1) as address:
+            first = asyncio.create_task(run(address.grpc, episode(endpoint, {})))
+            await asyncio.to_thread(asked.wait)
+            with pytest.raises(VerifierAway, match="max_episodes = 1 are under way"):
+                await run(address.grpc, episode(endpoint, {}))
+            waits.set()
+            assert (await first)[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ({"name": "hostile_environments:Hostil"}, "did you mean Hostile?"),
+        (
+            {"source": "tools", "path": "unused.jsonl", "tools": ["hostile_rewards:do_say_nothing"]},
+            "has no function do_say_nothing",
+        ),
+    ],
+)
+async def test_code_that_is_not_there_is_the_users_mistake(
+    tmp_path: Path, users_code: None, task: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        await served(tmp_path, recipe(task=task))
