@@ -189,11 +189,7 @@ class RunTotals:
                 "stall_s_p50": _percentile(self.stall_s, 50),
                 "stall_s_p99": _percentile(self.stall_s, 99),
             },
-            "membership": {
-                "joins": len(self.join_s),
-                "join_s_p50": _percentile(self.join_s, 50),
-                "evictions": None,
-            },
+            "membership": {"joins": len(self.join_s), "join_s_p50": _percentile(self.join_s, 50), "evictions": None},
             "logprob_mismatch_max": max(self.logprob_mismatch, default=None),
             "parity_failures": self.parity_failures,
             "mismatch_kl_mean": _mean(self.mismatch_kl),

@@ -32,10 +32,7 @@ _LOOPBACK = (("grpc.enable_http_proxy", 0),)
 
 
 async def follow_trainer(
-    service: Service,
-    state: RunState,
-    elapsed_s: Callable[[], float],
-    on_up: Callable[[ServiceAddress], None],
+    service: Service, state: RunState, elapsed_s: Callable[[], float], on_up: Callable[[ServiceAddress], None]
 ) -> None:
     """Consumes step stream and status of the trainer, and after a restart those of the next one. Waits for each trainer's
     address file and calls `on_up` with its content. The runner reports a trainer that died, not this."""

@@ -24,15 +24,7 @@ from pipelinerl.local.following import background, follow_trainer, watch_actors
 from pipelinerl.local.metrics import RunnerMetrics, runner_http
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.local.processes import (
-    Launch,
-    Restarts,
-    Service,
-    ServiceDied,
-    ServiceProcess,
-    living_names,
-    service_of,
-)
+from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, ServiceProcess, living_names, service_of
 from pipelinerl.local.progress import Display, RunState
 from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads
 from pipelinerl.recipe.fields import Recipe

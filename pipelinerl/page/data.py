@@ -148,12 +148,7 @@ class RunHistory:
 
 
 def report_data(
-    run: str,
-    description: str,
-    summary: Record,
-    records: Sequence[Record],
-    samples: Sequence[Record],
-    recipe_text: str,
+    run: str, description: str, summary: Record, records: Sequence[Record], samples: Sequence[Record], recipe_text: str
 ) -> dict[str, Any]:
     """The object that pipelinerl/page/views.js draws; its keys are described there."""
     history = RunHistory(MAX_RECORDS // 2)

@@ -18,15 +18,7 @@ from dataclasses import dataclass
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import groups_per_step
-from pipelinerl.rl.memory import (
-    GIB,
-    MODEL_STATE_SHARE,
-    Model,
-    actor_problem,
-    fewest_ranks,
-    kv_cache_gib,
-    state_bytes,
-)
+from pipelinerl.rl.memory import GIB, MODEL_STATE_SHARE, Model, actor_problem, fewest_ranks, kv_cache_gib, state_bytes
 from pipelinerl.rl.packing import COPIES_OF_A_TOKEN
 from pipelinerl.rl.simulator import Simulation, Timing, simulate
 from pipelinerl.rl.throughput import MOST_STALE, DecodeCurve, Lengths, Split, conventional_rate, split

@@ -126,9 +126,7 @@ def describe(
 
 @torch.no_grad()
 def pack(
-    manifest: Manifest,
-    parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    into: Tensor | None = None,
+    manifest: Manifest, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], into: Tensor | None = None
 ) -> Tensor:
     """Copy the parameters into one stream: uint8[total_bytes], converted to the wire dtypes, padding zeroed.
 

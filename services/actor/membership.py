@@ -46,13 +46,7 @@ def worth_telling(told: int | None, cost: int) -> bool:
 
 
 async def tell_deletion_cost(
-    client: KubeClient | None,
-    held: HeldGroups,
-    engine: InferenceEngine,
-    metrics: ActorMetrics,
-    *,
-    pod: str,
-    uid: str,
+    client: KubeClient | None, held: HeldGroups, engine: InferenceEngine, metrics: ActorMetrics, *, pod: str, uid: str
 ) -> None:
     """Has Kubernetes take the cheapest pod first when it scales down. Runs until cancelled.
 

@@ -49,11 +49,7 @@ class PolicyTrainer:
     weight transfers."""
 
     def __init__(
-        self,
-        learner: Learner,
-        tokenizer: PreTrainedTokenizerBase,
-        sender: WeightSender,
-        recipe: Recipe,
+        self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe
     ) -> None:
         self.learner, self._recipe = learner, recipe
         self.tokenizer, self.sender, self.vocab_size = tokenizer, sender, learner.policy.vocab_size

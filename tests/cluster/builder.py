@@ -85,11 +85,7 @@ class PodBuilder:
         account = spec.get("serviceAccountName", "default")
         mounts_token = (self.rendered.find("ServiceAccount", account) or {}).get("automountServiceAccountToken", True)
         if spec.get("automountServiceAccountToken", mounts_token):
-            files = {
-                "token": self.api.token_of(account),
-                "ca.crt": self.api.ca,
-                "namespace": self.namespace.encode(),
-            }
+            files = {"token": self.api.token_of(account), "ca.crt": self.api.ca, "namespace": self.namespace.encode()}
             _write_atomically(folder / "kube-api-access", files, group)
             volumes[TOKEN_FOLDER] = Volume(folder / "kube-api-access", read_only=True)
         return volumes

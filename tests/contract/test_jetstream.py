@@ -34,12 +34,7 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
 
 @asynccontextmanager
 async def connected(server: NatsServer, limits: StreamLimits = LIMITS) -> AsyncIterator[Bus]:
-    async with jetstream.connect(
-        server.url,
-        "demo",
-        limits=limits,
-        request_timeout_s=REQUEST_TIMEOUT_S,
-    ) as bus:
+    async with jetstream.connect(server.url, "demo", limits=limits, request_timeout_s=REQUEST_TIMEOUT_S) as bus:
         await bus.create_streams()
         yield bus
 

@@ -12,15 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix import (
-    SERVICES,
-    SIGNALS,
-    Survived,
-    row,
-    run_under_fire,
-    some_faults,
-    write_recipe,
-)
+from tests.faults.matrix import SERVICES, SIGNALS, Survived, row, run_under_fire, some_faults, write_recipe
 from tests.faults.points import POINTS
 from tests.support.runs import audit
 

@@ -23,14 +23,7 @@ from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.service.settings import RankSettings
 from services.trainer.learn.model import compile_layers, decoder_layers, wrap_model
 from services.trainer.loading import load_learner
-from tests.support.learner import (
-    LENGTHS,
-    assert_same,
-    group_of,
-    model_of,
-    packed_gradients,
-    sequences_of,
-)
+from tests.support.learner import LENGTHS, assert_same, group_of, model_of, packed_gradients, sequences_of
 from tests.unit.builders import make_recipe
 from tests.unit.ranks import on_ranks
 from tests.unit.test_ranks import SHORT, Job, same, train, train_all

@@ -92,10 +92,7 @@ async def test_a_server_with_a_bad_certificate_is_passed_over(tmp_path: Path, au
     """As one of a cluster whose certificate was not renewed."""
     trusting = authority.write_ca(tmp_path / "client")
     expired, good = authority.issue(tmp_path / "expired", HOST, days=-1), authority.issue(tmp_path / "good", HOST)
-    with (
-        NatsServer(tmp_path / "a", extra=tls(expired)) as first,
-        NatsServer(tmp_path / "b", extra=tls(good)) as second,
-    ):
+    with NatsServer(tmp_path / "a", extra=tls(expired)) as first, NatsServer(tmp_path / "b", extra=tls(good)) as second:
         for urls in (f"{first.url},{second.url}", f"{second.url},{first.url}"):
             async with connected(urls, trusting, "nats"):
                 pass

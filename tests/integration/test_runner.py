@@ -350,8 +350,7 @@ def alive(pids: Mapping[str, int]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "group", "deaf"),
-    [(signal.SIGINT, True, {}), (signal.SIGTERM, False, {}), (signal.SIGINT, False, DEAF)],
+    ("number", "group", "deaf"), [(signal.SIGINT, True, {}), (signal.SIGTERM, False, {}), (signal.SIGINT, False, DEAF)]
 )
 async def test_an_interrupt_stops_everything_in_time_and_completes_the_folder(
     tmp_path: Path, number: signal.Signals, group: bool, deaf: dict[str, str]

@@ -81,10 +81,7 @@ def failed(folder: Path, *events: Event | bytes) -> dict[Check, tuple[int, str]]
 
 
 OPENING = (start(), reserve(4), issue(0), issue(1), issue(2))
-FIRST_STEP = (
-    close("trained", "0.0", "0.1", "1.1", version=1),
-    step(1, issued=6, trained=3, in_flight=3),
-)
+FIRST_STEP = (close("trained", "0.0", "0.1", "1.1", version=1), step(1, issued=6, trained=3, in_flight=3))
 
 
 def test_a_run_that_adds_up(tmp_path: Path) -> None:

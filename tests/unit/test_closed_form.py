@@ -85,11 +85,7 @@ def test_with_constant_lengths_both_modes_are_equally_fast(
 
 
 def test_a_lag_limit_below_the_largest_lag_is_named_with_what_would_do() -> None:
-    recipe = make_recipe(
-        actor={"sequences_in_progress": 96},
-        trainer={"batch_size": 64},
-        algorithm={"max_lag": 8},
-    )
+    recipe = make_recipe(actor={"sequences_in_progress": 96}, trainer={"batch_size": 64}, algorithm={"max_lag": 8})
     assert recipe_lag(recipe, 2) == 3  # 2 · 96 / 64, of completions of one length
     assert recipe_lag(recipe, 2, longest=60, mean=20) == 9
     assert too_small_max_lag(recipe, 8) is None

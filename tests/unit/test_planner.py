@@ -16,16 +16,7 @@ from pipelinerl.commands.plan import lengths_of
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.memory import GIB, Model
-from pipelinerl.rl.planner import (
-    Accelerator,
-    Machine,
-    estimated,
-    longest_prompt,
-    make_plan,
-    misfits,
-    play,
-    tokens_held,
-)
+from pipelinerl.rl.planner import Accelerator, Machine, estimated, longest_prompt, make_plan, misfits, play, tokens_held
 from pipelinerl.rl.throughput import DecodeCurve, Lengths, split
 from tests.unit.builders import make_recipe
 

@@ -386,8 +386,7 @@ LACKING = [
 
 
 @pytest.mark.parametrize(
-    ("override", "field", "said", "lacking"),
-    [*((*row, False) for row in MISTAKES), *((*row, True) for row in LACKING)],
+    ("override", "field", "said", "lacking"), [*((*row, False) for row in MISTAKES), *((*row, True) for row in LACKING)]
 )
 def test_what_is_a_mistake_and_what_is_lacking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, field: str, said: str, lacking: bool

@@ -147,10 +147,7 @@ def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actor
 def test_conventional_mode_agrees_with_the_closed_form() -> None:
     """The paper's N and B, and 16 sequences on each accelerator."""
     recipe = one_at_a_time(
-        128,
-        slots=16,
-        mode="conventional",
-        algorithm={"advantage": "group_mean", "conventional_g": 16, "max_lag": None},
+        128, slots=16, mode="conventional", algorithm={"advantage": "group_mean", "conventional_g": 16, "max_lag": None}
     )
     lengths, timing = Lengths.uniform(1000), Timing(PAPER_CURVE, PAPER_TRAINING_TIME)
     counted = simulated(recipe, timing, lengths, num_actors=128, num_ranks=128, warmup_steps=16, steps=64)

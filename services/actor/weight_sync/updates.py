@@ -239,9 +239,7 @@ class UpdateListener:
         self._metrics.updates.labels("committed").inc()
         self._metrics.stall_seconds.observe(stall_s)
         await self._answer(
-            "serving",
-            Serving(**self._of(commit), version=commit.version, stall_s=stall_s),
-            headers_of(trace_of(span)),
+            "serving", Serving(**self._of(commit), version=commit.version, stall_s=stall_s), headers_of(trace_of(span))
         )
 
     async def _stop_receiving(self) -> None:

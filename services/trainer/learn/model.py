@@ -83,11 +83,7 @@ def blank_policy(
 
 
 def wrap_model(
-    model: PreTrainedModel,
-    attention: str = "auto",
-    *,
-    gradient_checkpointing: bool = False,
-    float32_head: bool = True,
+    model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
     """A policy of a model that is in memory already; sets its attention, dropout and training mode.
 

@@ -62,11 +62,7 @@ def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimize
     or not of whole blocks of 256, keep float32 moments; with sharded parameters that is the shard of each rank. Raises
     `FieldError` where it does not import, or its step does not compile.
     """
-    common: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": (config.beta1, config.beta2),
-        "eps": config.epsilon,
-    }
+    common: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
     devices = {parameter.device for group in groups for parameter in group["params"]}
     if config.optimizer == "adamw":
         return AdamW(groups, fused=all(device.type in ("cpu", "cuda") for device in devices), **common)

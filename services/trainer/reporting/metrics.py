@@ -498,9 +498,7 @@ def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWante
     """With the metric `pipelinerl_actor_replicas_wanted`, which an autoscaler of the actors follows: no value before that
     is known, so that an autoscaler keeps the replicas that there are."""
     advice = ReplicasWanted(
-        slots=recipe.actor.sequences_in_progress,
-        batch_size=recipe.trainer.batch_size,
-        in_flight=most_in_flight(recipe),
+        slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )
     text = "Actors that would keep the trainer busy within the lag bound; none until that is measured."
     wanted = MetricSet("pipelinerl_actor", registry).reading("replicas_wanted", text, unit="actors")
