@@ -84,7 +84,11 @@ async def sample(engine: VllmEngine, name: str, prompt: TokenIds, sampling: Samp
     parameters = vllm_sampling(sampling, seed).clone()
     parameters.logprobs = count = min(CANDIDATES, engine.vocab_size)
     final: Any = None
-    async for output in engine.llm.generate({"prompt_token_ids": prompt.tolist()}, parameters, name):
+    request = {
+        "prompt_token_ids": prompt.tolist(),
+        "cache_salt": name,
+    }  # nothing is shared with other policies' samples
+    async for output in engine.llm.generate(request, parameters, name):
         final = output
     completion = final.outputs[0]
     shape = len(completion.token_ids), count + 1  # the sampled token comes first, and again in its place

@@ -290,7 +290,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     ) -> actor_pb2.GenerateResult:
         # Several answers to one prompt are different ones.
         own_seed = seed + zlib.crc32(key.encode()) if seed else None
-        request = GenerationRequest(f"eval-{key}-{os.urandom(4).hex()}", prompt, sampling, own_seed)
+        name, salt = f"eval-{key}-{os.urandom(4).hex()}", self._gate.cache_salt
+        request = GenerationRequest(name, prompt, sampling, own_seed, salt)
         try:
             generation = await self._engine.generate(request)
         except EngineError as error:

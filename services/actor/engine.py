@@ -43,12 +43,14 @@ class EngineError(PipelineRLError):
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """`prompt_token_ids` int32[tokens]; `seed` None draws from the engine's own stream."""
+    """`prompt_token_ids` int32[tokens]; `seed` None draws from the engine's own stream. `cache_salt`: requests of the same salt
+    share the cached keys and values of their common prefix, others do not."""
 
     request_id: str
     prompt_token_ids: TokenIds
     sampling: SamplingParams
     seed: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +126,7 @@ def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> F
     return start.finish_reason
 
 
-def request_of(group: PromptGroup, start: PartialSequence) -> GenerationRequest:
+def request_of(group: PromptGroup, start: PartialSequence, cache_salt: str = "") -> GenerationRequest:
     """What the engine is asked for: to go on after prompt and `start`, to the length that the group allows in all."""
     carried, sampling = len(start.completion_token_ids), group.sampling
     seed = group.seed + start.sample_index if group.seed else None
@@ -137,6 +139,7 @@ def request_of(group: PromptGroup, start: PartialSequence) -> GenerationRequest:
         prompt_token_ids=np.concatenate([group.prompt_token_ids, start.completion_token_ids]).astype(np.int32),
         sampling=sampling,
         seed=seed,
+        cache_salt=cache_salt,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Awaitable
 from dataclasses import replace
 
@@ -63,6 +64,15 @@ class ServingGate:
         self.served: PolicyVersion | None = None
         self.announced: PolicyVersion | None = None
         self.draining = False
+        self.swapping = False
+        """A version is being put in the place of `served`."""
+
+    @property
+    def cache_salt(self) -> str:
+        """For what begins now. Cached keys and values are shared by requests of one salt, so none reads what weights older than
+        those it began with have left. While a version is swapped in a request may begin with either, and shares nothing.
+        """
+        return uuid.uuid4().hex if self.swapping else f"begun at {self.served}"
 
     @property
     def phase(self) -> Phase:
@@ -280,7 +290,8 @@ class GenerationLoop:
         finish_reason = finish_of(group, start, self._max_context)
         if finish_reason is not None or self._interrupted:
             return replace(start, finish_reason=finish_reason)
-        request, started = request_of(group, start), time.monotonic()
+        request = request_of(group, start, self._gate.cache_salt)
+        started = time.monotonic()
         self._generating.add(request.request_id)
         try:
             generation = await self._engine.generate(request)

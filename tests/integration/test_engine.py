@@ -80,7 +80,7 @@ async def check_generation(run: Running, steps: list[tuple[float | None, float]]
     assert run.engine.vocab_size == 256
     assert run.llm.output_handler is not None
     config = run.llm.vllm_config
-    assert (config.cache_config.enable_prefix_caching, config.model_config.trust_remote_code) == (False, False)
+    assert (config.cache_config.enable_prefix_caching, config.model_config.trust_remote_code) == (True, False)
     request = GenerationRequest("r", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4))
     generation = await run.engine.generate(request)
     assert 1 <= len(generation.completion_token_ids) <= 4
@@ -170,20 +170,22 @@ async def check_weights(run: Running, tied: bool) -> None:
     await run.update(V[5])
     await run.assert_serves(run.model)
     await parity.check_switch(run, V[5], V[6], recompute=False)
-    await parity.check_uncommitted(run, V[6], V[7])
+    await parity.check_prefix_cache(run, V[7], recompute=False)
+    await parity.check_uncommitted(run, V[7], V[8])
     await parity.check_abandoned_transfer(run, V[8])
 
     await replaced(run, recompute_kv=True)
     await run.update(V[9])  # the trainer's weights have moved on
     await parity.check_switch(run, V[9], V[10], recompute=True, temperature=0.7)
+    await parity.check_prefix_cache(run, V[11], recompute=True)
 
     await replaced(run, force_paused=True)
     assert run.loading[-1].mode == "paused"
-    await parity.check_switch(run, V[10], V[11], recompute=False, temperature=1.5)
+    await parity.check_switch(run, V[11], V[12], recompute=False, temperature=1.5)
 
     await replaced(run, staging_buffers=1)
     assert run.loading[-1].mode == "shadow"
-    await parity.check_switch(run, V[11], V[12], recompute=False)
+    await parity.check_switch(run, V[12], V[13], recompute=False)
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3-moe", False), ("mixtral", True)])

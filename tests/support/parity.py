@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,12 +25,12 @@ from transformers import (
 
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.messages.sequences import PolicyVersion, SamplingParams
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, build_manifest
-from services.actor.engine import OnStep
+from services.actor.engine import GenerationRequest, OnStep
 from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import StagedWeights, WeightLoading, WeightUpdateClient
 from services.trainer.learn.batch import token_row
@@ -197,7 +198,8 @@ class Running:
             output_kind=RequestOutputKind.CUMULATIVE,
         )
         request_id, enough = f"sample-{id(begun)}-{num_tokens}", num_tokens
-        async for output in self.llm.generate({"prompt_token_ids": PROMPT}, sampling, request_id):
+        prompt = {"prompt_token_ids": PROMPT, "cache_salt": request_id}  # no other sample's cached blocks
+        async for output in self.llm.generate(prompt, sampling, request_id):
             completion = output.outputs[0]
             if begun is not None and len(completion.token_ids) >= SOME:
                 begun.set()
@@ -309,6 +311,31 @@ async def check_switch(
     wrong = reference(before, tokens, temperature=temperature)[at - 1 :]
     assert largest_difference(sampled.logprobs[switch:], wrong) > 0.1  # the two policies can be told apart
     await run.assert_serves(run.model)
+
+
+async def check_prefix_cache(run: Running, new: PolicyVersion, *, recompute: bool) -> None:
+    """Requests of one salt share the cached blocks of their prompt, also after a switch; those of another one read none of
+    them, nor does scoring. A switch that recomputes leaves nothing to read."""
+    before, prompt = random_model_like(run.model), [*PROMPT, *PROMPT[:25]]  # two blocks of 32 tokens, and one token
+    name = f"shared {new}"
+    await sampled_with_salt(run, prompt, name)
+    change_strongly(run.model, seed=new.number)
+    await run.update(new)
+    for salt, shares in ((name, not recompute), (f"another {new}", False)):
+        tokens, logprobs = await sampled_with_salt(run, prompt, salt)
+        stale = reference(run.model, prompt[64:] + tokens, stale_cache(before, prompt[:64]))
+        fresh = reference(run.model, prompt + tokens)[64:]
+        assert largest_difference(stale, fresh) > 0.05
+        assert largest_difference(logprobs, stale if shares else fresh) <= TOLERANCE
+    tokens = np.array(prompt, np.int32)
+    assert largest_difference((await run.engine.score(tokens)).tolist(), reference(run.model, prompt)) <= TOLERANCE
+
+
+async def sampled_with_salt(run: Running, prompt: list[int], salt: str) -> tuple[list[int], list[float]]:
+    name = f"{salt}-{time.monotonic_ns()}"
+    request = GenerationRequest(name, np.array(prompt, np.int32), SamplingParams(max_tokens=8), cache_salt=salt)
+    made = await run.engine.generate(request)
+    return made.completion_token_ids.tolist(), made.behaviour_logprobs.tolist()
 
 
 def random_model_like(model: PreTrainedModel) -> PreTrainedModel:

@@ -40,6 +40,23 @@ async def test_keeps_h_sequences_in_progress_and_not_more() -> None:
         assert one.engine.most_running == 3
 
 
+async def test_samples_that_begin_at_one_version_share_cached_prompts_and_none_while_a_version_is_swapped_in() -> None:
+    async with stage(in_progress=1) as one:
+        await one.issue(0, 1)
+        await one.published(4)
+        one.gate.swapping = True
+        await one.issue(2)
+        await one.published(6)
+        one.gate.swapping = False
+        one.gate.serve(PolicyVersion(1, 1))
+        await one.issue(3)
+        await one.published(8)
+        salts = [request.cache_salt for request in one.engine.requests.values()]
+        assert salts[:4] == ["begun at 1:0"] * 4
+        assert len(set(salts[4:6]) - {"begun at 1:0", "begun at 1:1", ""}) == 2
+        assert salts[6:] == ["begun at 1:1"] * 2
+
+
 async def test_takes_nothing_before_a_version_is_served() -> None:
     async with stage(serve=False) as one:
         await one.issue(0)

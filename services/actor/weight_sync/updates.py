@@ -69,7 +69,6 @@ class UpdateListener:
         self._expected: PolicyVersion | None = None
         """Announced in this epoch last."""
         self._staged: PolicyVersion | None = None
-        self._committing = False
         self.epoch: EpochStart | None = None
         self._alone = False
         """The epoch is that of a side group."""
@@ -79,7 +78,7 @@ class UpdateListener:
     def staging_state(self) -> str:
         """`idle`, `receiving`, `staged` or `committing`. May be read on any thread."""
         receiving = self._receiving
-        if self._committing:
+        if self._gate.swapping:
             return "committing"
         if self._staged is not None:
             return "staged"
@@ -220,7 +219,7 @@ class UpdateListener:
         version = PolicyVersion(commit.incarnation, commit.version)
         if not self._in_epoch(commit.incarnation, commit.epoch) or self._staged != version:
             return
-        self._staged, self._committing = None, True
+        self._staged, self._gate.swapping = None, True
         try:
             about = {a.VERSION: commit.version, a.EPOCH: commit.epoch}
             with child(trace, "weight_update.commit", attributes=about) as span:
@@ -235,7 +234,7 @@ class UpdateListener:
             await self._fail(commit, commit.version, error)
             return
         finally:
-            self._committing = False
+            self._gate.swapping = False
         self._metrics.updates.labels("committed").inc()
         self._metrics.stall_seconds.observe(stall_s)
         await self._answer(
