@@ -55,7 +55,8 @@ async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             while True:
                 actors = sorted(name for name in running_pids(run_dir) if name.startswith("actor-"))
-                phases = {name: phase_of(await ask_actor(run_dir.address(name))) for name in actors}
+                states = await asyncio.gather(*(ask_actor(run_dir.address(name)) for name in actors))
+                phases = dict(zip(actors, map(phase_of, states), strict=True))
                 line = ", ".join(f"{name} {phase}" for name, phase in phases.items()) or "no actors"
                 if line != shown:
                     shown = line

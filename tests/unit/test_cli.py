@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -15,7 +16,10 @@ import pytest
 
 from pipelinerl.cli import main
 from pipelinerl.commands.run import chosen_ports, free_port
+from pipelinerl.commands.scale import _until_there
 from pipelinerl.errors import FieldError
+from pipelinerl.run_dir import RunDir
+from pipelinerl.v1.actor_pb2 import ACTOR_PHASE_SERVING, ActorState
 
 HEAVY = (
     "torch", "vllm", "transformers", "pydantic", "grpc", "nats", "rich", "numpy", "reasoning_gym", "asyncio", "yaml",
@@ -231,3 +235,18 @@ def test_page_and_metrics_cannot_have_the_same_port() -> None:
     assert ports(port, 0) == (port, 0)
     assert ports(0, 0) == (0, 0)
     assert ports(0, port, no_page=True) == (None, port)
+
+
+async def test_scale_asks_all_actors_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is busy answers late, and must not keep the others waiting."""
+    all_asked = asyncio.Barrier(2)
+
+    async def answer(address_file: Path) -> ActorState:
+        await all_asked.wait()
+        return ActorState(phase=ACTOR_PHASE_SERVING)
+
+    monkeypatch.setattr("pipelinerl.local.following.ask_actor", answer)
+    monkeypatch.setattr(
+        "pipelinerl.local.processes.running_pids", lambda _: dict.fromkeys(("trainer", "actor-0", "actor-1"), 1)
+    )
+    await _until_there(RunDir(tmp_path, "tiny"), 2, timeout_s=30.0)
