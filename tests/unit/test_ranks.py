@@ -30,8 +30,8 @@ from services.trainer.distributed.world import (
     leave_ranks,
 )
 from services.trainer.learn import sharding
-from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.context_parallel import key_repeats
+from services.trainer.learn.batch import TokenRow, TrainingGroup
+from services.trainer.learn.context_parallel import RowPart, key_repeats
 from services.trainer.learn.lora import whole
 from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.step import Learner
@@ -314,6 +314,14 @@ def test_neighbours_share_rows_and_copies() -> None:
 )
 def test_key_heads_are_repeated_until_they_divide(query_heads: int, key_heads: int, ranks: int, repeats: int) -> None:
     assert key_repeats(query_heads, key_heads, ranks) == repeats
+
+
+def test_a_row_tells_what_lies_in_each_part_without_a_wait_for_the_device() -> None:
+    """`meta` has no values to wait for. 12 tokens, 4 a part."""
+    host, nowhere = np.array([1, 3, 4, 9]), torch.empty(4, dtype=torch.int64, device="meta")
+    row = TokenRow(torch.empty(1, 12), torch.empty(1, 12), layout=None, predictors=host)  # type: ignore[arg-type]
+    assert RowPart(0, 3, None).counts(row, nowhere) == [2, 1, 1]
+    assert RowPart(0, 3, None).counts(replace(row, predictors=None), torch.from_numpy(host)) == [2, 1, 1]
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

@@ -14,7 +14,7 @@ micro-batch without branches is padding alone. Not here: which branches go toget
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -63,6 +63,8 @@ class TokenRow:
     position_ids: Tensor
     """int64[1, T], from 0 in each branch; a completion goes on after its prompt."""
     layout: PackedLayout
+    predictors: NDArray[np.int64] | None = None
+    """Those of `HostMicroBatch`, for whoever must not wait for the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,7 @@ class HostMicroBatch:
         """The same as tensors on `device`. Does not wait for the device."""
         names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "branch_index")
         tensors = {name: on_device(getattr(self, name), device) for name in names}
-        row = _row(self.token_ids, self.lengths, self.places, device)
+        row = replace(_row(self.token_ids, self.lengths, self.places, device), predictors=self.predictors)
         return MicroBatch(row=row, num_branches=self.num_branches, has_gradient=self.has_gradient, **tensors)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -80,9 +81,10 @@ class RowPart:
         return TokenRow(row.input_ids[:, own], row.position_ids[:, own], replace(row.layout, part=self))
 
     def counts(self, row: TokenRow, predictors: Tensor) -> list[int]:
-        """How many of `predictors` int64[C], ascending, lie in each part. Waits for the device."""
-        edges = torch.arange(1, self.ranks, device=predictors.device) * (row.input_ids.shape[1] // self.ranks)
-        ends = [*torch.searchsorted(predictors, edges).tolist(), len(predictors)]
+        """How many of `predictors` int64[C], ascending, lie in each part. Waits for the device unless the row has them, too."""
+        places = predictors.cpu().numpy() if row.predictors is None else row.predictors
+        edges = np.arange(1, self.ranks) * (row.input_ids.shape[1] // self.ranks)
+        ends = [*np.searchsorted(places, edges).tolist(), len(places)]
         return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
