@@ -105,20 +105,6 @@ class Branch:
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.completion_token_ids)
 
-    @property
-    def sampled(self) -> NDArray[np.int64]:
-        """int64[sampled]: index of each sampled token among the completion tokens."""
-        if not self.turns:
-            return np.arange(len(self.completion_token_ids))
-        return np.concatenate([np.arange(turn.start, turn.end) for turn in self.turns])
-
-    def token_versions(self) -> NDArray[np.int64]:
-        """int64[sampled]: policy version of each sampled token."""
-        return np.repeat(
-            np.array([span.version for span in self.spans], dtype=np.int64),
-            [span.end - span.start for span in self.spans],
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class PartialSequence:

@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -44,8 +43,8 @@ def check_tokens(sequence: Sequence, max_tokens: int) -> None:
     """Each token is the one of its place, with the log-probability of the version that its span names."""
     assert not sequence.failure
     assert sequence.completion_token_ids.tolist() == list(range(len(PROMPT), len(PROMPT) + max_tokens))
-    expected = -sequence.token_versions().astype(np.float32)
-    assert sequence.behaviour_logprobs.tolist() == expected.tolist()
+    expected = [-float(span.version) for span in sequence.spans for _ in range(span.start, span.end)]
+    assert sequence.behaviour_logprobs.tolist() == expected
 
 
 async def everything(one: ActorStage, count: int) -> list[Sequence]:

@@ -194,16 +194,19 @@ def host_microbatch(
     starts, sizes = np.stack((prompt_starts, completion_starts), 1), np.stack((prompts, completions - 1), 1)
     places = ranges(starts.ravel(), sizes.ravel())
     last_of_prompts = np.cumsum(lengths) - lengths + prompts - 1
-    sampled = [member.sampled for member in members]
-    lags = version - _joined([member.token_versions() for member in members], np.int64)
+    spans = [(span.start, span.end, span.version) for member in members for span in member.spans]
+    firsts, ends, versions = np.array(spans, dtype=np.int64).reshape(-1, 3).T  # which cover the sampled tokens in order
+    sampled = ranges(firsts, ends - firsts)
+    lags = version - np.repeat(versions, ends - firsts)
     assert lags.min(initial=0) >= 0, f"a token of a version after {version} cannot be trained on at {version}"
+    completion_ids = _joined([member.completion_token_ids for member in members], np.int64)
     padded_ids, padded_lengths, padded_places = _padded(token_ids, lengths, places, pad_multiple)
     return HostMicroBatch(
         token_ids=padded_ids,
         lengths=padded_lengths,
         places=padded_places,
-        predictors=places[np.repeat(last_of_prompts, outputs) + _joined(sampled, np.int64)],
-        targets=_joined([one.completion_token_ids[at] for one, at in zip(members, sampled, strict=True)], np.int64),
+        predictors=places[np.repeat(last_of_prompts, outputs) + sampled],
+        targets=completion_ids[np.repeat(np.cumsum(completions) - completions, outputs) + sampled],
         behaviour_logprobs=_joined([member.behaviour_logprobs for member in members], np.float32),
         advantages=np.repeat(advantages[order], outputs).astype(np.float32),
         weights=np.repeat(weights[order], outputs).astype(np.float32),

@@ -309,17 +309,17 @@ def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) ->
     `batches`: of each micro-batch, in order of the step's values, its branches as positions in `all_branches(groups)`.
     """
     branches = all_branches(groups)
-    places: dict[int, slice] = {}
+    owners = [sequence.sequence_id for group in groups for sequence in group.sequences for _ in sequence.all_branches]
+    places: dict[str, dict[int, slice]] = {sequence.sequence_id: {} for sequence in sampled_sequences(groups)}
     begin = 0
     for members in batches:
         for index in row_order([branches[member] for member in members]):
-            end = begin + branches[members[index]].num_sampled_tokens
-            places[members[index]] = slice(begin, end)
+            member = members[index]
+            end = begin + branches[member].num_sampled_tokens
+            if owners[member] in places:
+                places[owners[member]][member] = slice(begin, end)
             begin = end
-    numbers = iter(range(len(branches)))
-    sequences = [sequence for group in groups for sequence in group.sequences]
-    of_all = {sequence.sequence_id: [places[next(numbers)] for _ in sequence.all_branches] for sequence in sequences}
-    return {sequence.sequence_id: of_all[sequence.sequence_id] for sequence in sampled_sequences(groups)}
+    return {name: [of_one[member] for member in sorted(of_one)] for name, of_one in places.items()}
 
 
 def sampled_weights(

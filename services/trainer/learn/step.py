@@ -126,7 +126,7 @@ def prepare_step(
     of_sequences = np.concatenate([group.advantages for group in groups])
     lengths = np.array([branch.num_tokens - 1 for branch in branches])  # nothing follows the last
     outputs = np.array([branch.num_sampled_tokens for branch in branches])
-    sampled_tokens = np.array([sequence.num_episode_tokens for sequence in sequences])
+    sampled_tokens = np.bincount(owners, weights=outputs).astype(np.int64)
     advantages, weights = of_sequences[owners], sequence_weights(sampled_tokens, normalization)[owners]
 
     def planned(members: NDArray[np.int64]) -> StepPlan:
