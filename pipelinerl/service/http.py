@@ -36,6 +36,8 @@ PROBED = (HEALTH, "/readyz", "/metrics")
 """What a cluster asks for by the address of a pod. None of it is of what the run trains on."""
 BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
+_KEEP_ALIVE_S = 75
+"""Longer than most clients keep a connection: who asks on one that is just being closed has to ask again."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
@@ -99,25 +101,32 @@ def health_app(
 
 
 @asynccontextmanager
-async def serve_http(app: Any, host: str, port: int, *, names: Collection[str] = ()) -> AsyncIterator[int]:
+async def serve_http(
+    app: Any, host: str, port: int, *, names: Collection[str] = (), on_this_loop: bool = False
+) -> AsyncIterator[int]:
     """Yields the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
 
-    `names`: further hosts by which a request may call a loopback interface. Raises `ServiceError` when the port cannot be bound
-    or the application does not start.
+    `names`: further hosts by which a request may call a loopback interface. `on_this_loop`: the application works on what
+    this event loop has; otherwise a thread of its own, on which it answers while this loop is busy. Raises `ServiceError` when
+    the port cannot be bound or the application does not start.
     """
     if is_loopback(host):
         app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
     with contextlib.closing(_bind(host, port)) as listener:
         server = _EmbeddedServer(app)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="http", daemon=True)
-        thread.start()
+        if on_this_loop:
+            serving = asyncio.create_task(server.serve([listener]))
+        else:
+            thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="http", daemon=True)
+            thread.start()
+            serving = asyncio.create_task(asyncio.to_thread(thread.join))
         try:
             if not await server.up:
                 raise ServiceError("the HTTP application did not start; its traceback is in the log")
             yield listener.getsockname()[1]
         finally:
             server.should_exit = True
-            await asyncio.to_thread(thread.join)
+            await serving
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -140,7 +149,14 @@ class _EmbeddedServer(uvicorn.Server):
 
     def __init__(self, app: Any) -> None:
         super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACEFUL_S, ws="none")
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=_GRACEFUL_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                ws="none",
+            )
         )
         self._callers_loop = asyncio.get_running_loop()
         self.up: asyncio.Future[bool] = self._callers_loop.create_future()

@@ -143,22 +143,29 @@ def request_of(group: PromptGroup, start: PartialSequence, cache_salt: str = "")
     )
 
 
-def continued(start: PartialSequence, generation: Generation, generation_s: float = 0.0) -> PartialSequence:
-    """The sample so far: `start`, and what was generated after it in `generation_s`. Each token keeps its log-probability and
-    version."""
-    carried, spans = len(start.completion_token_ids), list(start.spans)
-    for span in generation.spans:
+def appended(made: Generation, more: Generation) -> Generation:
+    """`made`, and what was generated after it. Each token keeps its log-probability and version."""
+    carried, spans = len(made.completion_token_ids), list(made.spans)
+    for span in more.spans:
         moved = replace(span, start=span.start + carried, end=span.end + carried)
         if spans and (spans[-1].incarnation, spans[-1].version) == (span.incarnation, span.version):
             spans[-1] = replace(spans[-1], end=moved.end)
         else:
             spans.append(moved)
-    return PartialSequence(
-        sample_index=start.sample_index,
-        completion_token_ids=np.concatenate([start.completion_token_ids, generation.completion_token_ids]),
-        behaviour_logprobs=np.concatenate([start.behaviour_logprobs, generation.behaviour_logprobs]),
+    return Generation(
+        completion_token_ids=np.concatenate([made.completion_token_ids, more.completion_token_ids]),
+        behaviour_logprobs=np.concatenate([made.behaviour_logprobs, more.behaviour_logprobs]),
         spans=tuple(spans),
-        finish_reason=generation.finish_reason,
+        finish_reason=more.finish_reason,
+    )
+
+
+def continued(start: PartialSequence, generation: Generation, generation_s: float = 0.0) -> PartialSequence:
+    """The sample so far: `start`, and what was generated after it in `generation_s`."""
+    made = Generation(start.completion_token_ids, start.behaviour_logprobs, start.spans, start.finish_reason)
+    return PartialSequence(
+        **vars(appended(made, generation)),
+        sample_index=start.sample_index,
         generation_s=start.generation_s + generation_s,
     )
 

@@ -22,6 +22,25 @@ COMPLETION_TOKENS = tuple(2**power for power in range(2, 18))
 """Doubling, from one word to 131,072 tokens."""
 STAGING_STATES = ("idle", "receiving", "staged", "committing")
 CARRIED_STATES = ("unfinished", "finished")
+REFUSALS = (
+    *("max_turns_exceeded", "context_length_exceeded", "episode_not_found", "invalid_request", "request_too_large"),
+    *("not_found", "failed", "interrupted", "hung_up"),
+)
+"""Codes of the errors with which an episode's environment is answered."""
+IGNORED_FIELDS = (
+    *("chat_template_kwargs", "frequency_penalty", "logit_bias", "logprobs", "min_p", "min_tokens", "presence_penalty"),
+    *(
+        "reasoning_effort",
+        "repetition_penalty",
+        "response_format",
+        "seed",
+        "temperature",
+        "tool_choice",
+        "top_k",
+        "top_p",
+    ),
+)
+"""Fields of an environment's requests that would change the distribution or the form of its turns."""
 
 
 class BusyClock:
@@ -62,6 +81,7 @@ class ActorMetrics:
         self._serving(metrics)
         self._generating(metrics)
         self._finishing(metrics)
+        self._episodes(metrics)
         self._weights(metrics)
 
     def _serving(self, metrics: MetricSet) -> None:
@@ -136,6 +156,33 @@ class ActorMetrics:
         )
         self.publish_seconds = metrics.histogram(
             "publish_seconds", "Publish of a sequence until the stream's acknowledgement.", CALL_SECONDS
+        )
+
+    def _episodes(self, metrics: MetricSet) -> None:
+        self.episode_turns = metrics.counter(
+            "episode_turns_total",
+            "Turns that environments asked for: sampled, or replayed from the record of an episode that is run again.",
+            {"source": ("sampled", "replayed")},
+            unit="turns",
+        )
+        self.episode_branches = metrics.counter(
+            "episode_branches_total",
+            "Branches of episodes beside their first: histories that did not extend the recorded tokens.",
+            unit="branches",
+        )
+        self.episode_dropped_turns = metrics.counter(
+            "episode_dropped_turns_total",
+            "Recorded turns that the last run of an environment did not ask for again.",
+            unit="turns",
+        )
+        self.episode_refusals = metrics.counter(
+            "episode_refusals_total", "Requests of environments that got no turn.", {"code": REFUSALS}, unit="requests"
+        )
+        self.episode_ignored_fields = metrics.counter(
+            "episode_ignored_fields_total",
+            "Requests of environments with a field that is not heeded, such as a temperature of their own.",
+            {"field": IGNORED_FIELDS},
+            unit="requests",
         )
 
     def _weights(self, metrics: MetricSet) -> None:

@@ -1,0 +1,293 @@
+"""The HTTP endpoint that environments and agents call for their turns: OpenAI's chat completions, and tokens in, tokens out.
+
+Every address holds the key of an episode under way; there is nothing else on this server. A turn is sampled as the recipe says,
+since its probabilities are what the trainer divides by: what a request says about sampling is not heeded, but for its length,
+its stop strings and its tools. Answers come whole, a stream's too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from services.actor.episodes.episode import EpisodeBook, Refused, no_such_episode
+from services.actor.episodes.record import RecordedTurn
+from services.actor.episodes.rendering import Answer, Message, Rendering, Tools, Unrenderable, message_of, read_messages
+from services.actor.metrics import IGNORED_FIELDS, ActorMetrics
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+"""Of a request: a context of a million tokens, about."""
+MAX_STOPS = 16
+_AS_RECIPE = ("temperature", "top_p", "top_k")
+"""A request may say what holds anyway."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What is heeded of a request for a chat completion."""
+
+    messages: list[Message]
+    tools: Tools
+    may_call: bool
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    streams: bool
+    with_usage: bool
+
+
+def episode_app(
+    book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, *, model: str, vocab_size: int
+) -> FastAPI:
+    """To be served on the event loop that samples: records and keys belong to it. `model`: the name that /models gives."""
+    app, told = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), set[str]()
+
+    def note_ignored(name: str) -> None:
+        metrics.episode_ignored_fields.labels(name).inc()
+        if name not in told:
+            told.add(name)
+            log.warning("environments ask with %s, which is not heeded: turns are sampled as the recipe says", name)
+
+    async def body_of(request: Request) -> dict[str, Any]:
+        size, chunks = 0, list[bytes]()
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > MAX_BODY_BYTES:
+                    raise Refused(413, "request_too_large", f"a request has at most {MAX_BODY_BYTES} bytes")
+                chunks.append(chunk)
+        except ClientDisconnect as error:
+            raise _hung_up_on() from error
+        try:
+            body = json.loads(b"".join(chunks))
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, "invalid_request", f"the body is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise Refused(400, "invalid_request", "the body is no JSON object")
+        return body
+
+    @app.exception_handler(Refused)
+    async def refuse(_: Request, error: Refused) -> Response:
+        metrics.episode_refusals.labels(error.code).inc()
+        kind = "server_error" if error.status >= 500 else "invalid_request_error"
+        content = {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+        # OpenAI's clients would ask again after a 5xx, and be refused again.
+        return JSONResponse(content, error.status, headers={"x-should-retry": "false"})
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        answered = "POST {base_url}/chat/completions and GET {base_url}/models are answered"
+        return await refuse(request, Refused(error.status_code, "not_found", f"{error.detail}: only {answered}"))
+
+    @app.get("/episodes/{key}/v1/models")
+    async def models(key: str) -> dict[str, Any]:
+        episode = book[key].episode
+        card = {"id": model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
+        return {"object": "list", "data": [{**card, "max_model_len": episode.limits.max_context}]}
+
+    @app.post("/episodes/{key}/v1/chat/completions")
+    async def chat_completions(key: str, request: Request) -> Response:
+        run = book[key]
+        body = await body_of(request)
+        episode = run.episode
+        try:
+            asked = read_chat(body)
+            context = rendering.context(episode.record, asked.messages, asked.tools)
+        except (Unrenderable, RecursionError) as error:
+            raise Refused(400, "invalid_request", str(error)) from error
+        for name in ignored_fields(body, vars(episode.sampling)):
+            note_ignored(name)
+        waits = episode.turn(
+            context, max_tokens=asked.max_tokens, stop=asked.stop, stop_token_ids=rendering.stop_token_ids
+        )
+        turn = await _unless_over(waits, request, run.over)
+        answer = rendering.answer(
+            turn, asked.messages, asked.tools, (*episode.sampling.stop, *asked.stop), asked.may_call
+        )
+        completion = chat_completion(turn, answer, model=str(body.get("model") or model))
+        if asked.streams:
+            return Response(stream_of(completion, asked.with_usage), media_type="text/event-stream")
+        return JSONResponse(completion)
+
+    @app.post("/episodes/{key}/inference/v1/generate")
+    async def generate(key: str, request: Request) -> Response:
+        run = book[key]
+        body = await body_of(request)
+        try:
+            token_ids, max_tokens, stop, stop_token_ids = read_generate(body, vocab_size)
+        except Unrenderable as error:
+            raise Refused(400, "invalid_request", str(error)) from error
+        for name in ignored_fields(body.get("sampling_params") or {}, vars(run.episode.sampling)):
+            if name != "logprobs":  # they are in the answer
+                note_ignored(name)
+        context = np.array(token_ids, dtype=np.int32)
+        waits = run.episode.turn(context, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids)
+        turn = await _unless_over(waits, request, run.over)
+        return JSONResponse(generated(turn, model=str(body.get("model") or model)))
+
+    return app
+
+
+def read_chat(body: Mapping[str, Any]) -> ChatRequest:
+    """Raises `Unrenderable`. Pure."""
+    if body.get("n") not in (None, 1):
+        raise Unrenderable(
+            f"n = {body['n']!r}: only 1, since an episode records each answer once; ask again for another"
+        )
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unrenderable("tools: give a list of functions with their JSON schemas")
+    options = body.get("stream_options")
+    return ChatRequest(
+        messages=read_messages(body.get("messages")),
+        tools=tools,
+        may_call=bool(tools) and body.get("tool_choice") != "none",
+        max_tokens=_max_tokens(body, "max_completion_tokens") or _max_tokens(body, "max_tokens"),
+        stop=_stop_of(body),
+        streams=bool(body.get("stream")),
+        with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+    )
+
+
+def read_generate(
+    body: Mapping[str, Any], vocab_size: int
+) -> tuple[list[int], int | None, tuple[str, ...], tuple[int, ...]]:
+    """Tokens, the most tokens to sample, stop strings and stop tokens, of vLLM's request for tokens in, tokens out. Raises
+    `Unrenderable`. Pure."""
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, dict):
+        raise Unrenderable("sampling_params: give an object")
+    if body.get("features") or body.get("content_parts") or body.get("stream"):
+        raise Unrenderable("features, content_parts, stream: this endpoint takes tokens of text, and answers whole")
+    token_ids, stop_token_ids = body.get("token_ids"), sampling.get("stop_token_ids") or []
+    for name, ids in (("token_ids", token_ids), ("sampling_params.stop_token_ids", stop_token_ids)):
+        known = isinstance(ids, list) and all(type(one) is int and 0 <= one < vocab_size for one in ids)
+        if not known:
+            raise Unrenderable(f"{name}: give a list of token ids from 0 to {vocab_size - 1}")
+    if not token_ids:
+        raise Unrenderable("token_ids: is empty")
+    return token_ids, _max_tokens(sampling, "max_tokens"), _stop_of(sampling), tuple(stop_token_ids)
+
+
+def ignored_fields(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> list[str]:
+    """Fields that ask for another distribution or answer than the recipe's `sampling`. Pure."""
+    given = {name for name in IGNORED_FIELDS if body.get(name) not in (None, False, {}, [])}
+    given -= {name for name in _AS_RECIPE if name in given and body[name] == sampling[name]}
+    if body.get("tool_choice") in ("auto", "none"):
+        given.discard("tool_choice")
+    if body.get("response_format") == {"type": "text"}:
+        given.discard("response_format")
+    return sorted(given)
+
+
+def chat_completion(turn: RecordedTurn, answer: Answer, *, model: str) -> dict[str, Any]:
+    """OpenAI's `chat.completion`. Pure but for the time of day."""
+    message = message_of(answer)
+    if answer.tool_calls:
+        message["content"] = answer.content or None
+    finish_reason = "tool_calls" if answer.tool_calls else str(turn.made.finish_reason)
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}],
+        "usage": _usage(turn),
+    }
+
+
+def stream_of(completion: dict[str, Any], with_usage: bool) -> str:
+    """The same as server-sent events: the message in one chunk, the finish reason in the next, and usage if it is asked for.
+    Pure."""
+    head = {**completion, "object": "chat.completion.chunk", "usage": None}
+    choice = completion["choices"][0]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+    chunks = [
+        {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}]},
+    ]
+    if with_usage:
+        chunks.append({**head, "choices": [], "usage": completion["usage"]})
+    events = [json.dumps(chunk, ensure_ascii=False) for chunk in chunks]
+    return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+
+
+def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
+    """vLLM's answer to tokens in: the sampled tokens and their log μ. Pure."""
+    token_ids, logprobs = turn.made.completion_token_ids.tolist(), turn.made.behaviour_logprobs.tolist()
+    content = [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(token_ids, logprobs, strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "token_ids": token_ids,
+        "logprobs": {"content": content},
+        "finish_reason": str(turn.made.finish_reason),
+    }
+    return {"request_id": f"gen-{secrets.token_hex(12)}", "model": model, "choices": [choice], "usage": _usage(turn)}
+
+
+async def _unless_over(waits: Coroutine[Any, Any, _Result], request: Request, over: asyncio.Event) -> _Result:
+    """What `waits` returns. Cancels it when the client has hung up, or the environment's run is `over`. Raises `Refused`."""
+    working = asyncio.create_task(waits)
+    ending = [asyncio.create_task(over.wait()), asyncio.create_task(_hung_up(request))]
+    try:
+        await asyncio.wait([working, *ending], return_when=asyncio.FIRST_COMPLETED)
+        if working.done() and not working.cancelled():
+            return working.result()
+        raise no_such_episode() if over.is_set() else _hung_up_on()
+    finally:
+        for task in (working, *ending):
+            task.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _hung_up_on() -> Refused:
+    """Nobody reads it; it is counted."""
+    return Refused(499, "hung_up", "the client hung up")
+
+
+def _max_tokens(body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise Unrenderable(f"{name} = {value!r}: give a whole number from 1 on")
+    return value
+
+
+def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
+    given = body.get("stop") or ()
+    stop = (given,) if isinstance(given, str) else given
+    if (
+        not isinstance(stop, list | tuple)
+        or len(stop) > MAX_STOPS
+        or not all(isinstance(one, str) and one for one in stop)
+    ):
+        raise Unrenderable(f"stop: give a string or a list of at most {MAX_STOPS}, none empty")
+    return tuple(stop)
+
+
+def _usage(turn: RecordedTurn) -> dict[str, int]:
+    prompt, completion = len(turn.context_token_ids), len(turn.made.completion_token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,0 +1,227 @@
+"""Episodes under way: which key stands for which, the turns that their environments ask for, and the limits of those.
+
+The environment or agent, a program elsewhere, asks over HTTP (`endpoint`). What samples a turn, among all that decodes, is the
+caller's: a function of the turn's context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.messages.sequences import Branch, FinishReason, SamplingParams, TokenIds
+from services.actor.engine import EngineError, Generation, defect_of
+from services.actor.episodes.record import EpisodeRecord, RecordedTurn
+from services.actor.metrics import ActorMetrics
+
+Sample = Callable[[TokenIds, SamplingParams, str], Awaitable[Generation]]
+"""`sample(context_token_ids, sampling, request_id)`: one turn, to its end or an interruption (`finish_reason` None; it may then
+have no tokens). Waits for a place among those that decode. Cancelled, it aborts the request. Raises `EngineError`."""
+
+MAX_TURNS, CONTEXT_LENGTH = "max_turns_exceeded", "context_length_exceeded"
+POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH)
+"""Refusals after which an environment that fails has reward 0: the policy went on for too long."""
+
+
+class Refused(PipelineRLError):
+    """A request that gets no turn. `status`: of HTTP; `code`: for programs, as OpenAI's errors have one."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """`max_turns`: requests answered in one run of the environment; `max_context`: tokens of a branch, its prompt included;
+    `turn_timeout_s`: for one turn, the wait for a place included."""
+
+    max_turns: int
+    max_context: int
+    turn_timeout_s: float
+
+
+class Episode:
+    """One episode under way. `name`: in request ids and logs; `sampling`: the group's, whose `max_tokens` bounds a turn;
+    `carried`: what another actor has recorded of it.
+
+    A turn is sampled to its end even where the client that asked has hung up: one that asks the same again gets it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sampling: SamplingParams,
+        limits: EpisodeLimits,
+        sample: Sample,
+        metrics: ActorMetrics,
+        carried: Iterable[Branch] = (),
+    ) -> None:
+        self.name, self.sampling, self.limits = name, sampling, limits
+        self.record = EpisodeRecord(carried)
+        self.failure = ""
+        """Why it cannot go on: the engine or a turn's deadline. No request is answered any more."""
+        self.policy_fault = ""
+        """The first of `POLICY_FAULTS` that this run of the environment was told."""
+        self.idle_since_s: float | None = time.monotonic()
+        """Since when its environment has no turn to wait for, on `time.monotonic()`; None: it waits for one."""
+        self._sample, self._metrics = sample, metrics
+        self._waiting = self._run = 0
+        self._requests = itertools.count()
+        self._sampling: dict[RecordedTurn, asyncio.Task[None]] = {}
+
+    def restart(self) -> None:
+        """Its environment is run anew."""
+        self.record.restart()
+        self._run += 1
+        self.policy_fault, self.idle_since_s = "", time.monotonic()
+
+    async def turn(
+        self,
+        context_token_ids: TokenIds,
+        *,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        stop_token_ids: tuple[int, ...] = (),
+    ) -> RecordedTurn:
+        """The turn after `context_token_ids` int32[context]: a recorded one, or one that is sampled now. `max_tokens`: at most
+        that many, within the recipe's; `stop`, `stop_token_ids`: also ended by these. Cancelled, the turn was not served.
+        Raises `Refused`."""
+        self._refuse_beyond_limits(len(context_token_ids))
+        room = self.limits.max_context - len(context_token_ids)
+        sampling = replace(
+            self.sampling,
+            max_tokens=min(max_tokens or room, self.sampling.max_tokens, room),
+            stop=tuple(dict.fromkeys((*self.sampling.stop, *stop))),
+            stop_token_ids=tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids))),
+        )
+        turn, run = self.record.take(context_token_ids, sampling.max_tokens), self._run
+        is_known = turn.is_finished or turn in self._sampling
+        self._metrics.episode_turns.labels("replayed" if is_known else "sampled").inc()
+        self._waiting += 1
+        self.idle_since_s = None
+        try:
+            if not turn.is_finished:
+                await asyncio.shield(self._sampled(turn, sampling))
+        except asyncio.CancelledError:
+            turn.served = turn.served and run != self._run  # another run may have it by now
+            raise
+        finally:
+            self._waiting -= 1
+            self.idle_since_s = None if self._waiting else time.monotonic()
+        if turn.is_finished:
+            return turn
+        if self.failure:
+            raise Refused(500, "failed", self.failure)
+        raise Refused(503, "interrupted", "the actor stops; another one goes on with the episode")
+
+    async def end(self) -> None:
+        """Ends the sampling of what nobody waits for any more."""
+        for task in list(self._sampling.values()):
+            task.cancel()
+        if self._sampling:
+            await asyncio.wait(list(self._sampling.values()))
+
+    def result(self) -> tuple[Branch, ...]:
+        """What the environment's last run was served, once it is over; none where it never asked."""
+        branches, num_dropped = self.record.result()
+        self._metrics.episode_branches.inc(max(0, len(branches) - 1))
+        self._metrics.episode_dropped_turns.inc(num_dropped)
+        return branches
+
+    def _refuse_beyond_limits(self, num_tokens: int) -> None:
+        limits, served = self.limits, len(self.record.served)
+        if self.failure:
+            raise Refused(500, "failed", self.failure)
+        if served >= limits.max_turns:
+            code, problem = MAX_TURNS, f"this episode had its {limits.max_turns} turns (task.max_turns)"
+        elif num_tokens >= limits.max_context:
+            code = CONTEXT_LENGTH
+            problem = (
+                f"{num_tokens} tokens leave no room for a turn in a context of {limits.max_context} (model.max_context)"
+            )
+        else:
+            return
+        self.policy_fault = self.policy_fault or code
+        raise Refused(400, code, problem)
+
+    def _sampled(self, turn: RecordedTurn, sampling: SamplingParams) -> asyncio.Task[None]:
+        """The task that samples it to its end: one for all that wait for it, one after another."""
+        task = self._sampling.get(turn)
+        if task is None:
+            task = self._sampling[turn] = asyncio.create_task(self._go_on_with(turn, sampling))
+            task.add_done_callback(lambda _: self._sampling.pop(turn))
+        return task
+
+    async def _go_on_with(self, turn: RecordedTurn, sampling: SamplingParams) -> None:
+        """What is sampled already is kept, as that of an actor that was stopped meanwhile."""
+        carried = len(turn.made.completion_token_ids)
+        if carried >= sampling.max_tokens:
+            turn.made = replace(turn.made, finish_reason=FinishReason.LENGTH)
+            return
+        sampling = replace(sampling, max_tokens=sampling.max_tokens - carried)
+        try:
+            async with asyncio.timeout(self.limits.turn_timeout_s):
+                made = await self._sample(turn.token_ids, sampling, f"{self.name}.{next(self._requests)}")
+        except (EngineError, TimeoutError) as error:
+            timeout = f"turn_timeout: no turn within {self.limits.turn_timeout_s:g} s (task.turn_timeout_s)"
+            self._fail(turn, f"engine: {error}"[:500] if isinstance(error, EngineError) else timeout)
+            return
+        is_interrupted_before_any = made.finish_reason is None and not len(made.completion_token_ids)
+        if not is_interrupted_before_any and (defect := defect_of(made)):
+            self._fail(turn, defect)
+        else:
+            self.record.sampled(turn, made)
+
+    def _fail(self, turn: RecordedTurn, failure: str) -> None:
+        self.failure = self.failure or failure
+        self.record.drop(turn)
+
+
+@dataclass(eq=False)
+class EnvironmentRun:
+    """One run of an episode's environment: the requests that come with its key."""
+
+    episode: Episode
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EpisodeBook:
+    """The runs of environments whose requests are answered, by their keys."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, EnvironmentRun] = {}
+
+    @contextmanager
+    def running(self, episode: Episode) -> Iterator[str]:
+        """Yields a new key, by which the episode's environment, run anew, is answered meanwhile. At the end its open requests
+        are refused."""
+        key, run = secrets.token_urlsafe(24), EnvironmentRun(episode)
+        episode.restart()
+        self._runs[key] = run
+        try:
+            yield key
+        finally:
+            del self._runs[key]
+            run.over.set()
+
+    def __getitem__(self, key: str) -> EnvironmentRun:
+        """Raises `Refused`."""
+        if run := self._runs.get(key):
+            return run
+        raise no_such_episode()
+
+
+def no_such_episode() -> Refused:
+    return Refused(404, "episode_not_found", "no episode is under way with this key")
+
+
+def base_path(key: str) -> str:
+    """Of `base_url`, after the address of the actor's episode port."""
+    return f"/episodes/{key}/v1"

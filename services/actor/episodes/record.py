@@ -1,0 +1,175 @@
+"""The record of one episode: its turns, each with the tokens that it saw and those that were sampled. Pure.
+
+Turns that extend each other's tokens make a branch. A turn that extends none begins a branch of its own, and so does a second
+one that extends the same tokens: its prompt is all that it saw. Nothing here is text, and no token is made here.
+
+An environment may be run again, where its verifier died or another actor goes on with the episode. Then no turn is served
+at first, and a request whose tokens are those of a recorded turn gets that turn. What the last run did not ask for is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.messages.sequences import Branch, FinishReason, PartialSequence, TokenIds, Turn, VersionSpan
+from services.actor.engine import Generation, appended
+
+_NOTHING = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
+
+
+@dataclass(eq=False)
+class RecordedTurn:
+    """`context_token_ids` int32[context]: what it saw. `made`: what was sampled after that, spans counted from its own start;
+    `made.finish_reason` None: it was not sampled to its end yet."""
+
+    context_token_ids: TokenIds
+    made: Generation = _NOTHING
+    extends: RecordedTurn | None = None
+    """The turn whose tokens, and those that it saw, are the start of what this one saw."""
+    served: bool = False
+    """A request of this run of the environment has it, or waits for it."""
+    messages: Any = None
+    """What a request said that had it in this run, with the answer; None: it asked with tokens. `rendering` reads it."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.made.finish_reason is not None
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """int32[context + sampled]"""
+        return np.concatenate([self.context_token_ids, self.made.completion_token_ids])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.context_token_ids) + len(self.made.completion_token_ids)
+
+    def is_start_of(self, token_ids: TokenIds) -> bool:
+        """Whether `token_ids` begin with what it saw and what it sampled."""
+        seen, sampled = len(self.context_token_ids), self.made.completion_token_ids
+        return (
+            seen + len(sampled) <= len(token_ids)
+            and np.array_equal(token_ids[seen : seen + len(sampled)], sampled)
+            and np.array_equal(token_ids[:seen], self.context_token_ids)
+        )
+
+
+class EpisodeRecord:
+    """`turns` in the order in which they were first asked for."""
+
+    def __init__(self, branches: Iterable[Branch] = ()) -> None:
+        """`branches`: what another actor has recorded."""
+        self.turns: list[RecordedTurn] = []
+        for branch in branches:
+            self.turns.extend(_turns_of(branch))
+
+    @property
+    def served(self) -> list[RecordedTurn]:
+        return [turn for turn in self.turns if turn.served]
+
+    def restart(self) -> None:
+        """The environment is run anew: no turn is served yet."""
+        for turn in self.turns:
+            turn.served, turn.messages = False, None
+
+    def take(self, context_token_ids: TokenIds, max_tokens: int) -> RecordedTurn:
+        """The first recorded turn that saw these tokens, has at most `max_tokens` and is not served in this run; or a new one.
+        It counts as served from now on; where it is not finished, it is to be sampled further."""
+        for turn in self.turns:
+            fits = not turn.served and len(turn.made.completion_token_ids) <= max_tokens
+            if fits and np.array_equal(turn.context_token_ids, context_token_ids):
+                break
+        else:
+            turn = RecordedTurn(context_token_ids)
+            self.turns.append(turn)
+        turn.extends, turn.served = self._extended_by(context_token_ids), True
+        return turn
+
+    def sampled(self, turn: RecordedTurn, generation: Generation) -> None:
+        """Adds what was sampled after what there is of it."""
+        turn.made = appended(turn.made, generation)
+
+    def drop(self, turn: RecordedTurn) -> None:
+        """Sampling it failed."""
+        self.turns.remove(turn)
+
+    def result(self) -> tuple[tuple[Branch, ...], int]:
+        """The branches of the turns that this run was served, and how many other turns are dropped: those that it did not ask
+        for, and those that were not sampled to their end."""
+        good = [turn for turn in self.turns if turn.served and turn.is_finished]
+        return _branches(good), len(self.turns) - len(good)
+
+    def partial(self, sample_index: int, generation_s: float = 0.0) -> PartialSequence:
+        """For another actor: everything that was sampled, also what was interrupted."""
+        begun = [turn for turn in self.turns if len(turn.made.completion_token_ids)]
+        empty = _NOTHING
+        return PartialSequence(
+            sample_index=sample_index,
+            completion_token_ids=empty.completion_token_ids,
+            behaviour_logprobs=empty.behaviour_logprobs,
+            spans=(),
+            generation_s=generation_s,
+            branches=_branches(begun),
+        )
+
+    def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
+        """The longest one; of equal ones, which parallel requests may have sampled, one that nothing extends yet."""
+        extended = {id(turn.extends) for turn in self.turns if turn.served}
+        starts = [
+            turn for turn in self.turns if turn.served and turn.is_finished and turn.is_start_of(context_token_ids)
+        ]
+        return max(starts, key=lambda turn: (turn.num_tokens, id(turn) not in extended), default=None)
+
+
+def _branches(turns: list[RecordedTurn]) -> tuple[Branch, ...]:
+    """Of the given turns, each once: the first that extends another one continues its branch."""
+    paths: dict[int, list[RecordedTurn]] = {}  # by the turn that ends each so far
+    for turn in turns:
+        path = paths.pop(id(turn.extends), [])
+        paths[id(turn)] = [*path, turn]
+    order = {id(turn): number for number, turn in enumerate(turns)}
+    return tuple(_branch(path) for path in sorted(paths.values(), key=lambda path: order[id(path[0])]))
+
+
+def _branch(path: list[RecordedTurn]) -> Branch:
+    prompt = path[0].context_token_ids
+    spans: list[VersionSpan] = []
+    turns: list[Turn] = []
+    for turn in path:
+        start = len(turn.context_token_ids) - len(prompt)
+        turns.append(Turn(start, start + len(turn.made.completion_token_ids), turn.made.finish_reason))
+        spans += [replace(span, start=span.start + start, end=span.end + start) for span in turn.made.spans]
+    return Branch(
+        prompt_token_ids=prompt,
+        completion_token_ids=path[-1].token_ids[len(prompt) :],
+        behaviour_logprobs=np.concatenate([turn.made.behaviour_logprobs for turn in path]),
+        spans=tuple(spans),
+        turns=tuple(turns),
+    )
+
+
+def _turns_of(branch: Branch) -> list[RecordedTurn]:
+    """The inverse of `_branch`."""
+    token_ids = np.concatenate([branch.prompt_token_ids, branch.completion_token_ids])
+    offset, read, made = len(branch.prompt_token_ids), 0, list[RecordedTurn]()
+    for turn in branch.turns or (Turn(0, len(branch.completion_token_ids), FinishReason.STOP),):
+        size = turn.end - turn.start
+        spans = tuple(
+            replace(span, start=span.start - turn.start, end=span.end - turn.start)
+            for span in branch.spans
+            if turn.start <= span.start < turn.end
+        )
+        generation = Generation(
+            branch.completion_token_ids[turn.start : turn.end],
+            branch.behaviour_logprobs[read : read + size],
+            spans,
+            turn.finish_reason,
+        )
+        extends = made[-1] if made else None
+        made.append(RecordedTurn(token_ids[: offset + turn.start], generation, extends))
+        read += size
+    return made

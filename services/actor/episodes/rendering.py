@@ -1,0 +1,509 @@
+"""Messages and tools to token ids, and sampled token ids to an assistant's message: by the model's chat format.
+
+Tokens that the record has are never made again: what comes after them is rendered alone. Where a format cannot do that, or the
+request's history is not what was recorded, all of it is rendered anew and begins a branch. Three formats: a renderer of the
+package `renderers`, which knows some 25 model families; any other chat template; and a model without one, for which texts are
+joined.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.messages.sequences import TokenIds
+from services.actor.engine import before_stop
+from services.actor.episodes.record import EpisodeRecord, RecordedTurn
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+"""Of OpenAI's chat completions, as `read_messages` returns it: content is text, fields without a value are not there."""
+Tools = list[dict[str, Any]]
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class Unrenderable(PipelineRLError):
+    """Messages or tools that this model's format has no tokens for, or that are no messages."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """`arguments`: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sampled turn as a message."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class ChatFormat(Protocol):
+    """How a model family writes conversations. `stop_token_ids` end a turn."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def render(self, messages: list[Message], tools: Tools) -> list[int]:
+        """The tokens of all messages, up to where the model's next turn begins. Raises `Unrenderable`."""
+        ...
+
+    def extend(
+        self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
+    ) -> list[int] | None:
+        """`prompt_ids` and `sampled_ids`, which are the first `num_known` messages, as they are, and after them the tokens of
+        the other messages, up to where the model's next turn begins. None: this format would write the known ones otherwise
+        now. Raises `Unrenderable`."""
+        ...
+
+    def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
+        """`tools`: those that may be called."""
+        ...
+
+
+def chat_format(tokenizer: Any, model: str) -> ChatFormat:
+    """The format of a Hugging Face tokenizer's model. `model`: the recipe's name of it.
+
+    A family's renderer is taken by the model's name, or else because it writes the same tokens as the chat template for every
+    conversation of `PROBES`: so do copies in folders, and models that were trained further.
+    """
+    if not tokenizer.chat_template:
+        return PlainFormat(tokenizer)
+    from renderers import config_from_name, create_renderer  # imports most of a second's worth
+    from renderers.base import MODEL_RENDERER_MAP
+
+    if model in MODEL_RENDERER_MAP:
+        return FamilyFormat(tokenizer, create_renderer(tokenizer, config_from_name(MODEL_RENDERER_MAP[model])))
+    for name in sorted(set(MODEL_RENDERER_MAP.values())):
+        try:
+            found = FamilyFormat(tokenizer, create_renderer(tokenizer, config_from_name(name)))
+        except Exception:  # noqa: BLE001 - each says in a way of its own that the tokenizer lacks its special tokens
+            continue
+        if _writes_the_template(found, tokenizer):
+            log.info("chat format of %s: renderer %s, which writes the tokens of its chat template", model, name)
+            return found
+    log.info("chat format of %s: its chat template", model)
+    return TemplateFormat(tokenizer)
+
+
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "Says nothing.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+_CALL = {"id": "probe1234", "type": "function", "function": {"name": "probe_tool", "arguments": {"word": "a"}}}
+_ASK: list[Message] = [{"role": "user", "content": "one"}]
+_CALLED: list[Message] = [
+    *_ASK,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "probe1234", "content": "three"},
+]
+PROBES: tuple[tuple[list[Message], Tools], ...] = (
+    (_ASK, []),
+    ([{"role": "system", "content": "zero"}, *_ASK, {"role": "assistant", "content": "two"}, *_ASK], []),
+    (_ASK, [_TOOL]),
+    (_CALLED, [_TOOL]),
+)
+"""Conversations, with their tools, on which a family's renderer has to agree with a chat template."""
+
+
+def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
+    template = TemplateFormat(tokenizer)
+    for messages, tools in PROBES:
+        try:
+            written = template.encode(template.written(messages, tools))
+        except Exception:  # noqa: BLE001 - a template that knows no system message, or no tools
+            continue
+        try:
+            if found.render(messages, tools) != written:
+                return False
+        except Unrenderable:
+            return False
+    return True
+
+
+class FamilyFormat:
+    """A renderer of the package `renderers`: one model family's format, written down by hand."""
+
+    def __init__(self, tokenizer: Any, renderer: Any) -> None:
+        self._tokenizer, self._renderer = tokenizer, renderer
+        self.stop_token_ids = tuple(renderer.get_stop_token_ids())
+
+    def render(self, messages: list[Message], tools: Tools) -> list[int]:
+        try:
+            return list(
+                self._renderer.render_ids(_with_tool_names(messages), tools=tools or None, add_generation_prompt=True)
+            )
+        except Exception as error:  # what a renderer raises for messages that it does not take is its own
+            raise Unrenderable(f"the model's chat format does not take these messages: {error}") from error
+
+    def extend(
+        self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
+    ) -> list[int] | None:
+        new = _with_tool_names(messages)[num_known:]
+        try:
+            bridged = self._renderer.bridge_to_next_turn(prompt_ids, sampled_ids, new, tools=tools or None)
+        except Exception as error:
+            raise Unrenderable(f"the model's chat format does not take these messages: {error}") from error
+        known = len(prompt_ids) + len(sampled_ids)
+        if bridged is None or bridged.token_ids[:known] != prompt_ids + sampled_ids:
+            return None
+        return list(bridged.token_ids)
+
+    def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
+        parsed = self._renderer.parse_response(sampled_ids, prompt_ids=prompt_ids, tools=tools or None)
+        attempts = parsed.tool_calls if tools else []
+        # A tool that is not among those given is the agent's to answer.
+        calls = tuple(
+            ToolCall(call.name, _as_json(call.arguments), call.id or "")
+            for call in attempts
+            if call.name and call.status in ("ok", "unknown_tool")
+        )
+        reasoning = parsed.reasoning_content or ""
+        if not calls and parsed.tool_calls:  # what looks like a call and is none is text
+            return Answer("".join([parsed.content, *(call.raw for call in parsed.tool_calls)]), reasoning)
+        return Answer(parsed.content or "", reasoning, calls)
+
+
+_TOOLS_TEXT = """You can call these functions, each described by a JSON schema:
+<tools>
+{tools}
+</tools>
+To call one, write its name and its arguments as JSON:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>"""
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+class TemplateFormat:
+    """Any chat template. What comes after a recorded turn is what the template writes after it, if it writes all before it as
+    it did. Tools are called as Hermes models do: by the template where it knows tools, otherwise by what is said here."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._end, self._after_end = self._turn_end()
+        self.stop_token_ids = tuple(sorted({self._end, tokenizer.eos_token_id} - {None}))
+        self._has_tools = self._knows_tools()
+
+    def render(self, messages: list[Message], tools: Tools) -> list[int]:
+        return self.encode(self._text(messages, tools))
+
+    def extend(
+        self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
+    ) -> list[int] | None:
+        if self._end is None:
+            return None
+        known = self._text(messages[:num_known], tools, begins_turn=False)
+        everything = self._text(messages, tools)
+        end = self._tokenizer.decode([self._end]) + self._after_end
+        said = messages[num_known - 1].get("content", "").strip()
+        if not (everything.startswith(known) and known.endswith(end) and said in known):
+            return None
+        closed = [] if sampled_ids[-1:] == [self._end] else [self._end]
+        return [*prompt_ids, *sampled_ids, *closed, *self.encode(self._after_end + everything[len(known) :])]
+
+    def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
+        text = _decoded(self._tokenizer, sampled_ids, self.stop_token_ids)
+        written = list(_TOOL_CALL.finditer(text)) if tools else []
+        calls = [call for match in written if (call := _hermes_call(match[1]))]
+        if not calls or len(calls) < len(written):
+            return Answer(text)
+        return Answer(text[: written[0].start()].rstrip("\n"), "", tuple(calls))
+
+    def encode(self, text: str) -> list[int]:
+        """A chat template writes its own special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def written(self, messages: list[Message], tools: Tools, *, begins_turn: bool = True) -> str:
+        """Raises what the template does."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=begins_turn
+            )
+        )
+
+    def _text(self, messages: list[Message], tools: Tools, *, begins_turn: bool = True) -> str:
+        if not self._has_tools:
+            messages, tools = _with_tools_as_text(messages, tools), []
+        try:
+            return self.written(messages, tools, begins_turn=begins_turn)
+        except Exception as error:  # a template calls raise_exception, or fails on a field that is not there
+            raise Unrenderable(f"the model's chat template does not take these messages: {error}") from error
+
+    def _turn_end(self) -> tuple[int | None, str]:
+        """The token that the template writes after an assistant's content, and the text after that; None: it writes none."""
+        mark = "probe-of-the-end"
+        written = self.written([*_ASK, {"role": "assistant", "content": mark}], [], begins_turn=False)
+        tokens = self.encode(written.rpartition(mark)[2])
+        if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
+            return None, ""
+        return tokens[0], str(self._tokenizer.decode(tokens[1:]))
+
+    def _knows_tools(self) -> bool:
+        """Whether the template writes tools, and calls as Hermes models do."""
+        try:
+            with_tools, called = self.written(_ASK, [_TOOL]), self.written(_CALLED, [_TOOL])
+        except Exception:  # noqa: BLE001 - it does not know the role, or what a call has
+            return False
+        calls = [call for match in _TOOL_CALL.finditer(called) if (call := _hermes_call(match[1]))]
+        return "probe_tool" in with_tools and any(call.name == "probe_tool" for call in calls)
+
+
+class PlainFormat:
+    """A model without chat template: the messages' texts one after another, each tokenised by itself, an assistant's ended with
+    the end-of-sequence token, all after the token that the tokenizer begins a text with, if it has such a one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._begin = list(tokenizer("")["input_ids"])[:1]
+        self._end = tokenizer.eos_token_id
+        if self._begin == [self._end] != [tokenizer.bos_token_id]:  # one that only ends texts
+            self._begin = []
+        self.stop_token_ids: tuple[int, ...] = () if self._end is None else (int(self._end),)
+
+    def render(self, messages: list[Message], tools: Tools) -> list[int]:
+        if tools:
+            raise Unrenderable("tools need a model with a chat template, and this one has none")
+        return [*self._begin, *self._tokens(messages)]
+
+    def extend(
+        self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
+    ) -> list[int] | None:
+        ends = self.stop_token_ids
+        closed = () if not ends or sampled_ids[-1:] == [*ends] else ends
+        return [*prompt_ids, *sampled_ids, *closed, *self._tokens(messages[num_known:])]
+
+    def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
+        return Answer(_decoded(self._tokenizer, sampled_ids, self.stop_token_ids))
+
+    def _tokens(self, messages: list[Message]) -> list[int]:
+        token_ids: list[int] = []
+        for message in messages:
+            token_ids += self._tokenizer.encode(message.get("content", ""), add_special_tokens=False)
+            if message["role"] == "assistant":
+                token_ids += self.stop_token_ids
+        return token_ids
+
+
+class Rendering:
+    """From a request's messages to the context of its turn, and from the turn to its answer."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self.stop_token_ids = chat.stop_token_ids
+
+    def context(self, record: EpisodeRecord, messages: list[Message], tools: Tools) -> TokenIds:
+        """int32[context]. Extends the recorded turn that the request's history ends with, if there is one. Raises
+        `Unrenderable`."""
+        turn = _last_known(record, _history(messages, tools))
+        token_ids = None
+        if turn is not None:
+            prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
+            num_known = len(turn.messages) - 1
+            token_ids = self._chat.extend(prompt_ids, sampled_ids, messages, num_known, tools)
+        return np.array(token_ids or self._chat.render(messages, tools), dtype=np.int32)
+
+    def answer(
+        self,
+        turn: RecordedTurn,
+        messages: list[Message],
+        tools: Tools,
+        stop: tuple[str, ...] = (),
+        may_call: bool = True,
+    ) -> Answer:
+        """The turn as a message, its text without the one of `stop` that ended it; notes with the turn what the next request's
+        history is compared with."""
+        prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
+        parsed = self._chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
+        calls = tuple(
+            ToolCall(call.name, call.arguments, call.id or _call_id(turn, number))
+            for number, call in enumerate(parsed.tool_calls)
+        )
+        answer = Answer(before_stop(parsed.content, stop), before_stop(parsed.reasoning, stop), calls)
+        turn.messages = _history([*messages, message_of(answer)], tools)
+        return answer
+
+
+def message_of(answer: Answer) -> Message:
+    """As a client gets it."""
+    message: Message = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.tool_calls
+        ]
+    return message
+
+
+def read_messages(given: Any) -> list[Message]:
+    """A request's messages as formats take them: texts joined, arguments of calls as objects. Raises `Unrenderable`."""
+    if not isinstance(given, list) or not given:
+        raise Unrenderable("messages: give a list with at least one message")
+    return [_read_message(message, f"messages[{number}]") for number, message in enumerate(given)]
+
+
+def _read_message(given: Any, where: str) -> Message:
+    role = given.get("role") if isinstance(given, Mapping) else None
+    role = "system" if role == "developer" else role
+    if role not in ROLES:
+        raise Unrenderable(f"{where}.role: {role!r} is none of {', '.join(ROLES)}")
+    message: Message = {"role": role, "content": _text_of(given.get("content"), f"{where}.content")}
+    for field in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(given.get(field), str):
+            message[field] = given[field]
+    if calls := given.get("tool_calls"):
+        try:
+            message["tool_calls"] = [_read_call(call) for call in calls]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Unrenderable(f"{where}.tool_calls: each needs function.name and function.arguments") from error
+    return message
+
+
+def _read_call(given: Any) -> dict[str, Any]:
+    function = given["function"]
+    arguments = _parsed(function["arguments"])
+    return {
+        "id": given.get("id") or "",
+        "type": "function",
+        "function": {"name": str(function["name"]), "arguments": arguments},
+    }
+
+
+def _text_of(content: Any, where: str) -> str:
+    parts = [content or ""] if isinstance(content, str | None) else content
+    try:
+        text = "".join(part if isinstance(part, str) else part["text"] for part in parts)
+        text.encode()
+    except (TypeError, KeyError) as error:
+        raise Unrenderable(f"{where}: only text is understood, as a string or as parts of type text") from error
+    except UnicodeEncodeError as error:
+        raise Unrenderable(f"{where}: not Unicode text: {error}") from error
+    return text
+
+
+def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
+    """What makes two histories the same: roles, contents, names, and calls with their ids and parsed arguments; and the tools.
+    Not what clients drop or add: reasoning, empty fields."""
+    return (
+        json.dumps(tools, sort_keys=True),
+        *(
+            json.dumps(
+                [message["role"], message.get("content", ""), message.get("name"), message.get("tool_call_id")]
+                + [
+                    [call["id"], call["function"]["name"], _parsed(call["function"]["arguments"])]
+                    for call in message.get("tool_calls", ())
+                ],
+                sort_keys=True,
+            )
+            for message in messages
+        ),
+    )
+
+
+def _last_known(record: EpisodeRecord, history: tuple[Any, ...]) -> RecordedTurn | None:
+    """The turn whose conversation, its answer included, is the longest start of `history` that is not all of it; of equal ones
+    one that nothing extends yet."""
+    served = record.served
+    extended = {id(turn.extends) for turn in served}
+    known = [
+        turn
+        for turn in served
+        if turn.messages and len(turn.messages) < len(history) and history[: len(turn.messages)] == turn.messages
+    ]
+    return max(known, key=lambda turn: (len(turn.messages), id(turn) not in extended), default=None)
+
+
+def _call_id(turn: RecordedTurn, number: int) -> str:
+    """The same whenever this turn is served. Nine letters and digits, as templates of Mistral's models demand."""
+    digest = hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=number.to_bytes(8, "little"))
+    return digest.hexdigest()[:9]
+
+
+def _with_tool_names(messages: list[Message]) -> list[Message]:
+    """A tool's message names its function where the client did not: some formats write that."""
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls", ())
+        if call["id"]
+    }
+    return [
+        {"name": names[message["tool_call_id"]], **message}
+        if message["role"] == "tool" and message.get("tool_call_id") in names
+        else message
+        for message in messages
+    ]
+
+
+def _with_tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
+    """For a template that knows no tools: they, calls and results as text, as Hermes models write it."""
+    said: list[Message] = []
+    if tools:
+        text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
+        if messages[0]["role"] == "system":
+            text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
+        said.append({"role": "system", "content": text})
+    for message in messages:
+        content = message.get("content", "")
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            if said and said[-1].get("results"):
+                said[-1]["content"] += f"\n{result}"
+            else:
+                said.append({"role": "user", "content": result, "results": True})
+            continue
+        calls = [
+            f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+            for call in message.get("tool_calls", ())
+        ]
+        said.append(
+            {"role": message["role"], "content": "\n".join([*([content] if content or not calls else []), *calls])}
+        )
+    return said
+
+
+def _hermes_call(text: str) -> ToolCall | None:
+    call = _parsed(text)
+    if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict):
+        return ToolCall(call["name"], _as_json(call["arguments"]))
+    return None
+
+
+def _decoded(tokenizer: Any, token_ids: list[int], ends: tuple[int, ...]) -> str:
+    if token_ids and token_ids[-1] in ends:
+        token_ids = token_ids[:-1]
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def _parsed(text: Any) -> Any:
+    """JSON's value; what is no JSON as it is."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

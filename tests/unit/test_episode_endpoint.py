@@ -1,0 +1,338 @@
+"""The endpoint of episodes over real HTTP: OpenAI's client, a token client and rude clients ask; the sampler is scripted."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.messages.sequences import FinishReason, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.service.http import serve_http
+from services.actor.engine import EngineError, Generation
+from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
+from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits, base_path
+from services.actor.episodes.rendering import Rendering, TemplateFormat
+from services.actor.metrics import ActorMetrics
+from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
+from tests.unit.test_episode_tokens import LOOK_UP
+
+ASK = [{"role": "user", "content": "Begin."}]
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "ab"}}\n</tool_call>'
+TOKENIZER = byte_tokenizer(template=CHATML, known=("<|im_start|>",))
+VOCAB_SIZE = 400
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+@dataclass
+class Sampler:
+    """Says `says`, one after another, once `open`: as many tokens as it may, the end token if there is room."""
+
+    says: list[str | Exception] = field(default_factory=list)
+    tokenizer: ByteTokenizer = TOKENIZER
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
+    is_interrupted: bool = False
+    under_way: int = 0
+
+    async def __call__(self, context: TokenIds, sampling: SamplingParams, request_id: str) -> Generation:
+        self.asked.append((context.tolist(), sampling, request_id))
+        said = self.says.pop(0)
+        self.under_way += 1
+        try:
+            await self.open.wait()
+        finally:
+            self.under_way -= 1
+        if isinstance(said, Exception):
+            raise said
+        whole = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
+        tokens = whole[: sampling.max_tokens]
+        reason = None if self.is_interrupted else STOP if tokens == whole else LENGTH
+        spans = (VersionSpan(3, 0, len(tokens)),)
+        return Generation(np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), spans, reason)
+
+
+@dataclass
+class Stage:
+    book: EpisodeBook
+    sampler: Sampler
+    episode: Episode
+    metrics: ActorMetrics
+    registry: CollectorRegistry
+    address: str
+
+    @asynccontextmanager
+    async def environment(self) -> AsyncIterator[openai.AsyncOpenAI]:
+        """A run of the environment that asks with OpenAI's client, as it is."""
+        with self.book.running(self.episode) as key:
+            base_url = f"{self.address}{base_path(key)}"
+            async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=20) as client:
+                yield client
+
+    async def end_run(self, client: openai.AsyncOpenAI, asked: asyncio.Task) -> None:
+        self.book[str(client.base_url).split("/")[-3]].over.set()
+        with pytest.raises(openai.NotFoundError):
+            await asked
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"pipelinerl_actor_{name}", labels or None) or 0.0
+
+    def told(self) -> list[list[str]]:
+        """The branches as text."""
+        branches = self.episode.result()
+        return [
+            [TOKENIZER.decode(branch.prompt_token_ids), TOKENIZER.decode(branch.completion_token_ids)]
+            for branch in branches
+        ]
+
+
+@asynccontextmanager
+async def stage(
+    *says: str | Exception,
+    max_turns: int = 10,
+    max_tokens: int = 500,
+    max_context: int = 2_000,
+    timeout_s: float = 20.0,
+) -> AsyncIterator[Stage]:
+    registry, book, sampler = CollectorRegistry(), EpisodeBook(), Sampler(list(says))
+    metrics, limits = ActorMetrics(registry), EpisodeLimits(max_turns, max_context, timeout_s)
+    episode = Episode("group.1", SamplingParams(0.7, max_tokens=max_tokens), limits, sampler, metrics)
+    sampler.open.set()
+    rendering = Rendering(TemplateFormat(TOKENIZER))
+    app = episode_app(book, rendering, metrics, model="org/model", vocab_size=VOCAB_SIZE)
+    async with serve_http(app, "127.0.0.1", 0, on_this_loop=True) as port:
+        yield Stage(book, sampler, episode, metrics, registry, f"http://127.0.0.1:{port}")
+        await episode.end()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def unlike(error: pytest.ExceptionInfo[openai.APIStatusError]) -> tuple[int, str | None]:
+    return error.value.status_code, error.value.code
+
+
+async def test_an_agent_on_openais_client_calls_a_tool_and_goes_on() -> None:
+    async with stage(CALL, "It is 42.") as s, s.environment() as client:
+        first = await client.chat.completions.create(model="any", messages=ASK, tools=[LOOK_UP], temperature=0.2)
+        choice = first.choices[0]
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert (call.function.name, call.function.arguments) == ("look_up", '{"word": "ab"}')
+        assert first.model == "any"
+        result = {"role": "tool", "tool_call_id": call.id, "content": "42"}
+        second = await client.chat.completions.create(
+            model="any", messages=[*ASK, choice.message, result], tools=[LOOK_UP], max_completion_tokens=100
+        )
+        assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "It is 42.")
+        context, sampling, _ = s.sampler.asked[1]
+        assert (second.usage.prompt_tokens, second.usage.completion_tokens) == (len(context), len("It is 42.") + 1)
+        assert (sampling.temperature, sampling.max_tokens) == (0.7, 100)
+        assert sampling.stop_token_ids == (TOKENIZER.eos_token_id,)
+        ((prompt, said),) = s.told()
+        assert "look_up" in prompt
+        assert said == (
+            f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\nIt is 42.<|im_end|>"
+        )
+        assert s.count("episode_ignored_fields_total", field="temperature") == 1
+        assert [model.id for model in (await client.models.list()).data] == ["org/model"]
+
+
+async def test_a_stream_has_the_same_message_and_stop_strings_end_a_turn_that_keeps_its_tokens() -> None:
+    async with stage("one STOP", CALL) as s, s.environment() as client:
+        stream = await client.chat.completions.create(
+            model="m", messages=ASK, stream=True, stop="STOP", stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "one "
+        assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, "stop"]
+        assert chunks[-1].usage.completion_tokens == len(s.episode.result()[0].completion_token_ids)
+        assert s.sampler.asked[0][1].stop == ("STOP",)
+        goes_on = [*ASK, {"role": "assistant", "content": "one "}, {"role": "user", "content": "more"}]
+        stream = await client.chat.completions.create(model="m", messages=goes_on, tools=[], stream=True, stop="STOP")
+        async for chunk in stream:
+            last = chunk
+        assert last.choices[0].finish_reason == "stop"  # without tools a call is text
+        ((_, said),) = s.told()
+        assert said.startswith("one STOP<|im_end|>\n<|im_start|>user\nmore")
+
+
+async def test_tokens_in_and_tokens_out_as_verifiers_clients_ask() -> None:
+    from renderers import config_from_name, create_renderer
+    from renderers.client import generate
+
+    tokenizer = byte_tokenizer()
+    tokenizer.learns = True
+    renderer = create_renderer(tokenizer, config_from_name("qwen3"))
+    async with stage("yes") as s, s.environment() as client:
+        answer = await generate(client=client, renderer=renderer, messages=ASK, model="org/model")
+        assert answer["completion_ids"] == s.episode.record.turns[0].made.completion_token_ids.tolist()
+        assert set(answer["completion_logprobs"]) == {-0.5}
+        context, sampling, _ = s.sampler.asked[0]
+        assert context == answer["prompt_ids"] == renderer.render_ids(ASK, add_generation_prompt=True)
+        assert sampling.stop_token_ids == tuple(renderer.get_stop_token_ids())
+        path = str(client.base_url).replace("/v1/", "/inference/v1/generate")
+        async with httpx.AsyncClient() as raw:
+            for wrong in ([], [-1], [VOCAB_SIZE], [1.5], "ab", None):
+                refused = await raw.post(path, json={"token_ids": wrong})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
+
+
+async def test_limits_are_told_as_openais_errors_are() -> None:
+    async with stage("a", "b", max_turns=2, max_context=60) as s, s.environment() as client:
+        long = [{"role": "user", "content": "x" * 80}]
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.chat.completions.create(model="m", messages=long)
+        assert unlike(error) == (400, "context_length_exceeded")
+        assert s.episode.policy_fault == "context_length_exceeded"
+        for _ in range(2):
+            await client.chat.completions.create(model="m", messages=ASK)
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.chat.completions.create(model="m", messages=ASK)
+        assert unlike(error) == (400, "max_turns_exceeded")
+        assert "task.max_turns" in str(error.value)
+        room = s.sampler.asked[0][1].max_tokens
+        assert room == 60 - len(s.sampler.asked[0][0])
+        assert s.count("episode_refusals_total", code="max_turns_exceeded") == 1
+
+
+async def test_only_episodes_under_way_are_answered() -> None:
+    async with stage("a") as s:
+        async with s.environment() as client:
+            base_url = client.base_url
+            await client.chat.completions.create(model="m", messages=ASK)
+        late = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+        with pytest.raises(openai.NotFoundError) as error:
+            await late.chat.completions.create(model="m", messages=ASK)
+        assert unlike(error) == (404, "episode_not_found")
+        async with httpx.AsyncClient(base_url=s.address) as raw:
+            for path in ("/", "/docs", "/metrics", "/healthz", "/episodes/guess/v1/models", "/episodes//v1/models"):
+                answer = await raw.get(path)
+                assert (answer.status_code, set(answer.json())) == (404, {"error"}), path
+
+
+async def test_an_environment_that_is_run_again_gets_the_same_turns_and_ids() -> None:
+    async with stage(CALL, "end", "other") as s:
+        told = []
+        for _ in range(2):
+            async with s.environment() as client:
+                first = await client.chat.completions.create(model="m", messages=ASK, tools=[LOOK_UP])
+                message = first.choices[0].message
+                result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
+                second = await client.chat.completions.create(
+                    model="m", messages=[*ASK, message, result], tools=[LOOK_UP]
+                )
+                told.append((message, second.choices[0].message))
+        assert told[0] == told[1]
+        assert len(s.sampler.asked) == 2
+        assert s.count("episode_turns_total", source="replayed") == 2
+        async with s.environment() as client:  # another course: what it does not ask for is dropped
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Else."}])
+        assert len(s.told()) == 1
+        assert s.count("episode_dropped_turns_total") == 2
+
+
+async def test_a_client_that_hangs_up_and_asks_again_gets_the_turn_that_was_begun() -> None:
+    async with stage("once", "twice") as s, s.environment() as client:
+        s.sampler.open.clear()
+        hurried = client.with_options(timeout=0.2, max_retries=0)
+        with pytest.raises(openai.APITimeoutError):
+            await hurried.chat.completions.create(model="m", messages=ASK)
+        await until(lambda: not s.episode.record.served)
+        again = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
+        await until(lambda: s.episode.record.served)
+        beside = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
+        await until(lambda: len(s.sampler.asked) == 2)
+        assert s.episode.idle_since_s is None
+        s.sampler.open.set()
+        assert [(await one).choices[0].message.content for one in (again, beside)] == ["once", "twice"]
+        assert [said for _, said in s.told()] == ["once<|im_end|>", "twice<|im_end|>"]
+        assert s.count("episode_refusals_total", code="hung_up") == 1
+        assert s.episode.idle_since_s is not None
+
+
+async def test_the_end_of_a_run_refuses_its_open_requests_and_leaves_the_turn_to_the_next() -> None:
+    async with stage("once", "never") as s:
+        s.sampler.open.clear()
+        async with s.environment() as first, s.environment() as second:
+            asked = asyncio.create_task(first.chat.completions.create(model="m", messages=ASK))
+            await until(lambda: s.sampler.under_way)
+            await s.end_run(first, asked)
+            asked = asyncio.create_task(second.chat.completions.create(model="m", messages=ASK))
+            await until(lambda: s.episode.record.served)
+            s.sampler.open.set()
+            assert (await asked).choices[0].message.content == "once"
+            s.sampler.open.clear()
+            asked = asyncio.create_task(second.chat.completions.create(model="m", messages=ASK))
+            await until(lambda: s.sampler.under_way)
+            await s.end_run(second, asked)
+        await s.episode.end()
+        assert s.sampler.under_way == 0
+        assert [said for _, said in s.told()] == ["once<|im_end|>"]
+
+
+async def test_what_the_actor_cannot_do_fails_the_episode_and_an_interruption_does_not() -> None:
+    async with stage("gone", EngineError("out of memory")) as s, s.environment() as client:
+        s.sampler.is_interrupted = True
+        with pytest.raises(openai.InternalServerError) as error:
+            await client.chat.completions.create(model="m", messages=ASK)
+        assert unlike(error) == (503, "interrupted")
+        assert len(s.sampler.asked) == 1  # the client was told not to try again
+        assert s.episode.failure == ""
+        assert TOKENIZER.decode(s.episode.record.partial(0).branches[0].completion_token_ids) == "gone<|im_end|>"
+        with pytest.raises(openai.InternalServerError) as error:
+            await client.chat.completions.create(model="m", messages=[*ASK, *ASK])
+        assert unlike(error) == (500, "failed")
+        assert s.episode.failure == "engine: out of memory"
+    async with stage("late", timeout_s=0.05) as s, s.environment() as client:
+        s.sampler.open.clear()
+        with pytest.raises(openai.InternalServerError):
+            await client.chat.completions.create(model="m", messages=ASK)
+        assert s.episode.failure.startswith("turn_timeout: ")
+        assert s.sampler.under_way == 0
+
+
+async def test_rude_requests_are_refused_and_change_nothing() -> None:
+    async with stage("fine") as s:
+        with s.book.running(s.episode) as key:
+            url = f"{s.address}{base_path(key)}/chat/completions"
+            async with httpx.AsyncClient(timeout=20) as raw:
+                for body, status in (
+                    (b"x" * (MAX_BODY_BYTES + 1), 413),
+                    (b"x" * 10_000_000, 413),
+                    (b"{", 400),
+                    (b"[]", 400),
+                    (b"\xff", 400),
+                    (b'{"messages":' + b"[" * 100_000, 400),
+                    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+                ):
+                    answer = await raw.post(url, content=body)
+                    assert (answer.status_code, set(answer.json())) == (status, {"error"}), body[:40]
+                for wrong in (
+                    {},
+                    {"messages": []},
+                    {"messages": "hi"},
+                    {"messages": [1]},
+                    {"messages": [{"role": "king", "content": ""}]},
+                    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+                    {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+                    {"messages": ASK, "n": 2},
+                    {"messages": ASK, "max_tokens": 0},
+                    {"messages": ASK, "max_tokens": "5"},
+                    {"messages": ASK, "stop": [""]},
+                    {"messages": ASK, "stop": 7},
+                    {"messages": ASK, "tools": {"a": 1}},
+                ):
+                    answer = await raw.post(url, json=wrong)
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request"), wrong
+                assert s.episode.record.turns == []
+                unknown = {"messages": ASK, "store": True, "metadata": {"a": "b"}, "seed": None, "user": "me"}
+                assert (await raw.post(url, json=unknown)).status_code == 200

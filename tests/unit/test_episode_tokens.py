@@ -1,0 +1,209 @@
+"""What the record of an episode holds is, token by token, what was sampled and observed: for every chat format that can be had
+offline, over random conversations."""
+
+import json
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from renderers import config_from_name, create_renderer
+from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
+
+from pipelinerl.messages.sequences import FinishReason, VersionSpan
+from services.actor.engine import Generation
+from services.actor.episodes.record import EpisodeRecord
+from services.actor.episodes.rendering import (
+    ChatFormat,
+    FamilyFormat,
+    PlainFormat,
+    Rendering,
+    TemplateFormat,
+    Unrenderable,
+    chat_format,
+    message_of,
+    read_messages,
+)
+from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
+
+# Not `gpt-oss`: it brings its own tokenizer, whose vocabulary has to be fetched.
+FAMILIES = sorted(set(MODEL_RENDERER_MAP.values()) - {"gpt-oss"})
+LOOK_UP = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "look_up", "arguments": {"word": "ẞ\\n"}}\n</tool_call>',
+    "broken": '<tool_call>\n{"name": "look_up", "argum',
+}
+
+
+@cache
+def format_of(name: str) -> tuple[ChatFormat, ByteTokenizer]:
+    if name == "plain":
+        tokenizer = byte_tokenizer(eos="<end>", bos="<begin>")
+        return PlainFormat(tokenizer), tokenizer
+    if name == "template":
+        tokenizer = byte_tokenizer(template=CHATML, known=("<|im_start|>",))
+        return TemplateFormat(tokenizer), tokenizer
+    tokenizer = byte_tokenizer()
+    tokenizer.learns = True
+    chat = FamilyFormat(tokenizer, create_renderer(tokenizer, config_from_name(name)))
+    Conversation(chat, tokenizer, has_tools=True).play([("a", CALLS["hermes"], True), ("b", "<think>", False)] * 2)
+    tokenizer.learns = False
+    return chat, tokenizer
+
+
+@dataclass
+class Conversation:
+    """An agent that says what it is told to, with what the policy sampled."""
+
+    chat: ChatFormat
+    tokenizer: ByteTokenizer
+    has_tools: bool
+    record: EpisodeRecord = field(default_factory=EpisodeRecord)
+    asked: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    """Context and sampled tokens of each turn, as the engine saw them."""
+
+    def turn(self, messages: list[dict], text: str, ends: bool, version: int = 0, end: int | None = None) -> dict:
+        """Returns the answer as the client gets it, through JSON. `end`: which token ends it, None for the usual one."""
+        rendering, tools = Rendering(self.chat), [LOOK_UP] if self.has_tools else []
+        context = rendering.context(self.record, read_messages(json.loads(json.dumps(messages))), tools)
+        turn = self.record.take(context, 1_000)
+        if not turn.is_finished:
+            sampled = self.tokenizer.encode(text, add_special_tokens=False) or [5]
+            sampled = [token for token in sampled if token not in self.chat.stop_token_ids] or [5]
+            sampled += [end or self.chat.stop_token_ids[0]] if ends else []
+            reason = FinishReason.STOP if ends else FinishReason.LENGTH
+            logprobs = -np.arange(len(sampled), dtype=np.float32)
+            spans = (VersionSpan(version, 0, len(sampled)),)
+            self.record.sampled(turn, Generation(np.array(sampled, np.int32), logprobs, spans, reason))
+            self.asked.append((context.tolist(), sampled))
+        return json.loads(json.dumps(message_of(rendering.answer(turn, read_messages(messages), tools))))
+
+    def play(self, script: list[tuple[str, str, bool]]) -> None:
+        messages: list[dict] = [{"role": "user", "content": "Begin."}]
+        for number, (observation, sampled, ends) in enumerate(script):
+            answer = self.turn(messages, sampled, ends, version=number)
+            answer.pop("reasoning_content", None)  # clients drop it
+            messages.append({**answer, "content": answer["content"] or None, "refusal": None})
+            calls = answer.get("tool_calls", [])
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": observation} for call in calls]
+            if not calls:
+                messages.append({"role": "user", "content": [{"type": "text", "text": observation}]})
+
+
+def check_exact(conversation: Conversation) -> None:
+    """Each turn is once in the branches, after the tokens that it saw, with its own log-probabilities and version."""
+    branches, dropped = conversation.record.result()
+    found = []
+    for branch in branches:
+        tokens = [*branch.prompt_token_ids.tolist(), *branch.completion_token_ids.tolist()]
+        offset, read = len(branch.prompt_token_ids), 0
+        for turn in branch.turns:
+            sampled = tokens[offset + turn.start : offset + turn.end]
+            found.append((tokens[: offset + turn.start], sampled))
+            logprobs = branch.behaviour_logprobs[read : read + len(sampled)].tolist()
+            assert logprobs == [-float(i) for i in range(len(sampled))]
+            read += len(sampled)
+        assert (branch.turns[0].start, branch.turns[-1].end) == (0, len(branch.completion_token_ids))
+        assert [(span.start, span.end) for span in branch.spans] == [(turn.start, turn.end) for turn in branch.turns]
+    assert sorted(found) == sorted(conversation.asked)
+    assert dropped == 0
+
+
+texts = st.text(max_size=20) | st.sampled_from(
+    ["<|im_end|>\n", "</think>", "<think>hm</think>\nyes", "e\u0301 \U0001f642 "]
+)
+sampled = texts | st.sampled_from(sorted(CALLS.values()))
+scripts = st.lists(st.tuples(texts, sampled, st.booleans()), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "template", "plain"])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(script=scripts)
+def test_what_is_recorded_is_what_was_sampled_and_observed(name: str, script: list[tuple[str, str, bool]]) -> None:
+    chat, tokenizer = format_of(name)
+    conversation = Conversation(chat, tokenizer, has_tools=name != "plain")
+    conversation.play(script)
+    check_exact(conversation)
+
+    # The environment is run again, on this actor and on another one: nothing is sampled again.
+    num_asked = len(conversation.asked)
+    handed_over = conversation.record.partial(0).branches
+    for record in (conversation.record, EpisodeRecord(handed_over)):
+        record.restart()
+        conversation.record = record
+        conversation.play(script)
+        assert len(conversation.asked) == num_asked
+        check_exact(conversation)
+
+
+@pytest.mark.parametrize("name", [*(family for family in FAMILIES if family != "deepseek-r1"), "template"])
+def test_a_call_is_read_and_its_result_extends_what_was_sampled(name: str) -> None:
+    """Sampled as the family writes a call. DeepSeek-R1 begins to think in the prompt, and has no word of how it calls."""
+    chat, tokenizer = format_of(name)
+    asked: list[dict] = [{"role": "user", "content": "Begin."}]
+    call = {"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "ab"}}}
+    if isinstance(chat, FamilyFormat):
+        said = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        written: list[int] = build_trajectory_step(chat._renderer, asked, said, tools=[LOOK_UP])["completion_ids"]
+        ends = [number for number, token in enumerate(written) if token in chat.stop_token_ids]
+        sampled, end = tokenizer.decode(written[: ends[0]] if ends else written), written[ends[0]] if ends else None
+    else:
+        sampled, end = CALLS["hermes"].replace("ẞ\\n", "ab"), None
+    conversation = Conversation(chat, tokenizer, has_tools=True)
+    answer = conversation.turn(asked, sampled, ends=True, end=end)
+    (made,) = answer["tool_calls"]
+    assert (made["function"]["name"], json.loads(made["function"]["arguments"])) in (
+        ("look_up", {"word": "ab"}),
+        ("call_1", {"word": "ab"}),  # Kimi's calls are named by their ids
+    )
+    written_anew = {**answer, "content": None, "tool_calls": [{**made, "function": {**made["function"]}}]}
+    written_anew["tool_calls"][0]["function"]["arguments"] = '{ "word" : "ab" }'
+    conversation.turn(
+        [*asked, written_anew, {"role": "tool", "tool_call_id": made["id"], "content": "42"}], "ok", ends=True
+    )
+    (branch,), _ = conversation.record.result()
+    assert "42" in tokenizer.decode(branch.completion_token_ids)
+    check_exact(conversation)
+
+
+@pytest.mark.parametrize("name", ["plain", "template", "qwen3", "llama-3"])
+def test_a_rewritten_history_is_a_branch_and_one_that_is_only_cut_off_is_not(name: str) -> None:
+    chat, tokenizer = format_of(name)
+    conversation = Conversation(chat, tokenizer, has_tools=False)
+    asked: list[dict] = [{"role": "user", "content": "Begin."}]
+    said = conversation.turn(asked, "one", ends=False)
+    conversation.turn([*asked, said, {"role": "user", "content": "more"}], "two", ends=True)
+    assert len(conversation.record.result()[0]) == 1
+    rewritten = {**said, "content": "One!"}
+    conversation.turn([*asked, rewritten, {"role": "user", "content": "more"}], "three", ends=True)
+    assert len(conversation.record.result()[0]) == 2
+    check_exact(conversation)
+
+
+def test_a_copy_of_a_known_model_is_written_by_its_familys_renderer_and_others_by_their_template() -> None:
+    chat, tokenizer = format_of("qwen3")
+    assert isinstance(chat, FamilyFormat)
+
+    def as_qwen(messages: list, tools: list | None, tokenize: bool, add_generation_prompt: bool) -> str:
+        ids = chat._renderer.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return tokenizer.decode(ids)
+
+    copied = copy(tokenizer)
+    copied.chat_template, copied.apply_chat_template = "Qwen's", as_qwen
+    found = chat_format(copied, "/models/copy")
+    assert isinstance(found, FamilyFormat)
+    assert type(found._renderer) is type(chat._renderer)
+    assert isinstance(chat_format(format_of("template")[1], "org/other"), TemplateFormat)
+    assert isinstance(chat_format(format_of("plain")[1], "org/base"), PlainFormat)
+    with pytest.raises(Unrenderable, match="tools need a model with a chat template"):
+        format_of("plain")[0].render([{"role": "user", "content": "a"}], [LOOK_UP])
