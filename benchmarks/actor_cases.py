@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelinerl.messages.sequences import PromptGroup
+from pipelinerl.messages.sequences import PromptGroup, SamplingParams
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from services.trainer.data.feeder import sampling_of, training_problems
+from services.trainer.data.feeder import EncodedProblem, sampling_of, training_problems
 
 SHORTEST_TOKENS = 15
 """Of completions of random weights, which know no end; the recipe's max_tokens is the longest."""
@@ -46,19 +46,24 @@ class Case:
         from transformers import AutoTokenizer
 
         problems = training_problems(self.recipe, AutoTokenizer.from_pretrained(model_dir))
-        sampling, group_size = sampling_of(self.recipe), self.recipe.sampling.group_size
-        lengths = np.random.default_rng(0).integers(SHORTEST_TOKENS, sampling.max_tokens + 1, self.num_sequences)
+        group_size, longest = self.recipe.sampling.group_size, self.recipe.sampling.max_tokens
+        lengths = np.random.default_rng(0).integers(SHORTEST_TOKENS, longest + 1, self.num_sequences)
+
+        def sampling(number: int, problem: EncodedProblem) -> SamplingParams:
+            as_trained = sampling_of(self.recipe, problem)
+            return replace(as_trained, max_tokens=int(lengths[number])) if self.build_random else as_trained
+
         return [
             PromptGroup(
                 run=run,
                 group_id=f"g{number:08d}",
                 problem_index=number,
-                task=problem.task,
+                task=problem.share.name,
                 prompt_token_ids=problem.prompt_token_ids,
                 prompt_text=problem.prompt_text,
                 reference_json=problem.reference_json,
                 num_samples=group_size,
-                sampling=replace(sampling, max_tokens=int(lengths[number])) if self.build_random else sampling,
+                sampling=sampling(number, problem),
                 seed=0,
                 issued_version=0,
             )

@@ -63,7 +63,8 @@ def heldout_problems(
             break
         untrained = [problem for problem in problems if problem.question not in trained]
         if len(untrained) >= number:
-            return [encode(problem, recipe.task, tokenizer) for problem in untrained[:number]]
+            (share,) = recipe.mixture.values()
+            return [encode(problem, share, index, tokenizer) for index, problem in enumerate(untrained[:number])]
     fix = f"of the held-out problems, only {len(untrained)} are in no run's training; judge on so many, or fewer"
     raise FieldError("--problems", number, fix)
 
@@ -95,7 +96,7 @@ class PolicyJudge:
     def _is_right(self, problem: EncodedProblem, token_ids: list[int]) -> bool:
         item = VerifyItem(
             sequence_id="judged",
-            task=problem.task,
+            task=problem.share.name,
             prompt_text=problem.prompt_text,
             completion_text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
             reference_json=problem.reference_json,

@@ -61,7 +61,7 @@ def initial_policy(recipe: Recipe) -> str:
 
         torch.set_num_threads(THREADS)
         with filling(folder) as beside:
-            build(recipe.model, recipe.task, beside, lambda line: print(line, file=sys.stderr))
+            build(recipe.model, list(recipe.mixture.values()), beside, lambda line: print(line, file=sys.stderr))
     return str(folder)
 
 

@@ -203,7 +203,7 @@ async def sample_arms(recipe: Recipe, initial: str, run: SavedRun, arguments: ar
 
     problems = training_problems(recipe.model_copy(update={"seed": recipe.seed + 1}), load_tokenizer(initial))
     prompts = [problems(number).prompt_token_ids for number in range(arguments.sequences)]
-    sampling, found = sampling_of(recipe), dict[str, Any]()
+    sampling, found = sampling_of(recipe, problems(0)), dict[str, Any]()
     at_once, between = recipe.actor.sequences_in_progress, arguments.between
     # On CPU, vLLM fails when it prefills a seeded request in parts; an update that recomputes would make it do so.
     whole = {"max_batched_tokens": at_once * recipe.model.max_context}

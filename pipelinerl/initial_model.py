@@ -38,7 +38,8 @@ def is_built(model: ModelConfig) -> bool:
 def built_name(recipe: Recipe) -> str:
     """Name of the model's folder in a cache, `<recipe>-<key>`: equal configurations have equal keys, so that it is the same in
     every process of the run. Pure."""
-    built_from = {"model": recipe.model.model_dump(mode="json"), "task": recipe.task.model_dump(mode="json")}
+    tasks = [(share.weight, share.task.model_dump(mode="json")) for share in recipe.mixture.values()]
+    built_from = {"model": recipe.model.model_dump(mode="json"), "tasks": tasks}
     text = json.dumps({"format": _FORMAT, **built_from}, sort_keys=True)
     return f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deploy.tools.generated import GeneratedPart, row
-from pipelinerl.recipe.fields import Recipe, section_of, takes
+from pipelinerl.recipe.fields import Recipe, listed_section, section_of, takes
 
 _HEAD = "| field | takes | default | meaning |\n|---|---|---|---|"
 
@@ -26,12 +26,20 @@ def reference() -> str:
 
 
 def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """(dotted path, model) of a model and all sections below it; the recipe's own path is empty."""
-    yield path, model
-    for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
-        if section is not None:
-            yield from sections(section, f"{path}.{name}" if path else name)
+    """(dotted path, model) of a model and all sections below it, each model once; the recipe's own path is empty."""
+    seen = set[type[BaseModel]]()
+
+    def walk(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+        if model in seen:
+            return
+        seen.add(model)
+        yield path, model
+        for name, field in model.model_fields.items():
+            section = section_of(field.annotation) or listed_section(field.annotation)
+            if section is not None:
+                yield from walk(section, f"{path}.{name}" if path else name)
+
+    return walk(model, path)
 
 
 def _section(path: str, model: type[BaseModel]) -> str:
@@ -43,8 +51,10 @@ def _section(path: str, model: type[BaseModel]) -> str:
 
 def _row(path: str, field: FieldInfo) -> str:
     taken, meaning = takes(field), field.description or ""
-    if section_of(field.annotation) is not None:
-        taken, meaning = "a section", f"{meaning} See [`{path}`](#{path.replace('.', '')}).".strip()
+    if section := section_of(field.annotation) or listed_section(field.annotation):
+        taken = "a section" if section_of(field.annotation) else "a list of sections"
+        where = next(path for path, model in sections(Recipe) if model is section)
+        meaning = f"{meaning} See [`{where}`](#{where.replace('.', '')}).".strip()
     cells = (f"`{path.rpartition('.')[2]}`", taken, _default(field), meaning)
     return row(cells)
 

@@ -100,7 +100,7 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
     """Completion lengths from bars of a histogram or a run directory, and where they come from. Raises `FieldError`."""
     from pipelinerl.rl.throughput import Lengths
 
-    max_tokens = recipe.sampling.max_tokens
+    max_tokens = recipe.max_tokens
     given = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
     if not all(given):
         return trained_lengths(Path(text), max_tokens)

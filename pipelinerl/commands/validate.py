@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,15 +86,12 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     lag = recipe.algorithm.max_lag
     model = recipe.model
     answers = f", {recipe.evaluation.samples} answers to each," if recipe.evaluation.samples > 1 else ""
+    num_heldout = sum(share.task.heldout_problems for share in recipe.mixture.values())
     return [
         ("mode", recipe.mode),
         ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
-        (
-            "task",
-            f"{recipe.task.path or f'{recipe.task.name} ({recipe.task.source})'}, {recipe.task.prompt_style} prompts",
-        ),
-        ("reward", recipe.reward.scorer),
-        ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.sampling.max_tokens} tokens"),
+        *_tasks(recipe),
+        ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.max_tokens} tokens"),
         ("actors", f"{recipe.actor.count} x {recipe.actor.sequences_in_progress} sequences in progress"),
         ("algorithm", _algorithm(recipe)),
         ("max lag", "-" if lag is None else f"{lag}, of {recipe.algorithm.max_lag_of.replace('_', ' ')}"),
@@ -105,15 +103,28 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ),
         ("trained", "all weights" if recipe.trainer.lora is None else f"adapters of rank {recipe.trainer.lora.rank}"),
         ("ranks", _ranks(recipe)),
-        ("evaluation", f"{recipe.task.heldout_problems} problems{answers} every {recipe.evaluation.every_steps} steps"),
+        ("evaluation", f"{num_heldout} problems{answers} every {recipe.evaluation.every_steps} steps"),
     ]
+
+
+def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What each is about, and what scores it; of several, its part of the prompts too."""
+    total = sum(share.weight for share in recipe.mixture.values())
+    for place, share in recipe.tasks_by_place.items():
+        task = share.task
+        about = f"{task.path or f'{task.name} ({task.source})'}, {task.prompt_style} prompts"
+        if not place:
+            yield from (("task", about), ("reward", share.reward.scorer))
+            continue
+        limits = f"scored by {share.reward.scorer}, at most {share.max_tokens} tokens, {task.heldout_problems} held out"
+        yield "task", f"{share.name}, {share.weight / total:.0%} of the prompts: {about}, {limits}"
 
 
 def _largest_lag(recipe: Recipe) -> str:
     """By the formula; how long completions are in the mean is not known before a run."""
     from pipelinerl.rl.throughput import recipe_lag
 
-    longest, actors = recipe.sampling.max_tokens, recipe.actor.count
+    longest, actors = recipe.max_tokens, recipe.actor.count
     if recipe.mode == "conventional":
         return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"
     means = sorted({longest, max(1, longest // 4)}, reverse=True)

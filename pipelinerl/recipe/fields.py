@@ -30,10 +30,16 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The model behind `Model` or `Model | None`; None when a field is not a section."""
-    for candidate in (annotation, *get_args(annotation)):
+    inside = () if get_origin(annotation) is list else get_args(annotation)
+    for candidate in (annotation, *inside):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
+
+
+def listed_section(annotation: Any) -> type[BaseModel] | None:
+    """The model behind `list[Model]`."""
+    return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
 def may_change(field: FieldInfo) -> bool:
@@ -42,10 +48,14 @@ def may_change(field: FieldInfo) -> bool:
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """The field of a dotted path, or None when there is none. Inside a free-form mapping every path is that mapping."""
+    """The field of a dotted path, or None when there is none. Inside a free-form mapping every path is that mapping; in a list
+    of sections a position comes first, as in `tasks.0.weight`."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
+    item = listed_section(field.annotation)
+    if item is not None and path[1].isdecimal():
+        return field_at(item, path[2:]) if path[2:] else field
     section = section_of(field.annotation)
     if section is not None:
         return field_at(section, path[1:])
@@ -79,6 +89,11 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
         return f"no such field; did you mean {' or '.join(near)}?"
     parent = field_at(model, path[:-1])
     section = section_of(parent.annotation) if parent else model
+    if parent and (item := listed_section(parent.annotation)) is not None:
+        if path[-2].isdecimal():
+            section = item
+        else:
+            return f"no such field; say which one, from 0: {'.'.join(path[:-1])}.0.{path[-1]}"
     if section is None:
         return f"no such field; {'.'.join(path[:-1])} holds one value"
     return f"no such field; allowed here: {', '.join(section.model_fields)}"
@@ -113,10 +128,18 @@ def _type_name(annotation: Any) -> str:
         return "null"
     if (section := section_of(annotation)) is not None:
         return "a section with " + ", ".join(section.model_fields)
+    if (item := listed_section(annotation)) is not None:
+        return f"a list of sections with {', '.join(item.model_fields)}"
     if origin in (list, tuple):
         choices = get_args(arguments[0]) if arguments and get_origin(arguments[0]) is Literal else ()
         return "a list of " + ", ".join(choices) if choices else "a list"
     return _TYPE_NAMES.get(annotation, "a mapping" if origin is dict else "a value")
+
+
+def _value_in(data: Any, section: str, name: str) -> Any:
+    """Of plain data, None where it is not there."""
+    inside = data.get(section) if isinstance(data, dict) else None
+    return inside.get(name) if isinstance(inside, dict) else None
 
 
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -311,6 +334,18 @@ class RewardConfig(Section):
         if info.field_name == "answer_pattern" and value and groups < 1:
             raise ValueError("put the part that is the answer in a group: (...)")
         return value
+
+
+class TaskShare(Section):
+    """One of several tasks: its share of the prompts, and what is its own."""
+
+    name: str = Field("", description="Its name in metrics and messages; unless given, `task.name`.")
+    weight: float = Field(1.0, gt=0, le=1e6, description="Prompts of this task for each one of a task of weight 1.")
+    task: TaskConfig
+    reward: RewardConfig = Field(RewardConfig(), description="Unless given, the recipe's `reward`.")
+    max_tokens: int = Field(
+        64, ge=1, le=1_048_576, description="Completion tokens at most; unless given, `sampling.max_tokens`."
+    )
 
 
 class SamplingConfig(Section):
@@ -638,8 +673,11 @@ class Recipe(Section):
         description="Experiment trackers that get the run's figures too; each needs its package (docs/trackers.md).",
     )
     model: ModelConfig
-    task: TaskConfig
+    task: TaskConfig | None = Field(None, description="What is learned; null where there are several `tasks`.")
     reward: RewardConfig = RewardConfig()
+    tasks: list[TaskShare] = Field(
+        default_factory=list, description="Several tasks in place of `task`, mixed by their weights."
+    )
     sampling: SamplingConfig = SamplingConfig()
     actor: ActorConfig = ActorConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -661,6 +699,44 @@ class Recipe(Section):
         if len(set(value)) < len(value):
             raise ValueError("name each tracker once")
         return value
+
+    @property
+    def tasks_by_place(self) -> dict[str, TaskShare]:
+        """Every task, by what the names of its fields begin with: `tasks.0.` and so on, or nothing where there is only one."""
+        if self.task is None:
+            return {f"tasks.{position}.": share for position, share in enumerate(self.tasks)}
+        only = TaskShare(name=self.task.name, task=self.task, reward=self.reward, max_tokens=self.sampling.max_tokens)
+        return {"": only}
+
+    @property
+    def mixture(self) -> dict[str, TaskShare]:
+        """The tasks by name, one or more, in the recipe's order."""
+        return {share.name: share for share in self.tasks_by_place.values()}
+
+    @property
+    def episodic_tasks(self) -> dict[str, TaskShare]:
+        """Those of the mixture whose samples are episodes."""
+        return {name: share for name, share in self.mixture.items() if share.task.is_episodic}
+
+    @property
+    def max_tokens(self) -> int:
+        """Completion tokens at most, of whatever task."""
+        return max(share.max_tokens for share in self.tasks_by_place.values())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shared_by_tasks(cls, data: Any) -> Any:
+        """What one of several tasks does not say is as the recipe says."""
+        if not isinstance(data, dict) or not isinstance(data.get("tasks"), list):
+            return data
+        shared = {"reward": data.get("reward"), "max_tokens": _value_in(data, "sampling", "max_tokens")}
+        given = {name: value for name, value in shared.items() if value is not None}
+
+        def filled(one: Any) -> Any:
+            name = _value_in(one, "task", "name") or TaskConfig.model_fields["name"].default
+            return {**given, "name": name, **one} if isinstance(one, dict) else one
+
+        return {**data, "tasks": [filled(one) for one in data["tasks"]]}
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

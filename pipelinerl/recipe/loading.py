@@ -24,7 +24,16 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 import pipelinerl
 from pipelinerl.errors import FieldError, UserError
-from pipelinerl.recipe.fields import PUBLISHED, Recipe, allowed, field_at, may_change, section_of, unknown_field
+from pipelinerl.recipe.fields import (
+    PUBLISHED,
+    Recipe,
+    allowed,
+    field_at,
+    listed_section,
+    may_change,
+    section_of,
+    unknown_field,
+)
 from pipelinerl.recipe.rules import BrokenRules
 
 
@@ -189,13 +198,21 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
     return recipe
 
 
-def _set(section: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Missing or null sections on the way are made."""
-    for name in path[:-1]:
-        if not isinstance(section.get(name), dict):
+def _set(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Missing or null sections on the way are made. Raises `FieldError` for a position that a list does not have."""
+    section: Any = data
+    for name, inner in zip(path, [*path[1:], None], strict=True):
+        key: Any = name
+        if isinstance(section, list):
+            key = int(name)
+            if key >= len(section):
+                raise FieldError(f"--set {'.'.join(path)}", value, f"the list has {len(section)}, from 0")
+        elif inner is not None and not isinstance(section.get(name), dict | list):
             section[name] = {}
-        section = section[name]
-    section[path[-1]] = value
+        if inner is None:
+            section[key] = value
+        else:
+            section = section[key]
 
 
 def recipe_yaml(recipe: Recipe) -> str:
@@ -278,6 +295,9 @@ def _differences(
         section, now = section_of(field.annotation), new[name]
         if section is not None and isinstance(was, Mapping) and isinstance(now, Mapping):
             yield from _differences(was, now, section, f"{prefix}{name}.")
+        elif (item := listed_section(field.annotation)) and isinstance(was, list) and len(was) == len(now):
+            for position, (one, other) in enumerate(zip(was, now, strict=True)):
+                yield from _differences(one, other, item, f"{prefix}{name}.{position}.")
         elif was != now:
             yield Change(prefix + name, was, now, may_change(field))
     unknown = [name for name in old if name not in model.model_fields]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl.errors import FieldError, MissingPackage, UserError
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import Recipe, TaskShare
 from pipelinerl.recipe.loading import RecipeError
 
 _IMPORT_S = 60.0
@@ -74,7 +74,7 @@ def check_environment(recipe: Recipe) -> None:
 def examine(recipe: Recipe) -> list[FieldError]:
     """The recipe's mistakes, then what is `Lacking` here. Makes the held-out problems and imports the reward function, which
     takes a second or more."""
-    rules = (_model, _gpu, _ranks, _compiler, _packages, _trackers, _task, _reward, _actors)
+    rules = (_model, _gpu, _ranks, _compiler, _packages, _trackers, _tasks, _actors)
     found = [problem for rule in rules for problem in rule(recipe)]
     return sorted(found, key=lambda problem: isinstance(problem, Lacking))
 
@@ -145,11 +145,19 @@ def _compiler(recipe: Recipe) -> Iterator[FieldError]:
         yield Lacking("trainer.compile", True, fix)
 
 
-def _task(recipe: Recipe) -> Iterator[FieldError]:
+def _tasks(recipe: Recipe) -> Iterator[FieldError]:
+    for place, share in recipe.tasks_by_place.items():
+        for rule in (_task, _reward):
+            for problem in rule(recipe, share):
+                of_task = "" if problem.field.startswith("model.") else place
+                yield type(problem)(f"{of_task}{problem.field}", problem.value, problem.fix)
+
+
+def _task(recipe: Recipe, share: TaskShare) -> Iterator[FieldError]:
     """The held-out problems, and the warm start's changes to the task, which the demonstrations are made of."""
     from pipelinerl.tasks.source import Split, make_source
 
-    model, task = recipe.model, recipe.task
+    model, task = recipe.model, share.task
     changes = model.warmstart.task_config if model.source == "warmstart" and model.warmstart else {}
     if changes:
         try:
@@ -167,8 +175,8 @@ def _task(recipe: Recipe) -> Iterator[FieldError]:
         yield FieldError("task.path", task.path, str(error))
 
 
-def _reward(recipe: Recipe) -> Iterator[FieldError]:
-    scorer = recipe.reward.scorer
+def _reward(recipe: Recipe, share: TaskShare) -> Iterator[FieldError]:
+    scorer = share.reward.scorer
     if ":" not in scorer:
         return
     try:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
-    from pipelinerl.recipe.fields import Recipe
+    from pipelinerl.recipe.fields import Recipe, TaskConfig
 
 DEMONSTRATED = ("chain_sum", "repeated_addition")
 """reasoning-gym families that a warm-started model has demonstrations of (`services.trainer.warmstart`)."""
@@ -34,55 +33,74 @@ class BrokenRules(ValueError):
 
 def check_rules(recipe: Recipe) -> None:
     """Raises `BrokenRules` with every rule that `recipe` breaks, in the order of its sections."""
-    broken = [
-        one
-        for rule in (_model, _lengths, _groups, _conventional_lag, _schedule, _ranks, _evaluation)
-        for one in rule(recipe)
-    ]
+    rules = (_model, _tasks, _lengths, _groups, _conventional_lag, _schedule, _ranks, _evaluation)
+    broken = [one for rule in rules for one in rule(recipe)]
     if broken:
-        raise BrokenRules(tuple(FieldError(field, attrgetter(field)(recipe), fix) for field, fix in broken))
+        raise BrokenRules(tuple(FieldError(field, value_at(recipe, field), fix) for field, fix in broken))
+
+
+def value_at(recipe: Recipe, field: str) -> Any:
+    """Of a dotted field; a number is a position in a list."""
+    value: Any = recipe
+    for name in field.split("."):
+        value = value[int(name)] if name.isdecimal() else getattr(value, name)
+    return value
 
 
 def _model(recipe: Recipe) -> Broken:
-    """A warm-started model has seen demonstrations, and reads nothing else: the first field that says otherwise is named."""
-    model, task = recipe.model, recipe.task
+    model = recipe.model
     if model.source in ("hub", "path") and not model.name:
         needed = "a Hugging Face id" if model.source == "hub" else "a folder"
         yield "model.name", f"is empty: model.source = {model.source!r} needs {needed} here"
-    if model.source == "warmstart":
-        if model.warmstart is None:
-            yield "model.warmstart", "model.source = 'warmstart' needs this section; {} takes its defaults"
+    if model.source == "warmstart" and model.warmstart is None:
+        yield "model.warmstart", "model.source = 'warmstart' needs this section; {} takes its defaults"
+
+
+def _tasks(recipe: Recipe) -> Broken:
+    if not recipe.tasks_by_place:
+        yield "task", "a recipe needs this section, or several in tasks"
+    if recipe.task is not None and recipe.tasks:
+        yield "tasks", "stands in place of task; give one of the two"
+    names = [share.name for share in recipe.tasks_by_place.values()]
+    for place, share in recipe.tasks_by_place.items():
+        if place and (not share.name or names.count(share.name) > 1):
+            yield f"{place}name", "each of several tasks needs a name of its own here, by which its reward is found"
+        yield from ((f"{place}task.{field}", fix) for field, fix in _task(recipe, share.task))
+
+
+def _task(recipe: Recipe, task: TaskConfig) -> Broken:
+    """By names of `TaskConfig`. A warm-started model has seen demonstrations, and reads nothing else: the first field that says
+    otherwise is named."""
+    if recipe.model.source == "warmstart":
         policy, other = "a warm-started model (model.source)", "set model.source to another one: hub, path or smollm2"
-        families = " and ".join(DEMONSTRATED)
+        families, first = " and ".join(DEMONSTRATED), next(iter(recipe.mixture.values())).task.name
         if task.source != "reasoning_gym":
-            yield "task.source", f"{policy} has demonstrations of reasoning-gym's {families} only; {other}"
+            yield "source", f"{policy} has demonstrations of reasoning-gym's {families} only; {other}"
         elif task.name not in DEMONSTRATED:
-            yield "task.name", f"{policy} has demonstrations of {families} only; {other}"
+            yield "name", f"{policy} has demonstrations of {families} only; {other}"
+        elif task.name != first:
+            yield "name", f"{policy} has demonstrations of one family, here {first}; {other}"
         elif task.prompt_style != "compact":
-            yield "task.prompt_style", f"{policy} reads compact prompts only; use compact, or {other}"
+            yield "prompt_style", f"{policy} reads compact prompts only; use compact, or {other}"
     if task.source in ("jsonl", "tools", "agent") and not task.path:
-        yield "task.path", f"is empty: task.source = {task.source!r} needs a .jsonl or .parquet file here"
+        yield "path", f"is empty: task.source = {task.source!r} needs a .jsonl or .parquet file here"
     if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):
-        yield "task.name", "task.source = 'environment' needs its class here: pkg.module:Class"
+        yield "name", "task.source = 'environment' needs its class here: pkg.module:Class"
     if bool(task.tools) != (task.source == "tools"):
-        yield (
-            "task.tools",
-            f"task.source = {task.source!r} needs {'functions' if task.source == 'tools' else 'none'} here",
-        )
+        yield "tools", f"task.source = {task.source!r} needs {'functions' if task.source == 'tools' else 'none'} here"
     if bool(task.command) != (task.source == "agent"):
-        yield (
-            "task.command",
-            f"task.source = {task.source!r} needs {'a program' if task.source == 'agent' else 'none'} here",
-        )
+        yield "command", f"task.source = {task.source!r} needs {'a program' if task.source == 'agent' else 'none'} here"
 
 
 def _lengths(recipe: Recipe) -> Broken:
-    longest, context = recipe.sampling.max_tokens, recipe.model.max_context
-    if recipe.reward.overlong.buffer_tokens > longest:
-        yield "reward.overlong.buffer_tokens", f"is wider than sampling.max_tokens = {longest}; use at most that"
-    if longest >= context:
-        fix = f"leaves no room for a prompt in model.max_context = {context}; lower it, or raise the context"
-        yield "sampling.max_tokens", fix
+    context = recipe.model.max_context
+    for place, share in recipe.tasks_by_place.items():
+        longest, limit = share.max_tokens, f"{place or 'sampling.'}max_tokens"
+        if share.reward.overlong.buffer_tokens > longest:
+            yield f"{place}reward.overlong.buffer_tokens", f"is wider than {limit} = {longest}; use at most that"
+        if longest >= context:
+            fix = f"leaves no room for a prompt in model.max_context = {context}; lower it, or raise the context"
+            yield limit, fix
     if recipe.trainer.tokens_per_microbatch < context:
         fix = f"cannot hold one sequence of model.max_context = {context} tokens; use at least that"
         yield "trainer.tokens_per_microbatch", fix
@@ -98,9 +116,10 @@ def _groups(recipe: Recipe) -> Broken:
     if algorithm.advantage != "value" and recipe.trainer.value_learning_rate is not None:
         fix = f"algorithm.advantage = {algorithm.advantage!r} has no value head; use null, or the advantage value"
         yield "trainer.value_learning_rate", fix
-    if algorithm.advantage == "value" and recipe.reward.truncated == "mask":
-        fix = "does not go with algorithm.advantage = 'value', whose baseline needs every reward; use score or zero"
-        yield "reward.truncated", fix
+    for place, share in recipe.tasks_by_place.items():
+        if algorithm.advantage == "value" and share.reward.truncated == "mask":
+            fix = "does not go with algorithm.advantage = 'value', whose baseline needs every reward; use score or zero"
+            yield f"{place}reward.truncated", fix
     if algorithm.filter_equal_rewards and size < 2:
         fix = "drops every group of sampling.group_size = 1; use false, or larger groups"
         yield "algorithm.filter_equal_rewards", fix

@@ -114,7 +114,7 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
 
 def longest_prompt(recipe: Recipe) -> int:
     """Tokens that the recipe leaves for a prompt."""
-    return recipe.model.max_context - recipe.sampling.max_tokens
+    return recipe.model.max_context - recipe.max_tokens
 
 
 def samples_per_prompt(recipe: Recipe, lengths: Lengths) -> int:

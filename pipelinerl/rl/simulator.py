@@ -463,8 +463,8 @@ class _Run:
     def _evaluate(self, version: int) -> _Process:
         self.held_above = version
         yield lambda: self.served >= version
-        answers = self.recipe.task.heldout_problems * self.recipe.evaluation.samples
-        problems = self.lengths.sample(self.random, answers).tolist()
+        num_problems = sum(share.task.heldout_problems for share in self.recipe.mixture.values())
+        problems = self.lengths.sample(self.random, num_problems * self.recipe.evaluation.samples).tolist()
         self.heldout_left = len(problems)
         for number, length in enumerate(problems):
             self.actors[number % len(self.actors)].heldout.append(length)

@@ -83,7 +83,7 @@ class ReasoningGymSource:
         entry = self._entry(split, block if attempt == 0 else -(attempt + MOST_TRIES * block), within)
         question = compact_question(entry) if self._compact else entry["question"]
         reference = {"answer": entry["answer"], "dataset": self._family, "entry": entry}
-        return Problem(self._family, question, reference)
+        return Problem(question, reference)
 
     def _entry(self, split: Split, block: int, within: int) -> dict[str, Any]:
         """Generated when asked for: one entry of the slow families takes a second."""

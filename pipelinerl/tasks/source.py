@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fractions import Fraction
 from functools import lru_cache
+from math import floor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +36,6 @@ class Split(StrEnum):
 class Problem:
     """One problem. `reference` is JSON-able: `answer`, and for reasoning-gym `dataset` and `entry` (what its scorer needs)."""
 
-    task: str
     question: str
     reference: Mapping[str, Any] = field(default_factory=dict)
 
@@ -47,6 +48,27 @@ class Source(Protocol):
     def problem(self, split: Split, index: int) -> Problem:
         """Training problems go on without end; held-out ones are `task.heldout_problems` in number."""
         ...
+
+
+class Interleaving:
+    """Which of several tasks a problem of a run is of, by their weights: a function of the problem's number alone.
+
+    Of any n problems from the first on, a task has its share, off by at most half as many as there are tasks. Each task takes
+    its share, evenly spaced, of what those before it leave.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(weight) for weight in weights]
+        self._shares = [weight / sum(exact[position:]) for position, weight in enumerate(exact)]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """(position of the task, the problem's index among the task's own), both from 0."""
+        for position, share in enumerate(self._shares):
+            index = floor(number * share + Fraction(1, 2))
+            if floor((number + 1) * share + Fraction(1, 2)) > index:
+                return position, index
+            number -= index
+        raise AssertionError("the last task takes what is left")
 
 
 def make_source(config: TaskConfig, seed: int) -> Source:
@@ -73,7 +95,7 @@ class SeededSource:
         self._name = config.name
 
     def problem(self, split: Split, index: int) -> Problem:
-        return Problem(self._name, f"{self._name}, problem {index}", {"row": {}})
+        return Problem(f"{self._name}, problem {index}", {"row": {}})
 
 
 class FileSource:
@@ -116,7 +138,7 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
         raise FieldError("task.path", str(path), "give a .jsonl or a .parquet file")
     for where, row in readers[path.suffix](path):
         if config.source in ("environment", "agent"):  # what they read of a row is theirs
-            yield Problem(config.name, json.dumps(row, ensure_ascii=False, default=str), _reference(row, config))
+            yield Problem(json.dumps(row, ensure_ascii=False, default=str), _reference(row, config))
             continue
         for name in (config.prompt_field, config.answer_field):
             if not isinstance(row.get(name), str | int | float) or isinstance(row.get(name), bool):
@@ -125,7 +147,7 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
         if not question.strip():
             raise UserError(f"{where}: field {config.prompt_field!r} is empty")
         reference = _reference(row, config) if config.is_episodic else {"answer": str(row[config.answer_field])}
-        yield Problem(config.name, question, reference)
+        yield Problem(question, reference)
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:

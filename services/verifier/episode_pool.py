@@ -119,7 +119,8 @@ class EpisodePool:
     """Made by `run_episode_pool`."""
 
     def __init__(self, recipe: Recipe, metrics: VerifierMetrics, max_episodes: int) -> None:
-        self._recipe, self._task, self._metrics, self._max_episodes = recipe, recipe.task, metrics, max_episodes
+        self._recipe, self._metrics, self._max_episodes = recipe, metrics, max_episodes
+        self._tasks = {name: share.task for name, share in recipe.episodic_tasks.items()}
         self._template: Template | None = None
         self._numbers = 0
         metrics.episodes.set_function(self._under_way)
@@ -191,7 +192,7 @@ class EpisodePool:
     async def _result(
         self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
     ) -> VerifyResult:
-        task = self._task
+        task = self._tasks[request.task]
         works = task.source in ("environment", "tools")  # nothing tells when another source does
         began_s = time.monotonic()
         while True:

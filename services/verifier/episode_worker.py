@@ -22,11 +22,12 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from pipelinerl.errors import UserError
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import Recipe, TaskShare
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest
 from services.verifier.confinement import (
     MIB,
@@ -59,20 +60,27 @@ def main() -> int:
     os.set_inheritable(orders.fileno(), False)
     try:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
-        play = load_play(recipe, search_path=sys.argv[2])
+        tasks = recipe.episodic_tasks
+        plays = {name: load_play(share, search_path=sys.argv[2]) for name, share in tasks.items()}
     except UserError as error:
         results.send_bytes(str(error).encode())
         return 1
     results.send_bytes(b"")
     gc.collect()
     gc.freeze()  # collecting in a child would copy all pages that it now shares
-    Template(recipe, play, orders, pipes).serve()
+    Template(tasks, plays, orders, pipes).serve()
     return 0
 
 
 class Template:
-    def __init__(self, recipe: Recipe, play: Play, orders: socket.socket, pipes: tuple[Connection, Connection]) -> None:
-        self._recipe, self._play, self._orders, self._pipes = recipe, play, orders, pipes
+    def __init__(
+        self,
+        tasks: Mapping[str, TaskShare],
+        plays: Mapping[str, Play],
+        orders: socket.socket,
+        pipes: tuple[Connection, Connection],
+    ) -> None:
+        self._tasks, self._plays, self._orders, self._pipes = tasks, plays, orders, pipes
         self._running: dict[int, int] = {}
         """Number of each episode under way, by its process."""
         self._pid, self._wake = os.getpid(), socket.socketpair()
@@ -143,7 +151,7 @@ class Template:
             attach_to_parent()
             if os.getppid() == self._pid:
                 os.set_inheritable(descriptor, False)
-                _episode(self._recipe, self._play, Connection(descriptor))
+                _episode(self._tasks, self._plays, Connection(descriptor))
         except BaseException:  # noqa: BLE001 - the process boundary
             traceback.print_exc()
         finally:
@@ -151,13 +159,14 @@ class Template:
             os._exit(0)  # nothing of the template's is tidied up, and no thread keeps the process
 
 
-def _episode(recipe: Recipe, play: Play, verifier: Connection) -> None:
+def _episode(tasks: Mapping[str, TaskShare], plays: Mapping[str, Play], verifier: Connection) -> None:
     """Consumes one request and produces its result."""
     pid = os.getpid()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    lower_limit(resource.RLIMIT_AS, address_space() + recipe.reward.memory_mib * MIB)
-    renew_cpu_limit(recipe.task.episode_timeout_s)
     request = EpisodeRequest.FromString(verifier.recv_bytes())
+    share, play = tasks[request.task], plays[request.task]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    lower_limit(resource.RLIMIT_AS, address_space() + share.reward.memory_mib * MIB)
+    renew_cpu_limit(share.task.episode_timeout_s)
     random.seed(request.seed)  # else all episodes would draw the same from the template's state
 
     policy = Policy(request.base_url, lambda waits: verifier.send_bytes(WAITS if waits else WORKS))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
+
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.messages.verification import status_name
@@ -25,17 +28,17 @@ STATUSES = tuple(status_name(status) for status in verifier_pb2.VerifyStatus.val
 
 
 class VerifierMetrics:
-    """Counters, gauges and histograms of one verifier process. The recipe's `task` has its series from the start."""
+    """Counters, gauges and histograms of one verifier process. The recipe's `tasks` have their series from the start."""
 
-    def __init__(self, registry: CollectorRegistry, task: str) -> None:
+    def __init__(self, registry: CollectorRegistry, tasks: Iterable[str]) -> None:
         metrics = MetricSet("pipelinerl_verifier", registry)
-        label = {"task": f"the recipe's task, or {UNKNOWN_TASK} for items of another run's"}
+        label = {"task": f"a task of the recipe, or {UNKNOWN_TASK} for items of another run's"}
         self.calls = metrics.counter("calls_total", "Calls by gRPC status.", {"code": CODES}, unit="calls")
         self.call_seconds = metrics.histogram("call_seconds", "Verify calls, arrival to answer.", _SECONDS)
         self.requests = metrics.counter(
             "requests_total", "Items and episodes by task and outcome.", {**label, "status": STATUSES}, unit="items"
         )
-        for status in STATUSES:
+        for task, status in product(tasks, STATUSES):
             self.requests.labels(task, status)
         self.reward_seconds = metrics.histogram("reward_seconds", "Time in the reward of one item.", _SECONDS, label)
         self.reward = metrics.histogram("reward", "Rewards of scored items.", _REWARDS, label, unit="reward")

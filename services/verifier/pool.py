@@ -105,7 +105,7 @@ class RewardPool:
 
     def __init__(self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int) -> None:
         self._recipe, self._metrics, self._readiness = recipe, metrics, readiness
-        self._timeout_s = recipe.reward.timeout_s
+        self._timeouts_s = {name: share.reward.timeout_s for name, share in recipe.mixture.items()}
         self.max_queue = max_queue
         self._jobs: deque[Job] = deque()
         self._filled = asyncio.Event()
@@ -166,13 +166,14 @@ class RewardPool:
             job = self._jobs.popleft()
             if job.future.done():  # its caller has just left
                 continue
+            timeout_s = self._timeouts_s[job.item.task]
             try:
-                result = await worker.score(job.item, self._timeout_s)
+                result = await worker.score(job.item, timeout_s)
             except TimeoutError:
                 self._metrics.timeouts.inc()
-                log.warning("reward of %s killed at its deadline of %g s", job.item.sequence_id, self._timeout_s)
-                problem = f"the reward took more than reward.timeout_s = {self._timeout_s:g} s and was killed"
-                job.fail(verifier_pb2.VERIFY_STATUS_TIMEOUT, problem, self._timeout_s)
+                log.warning("reward of %s killed at its deadline of %g s", job.item.sequence_id, timeout_s)
+                problem = f"the reward took more than reward.timeout_s = {timeout_s:g} s and was killed"
+                job.fail(verifier_pb2.VERIFY_STATUS_TIMEOUT, problem, timeout_s)
                 return "timeout"
             except WorkerGone as gone:
                 self._try_again(job, gone)

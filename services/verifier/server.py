@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import compress
 
@@ -77,17 +77,14 @@ def _say_how(span: Span, code: str) -> None:
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
-    """Answers for one recipe's task, by a pool of its kind; items and episodes of another one get UNKNOWN_TASK."""
+    """Answers for one recipe's tasks, by the pool of their kind; items and episodes of another one get UNKNOWN_TASK."""
 
     def __init__(
-        self,
-        task: str,
-        metrics: VerifierMetrics,
-        *,
-        pool: RewardPool | None = None,
-        episodes: EpisodePool | None = None,
+        self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | None, episodes: EpisodePool | None
     ) -> None:
-        self._task, self._metrics, self._pool, self._episodes = task, metrics, pool, episodes
+        self._tasks = {name: share.task.is_episodic for name, share in recipe.mixture.items()}
+        """Whether samples of the task are episodes."""
+        self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
     async def Verify(
         self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
@@ -98,7 +95,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             async with self._answering(context, spans.end):
                 if pool is not None and len(request.items) > pool.max_queue:
                     raise UserError(f"items = {len(request.items)}: max_queue is {pool.max_queue}; send fewer at once")
-                is_ours = [pool is not None and item.task == self._task for item in request.items]
+                is_ours = [self._tasks.get(item.task) is False for item in request.items]
                 ours = list(compress(request.items, is_ours))
                 scored = iter(await pool.score(ours, spans.scored) if pool is not None else ())
                 results = [
@@ -108,7 +105,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         finally:
             self._metrics.call_seconds.observe(time.perf_counter() - started_s)
         for item, result in zip(request.items, results, strict=True):
-            self._metrics.count(item.task if item.task == self._task else UNKNOWN_TASK, result)
+            self._metrics.count(item.task if item.task in self._tasks else UNKNOWN_TASK, result)
         return verifier_pb2.VerifyResponse(results=results)
 
     async def RunEpisode(
@@ -119,14 +116,13 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         trace = trace_in({"traceparent": request.traceparent})
         with child(trace, "episode.run", kind=SpanKind.SERVER, attributes=about) as span:
             async with self._answering(context, partial(_say_how, span)):
-                if self._episodes is None or request.task != self._task:
+                if self._episodes is None or not self._tasks.get(request.task):
                     result = self._unknown(request)
                 else:
                     result = await self._episodes.run(request)
             span.set_attributes({a.STATUS: status_name(result.status), a.REWARD: result.reward})
-        self._metrics.count(
-            request.task if request.task == self._task else UNKNOWN_TASK, result, is_episode=self._episodes is not None
-        )
+        known = request.task in self._tasks
+        self._metrics.count(request.task if known else UNKNOWN_TASK, result, is_episode=self._episodes is not None)
         return result
 
     @asynccontextmanager
@@ -156,7 +152,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return verifier_pb2.VerifyResult(
             sequence_id=item.sequence_id,
             status=verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK,
-            message=f"task {item.task!r:.100}: this verifier serves {self._task!r}",
+            message=f"task {item.task!r:.100}: this verifier serves {', '.join(self._tasks)}",
         )
 
 
@@ -164,15 +160,17 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 async def _servicer(
     recipe: Recipe, settings: VerifierSettings, registry: RunRegistry, readiness: Readiness
 ) -> AsyncIterator[VerifierServicer]:
-    """With the processes that the recipe's task needs."""
-    task, metrics = recipe.task.name, VerifierMetrics(registry, recipe.task.name)
-    if recipe.task.is_episodic:
-        async with run_episode_pool(recipe, metrics, readiness, settings.max_episodes) as episodes:
-            yield VerifierServicer(task, metrics, episodes=episodes)
-    else:
-        workers, max_queue = settings.workers, settings.max_queue
-        async with run_pool(recipe, metrics, readiness, workers=workers, max_queue=max_queue) as pool:
-            yield VerifierServicer(task, metrics, pool=pool)
+    """With the processes that the recipe's tasks need."""
+    metrics, pool, episodes = VerifierMetrics(registry, recipe.mixture), None, None
+    workers, max_queue = settings.workers, settings.max_queue
+    async with AsyncExitStack() as stack:
+        if recipe.episodic_tasks:
+            running = run_episode_pool(recipe, metrics, readiness, settings.max_episodes)
+            episodes = await stack.enter_async_context(running)
+        if len(recipe.episodic_tasks) < len(recipe.mixture):
+            rewards = run_pool(recipe, metrics, readiness, workers=workers, max_queue=max_queue)
+            pool = await stack.enter_async_context(rewards)
+        yield VerifierServicer(recipe, metrics, pool=pool, episodes=episodes)
 
 
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:
@@ -195,7 +193,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         ) as grpc_port,
     ):
         where = {"grpc_port": grpc_port, "http_port": http_port, "workers": settings.workers}
-        log.info("serving task %s, scored by %s", recipe.task.name, recipe.reward.scorer, extra=where)
+        log.info("serving %s", ", ".join(recipe.mixture), extra=where)
         announce(settings, grpc_port, http_port)
         await stop.wait()
         readiness.reason = "stopping"

@@ -16,11 +16,12 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 from pipelinerl.errors import UserError
-from pipelinerl.recipe.fields import Recipe, RewardConfig
+from pipelinerl.recipe.fields import Recipe, TaskShare
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.confinement import (
     MIB,
@@ -98,27 +99,30 @@ def main() -> int:
     requests, results = take_pipes()
     try:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
-        reward = make_reward(recipe.reward, recipe.task)
+        tasks = {name: share for name, share in recipe.mixture.items() if not share.task.is_episodic}
+        rewards = {name: make_reward(share.reward, share.task) for name, share in tasks.items()}
     except UserError as error:
         results.send_bytes(str(error).encode())
         return 1
     results.send_bytes(b"")
     try:
-        return _serve(reward, recipe.reward, requests, results)
+        return _serve(rewards, tasks, requests, results)
     except EOFError:
         return 0
 
 
-def _serve(reward: ComposedReward, config: RewardConfig, requests: Connection, results: Connection) -> int:
+def _serve(
+    rewards: Mapping[str, ComposedReward], tasks: Mapping[str, TaskShare], requests: Connection, results: Connection
+) -> int:
     """Item by item. Returns `RETIRED` when the process is no longer as good as new. Raises `EOFError` at the pipe's end."""
     pid, own = os.getpid(), address_space()
-    reserve = config.memory_mib * MIB
+    reserve = max(share.reward.memory_mib for share in tasks.values()) * MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lower_limit(resource.RLIMIT_AS, own + reserve)
     while True:
         item = verifier_pb2.VerifyItem.FromString(requests.recv_bytes())
-        renew_cpu_limit(config.timeout_s)
-        result = score_item(reward, item)
+        renew_cpu_limit(tasks[item.task].reward.timeout_s)
+        result = score_item(rewards[item.task], item)
         if os.getpid() != pid:
             os._exit(0)  # a reward forked, and its child came back as if it were the worker
         is_clean = clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY

@@ -17,7 +17,7 @@ import pytest
 
 from pipelinerl.errors import UserError
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, status_name
-from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyResult
+from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier.confinement import children
 from tests.support.fake_endpoint import FakeEndpoint, calls, fake_endpoint, refuses, says
 from tests.support.machine import ends_within
@@ -313,6 +313,7 @@ async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, poli
 
 
 async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: Path, users_code: None) -> None:
+    """Of a recipe that has a task of one turn too, which waits for no episode."""
     asked, waits = threading.Event(), threading.Event()
 
     def answer(_: dict[str, Any]) -> Any:
@@ -320,12 +321,19 @@ async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: P
         waits.wait()
         return says("1")
 
+    texts = {"name": "texts", "task": {"source": "jsonl", "path": "unused.jsonl"}, "reward": {"scorer": "exact"}}
+    mixed = {**recipe(), "task": None, "tasks": [{"task": recipe()["task"]}, texts]}
+    item = VerifyItem(sequence_id="t.0", task="texts", completion_text="yes", reference_json='{"answer": "yes"}')
     with fake_endpoint(answer) as endpoint:
-        async with serving(tmp_path, recipe(), max_episodes=1) as address:
+        async with serving(tmp_path, mixed, max_episodes=1) as address:
             first = asyncio.create_task(run(address.grpc, episode(endpoint, {})))
             await asyncio.to_thread(asked.wait)
             with pytest.raises(VerifierAway, match="max_episodes = 1 are under way"):
                 await run(address.grpc, episode(endpoint, {}))
+            async with VerifierClient(address.grpc) as client:
+                unscored = VerifyItem(sequence_id="t.1", task=NAME, reference_json="{}")
+                scored = await client.verify([item, unscored])
+            assert [(status_name(one.status), one.reward) for one in scored] == [("ok", 1), ("unknown_task", 0)]
             waits.set()
             assert (await first)[0].reward == 1.0
 

@@ -34,17 +34,25 @@ from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifi
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
 
-TASK = "misdeeds"
+TASK, EXACT = "misdeeds", "exact"
 
 
 # --- a verifier process
 
 
 def recipe(**reward: Any) -> dict[str, Any]:
+    """Of the task of misdeeds and of one that compares texts."""
     return {
         "name": "test",
         "model": {"source": "path", "name": "unused"},
-        "task": {"source": "jsonl", "name": TASK, "path": "unused.jsonl"},
+        "tasks": [
+            {"task": {"source": "jsonl", "name": TASK, "path": "unused.jsonl"}},
+            {
+                "name": EXACT,
+                "task": {"source": "jsonl", "path": "unused.jsonl"},
+                "reward": {"scorer": "exact", "memory_mib": 256},
+            },
+        ],
         "reward": {"scorer": "hostile_rewards:score", "timeout_s": 2.4, "memory_mib": 256} | reward,
     }
 
@@ -168,10 +176,11 @@ async def test_what_a_reward_prints_is_in_the_log(hostile: Verifier) -> None:
 
 
 async def test_another_task_is_unknown_and_mixes_with_known_ones(hostile: Verifier) -> None:
-    mixed = [*items(["say 1"]), *items(["say 2"], task="arithmetic"), *items(["say 3"])]
+    mixed = [*items(["say 1"]), *items(["say 2"], task="arithmetic"), *items(["say 3"]), *items(["1"], task=EXACT)]
     async with VerifierClient(hostile.address.grpc) as client:
         scored = await client.verify(mixed)
-    assert [status_name(outcome.status) for outcome in scored] == ["ok", "unknown_task", "ok"]
+    assert [status_name(outcome.status) for outcome in scored] == ["ok", "unknown_task", "ok", "ok"]
+    assert [outcome.reward for outcome in scored] == [1, 0, 3, 1]
     assert "'arithmetic'" in scored[1].message
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipelinerl.messages.sequences import Branch, PromptGroup, SamplingParams, Sequence, Turn, VersionSpan
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import Recipe, TaskShare
+from services.trainer.data.feeder import EncodedProblem
 
 RUN = "unit"
 
@@ -25,6 +26,14 @@ def make_recipe(**sections: object) -> Recipe:
         "algorithm": {"max_lag": 1},
     }
     return Recipe.model_validate(base | sections)
+
+
+def make_problem(
+    index: int = 0, *, tokens: tuple[int, ...] = (1, 2, 3), reference_json: str = "{}", **share: object
+) -> EncodedProblem:
+    """Of the task of `make_recipe`; `share`: what of it is otherwise."""
+    of_task = TaskShare.model_validate({"name": "chain_sum", "task": {}, "max_tokens": 16, **share})
+    return EncodedProblem(of_task, index, np.array(tokens, dtype=np.int32), f"p{index}", reference_json)
 
 
 def make_group(

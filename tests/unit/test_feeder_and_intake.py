@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.errors import UserError
 from pipelinerl.messages.sequences import FinishReason, PromptGroup, Sequence, VersionSpan, encode_sequence
-from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
+from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig, TaskShare
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.tasks.source import Problem
 from pipelinerl.v1 import sequence_pb2
@@ -19,14 +19,24 @@ from services.verifier.rewards.compose import ComposedReward
 from services.verifier.rewards.item import Score
 from services.verifier.worker import score_item
 from tests.support.memory_bus import MemoryServer
-from tests.unit.builders import make_episode, make_sequence
-from tests.unit.trainer_fakes import Desk, desk
+from tests.unit.builders import make_episode, make_problem, make_sequence
+from tests.unit.trainer_fakes import TASK, Desk, desk
 
 TRAINER = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
 
 
 def problem(index: int) -> EncodedProblem:
-    return EncodedProblem("chain_sum", np.full(3, index % 20, np.int32), f"p{index}", "{}")
+    return make_problem(index, tokens=(index % 20,) * 3)
+
+
+async def test_groups_of_several_tasks_have_their_own_names_limits_and_indices() -> None:
+    agent = {"source": "environment", "name": "pkg.envs:Guess", "heldout_problems": 2}
+    tasks = [{"weight": 3, "task": TASK}, {"name": "guess", "max_tokens": 9, "task": agent}]
+    async with desk("feeder", task=None, tasks=tasks) as one:
+        groups = await one.take_issued()
+    assert [(g.task, g.problem_index, g.sampling.max_tokens, g.episodic) for g in groups] == [
+        ("chain_sum", 0, 16, False), ("chain_sum", 1, 16, False), ("guess", 0, 9, True), ("chain_sum", 2, 16, False),
+    ]  # fmt: skip
 
 
 async def test_issues_what_the_bound_allows_and_more_with_each_version() -> None:
@@ -210,9 +220,9 @@ async def test_a_sequence_that_contradicts_its_group_ends_as_failed_and_strands_
 
 # --- prompts that cannot be issued
 
-TOO_LARGE = EncodedProblem("chain_sum", np.full(3, 1, np.int32), "p", "x" * 5000)
-TOO_LONG = EncodedProblem("chain_sum", np.full(64, 1, np.int32), "p", "{}")
-EMPTY = EncodedProblem("chain_sum", np.empty(0, np.int32), "", "{}")
+TOO_LARGE = make_problem(1, reference_json="x" * 5000)
+TOO_LONG = make_problem(1, tokens=(1,) * 64)
+EMPTY = make_problem(1, tokens=())
 
 
 @pytest.mark.parametrize(
@@ -233,7 +243,7 @@ async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place
     ("every", "told"),
     [
         (TOO_LONG, r"model.max_context = 64: the last 1000 prompts did not fit"),
-        (TOO_LARGE, r"task.name = 'chain_sum': the last 1000 .* raise max_payload"),
+        (TOO_LARGE, r"task 'chain_sum': the last 1000 .* raise max_payload"),
     ],
     ids=["long", "large"],
 )
@@ -409,7 +419,6 @@ def test_an_answer_ends_where_the_chat_template_ends_it(template: str, end: str 
     expected = () if end is None else (tokenizer.convert_tokens_to_ids(end),)
     assert (answer_end(tokenizer),) == (expected or (None,))
     if template in (CHAT, PLAIN):
-        asked = Problem("t", "what", {})
-        assert encode(asked, TaskConfig(name="t", prompt_style="chat"), tokenizer).stop_token_ids == expected
-        assert encode(asked, TaskConfig(name="t", source="agent"), tokenizer).stop_token_ids == expected
-        assert encode(asked, TaskConfig(name="t"), tokenizer).stop_token_ids == ()
+        styles = TaskConfig(prompt_style="chat"), TaskConfig(source="agent"), TaskConfig()
+        asked = [encode(Problem("what"), TaskShare(task=task), 0, tokenizer).stop_token_ids for task in styles]
+        assert asked == [expected, expected, ()]

@@ -25,13 +25,12 @@ from services.trainer.data.evaluation import (
     probe_tolerance,
 )
 from services.trainer.data.feeder import EncodedProblem, sampling_of
-from tests.unit.builders import make_recipe
+from tests.unit.builders import make_problem, make_recipe
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, FakeVerifier, serving, verdict
 
 
 def problems(count: int) -> list[EncodedProblem]:
-    tokens = np.array([1, 2], dtype=np.int32)
-    return [EncodedProblem("chain_sum", tokens, f"prompt {index}", "{}") for index in range(count)]
+    return [make_problem(index, tokens=(1, 2)) for index in range(count)]
 
 
 def evaluator(addresses: dict[str, str], verifier: Any, count: int = 0, timeout_s: float = 10.0) -> Evaluator:
@@ -132,7 +131,7 @@ async def test_completions_end_as_in_training() -> None:
         updater.serve(addresses)
         await Evaluator(recipe, asked, 20, updater, verifier, incarnation=1).evaluate(0)  # type: ignore[arg-type]
     (request,) = actor.requests
-    trained = sampling_of(recipe, 2, (9, 11))  # temperature 1
+    trained = sampling_of(recipe, asked[0])  # temperature 1
     assert (trained.stop, trained.stop_token_ids, trained.temperature) == (("\n",), (7, 9, 11), 1.0)
     assert sampling_from_proto(request.sampling) == replace(trained, temperature=0.0)
 
@@ -152,6 +151,20 @@ async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_m
     (of_task,) = result.sets.values()
     assert of_task == accuracy_of([[True, False], [True, None]])
     assert of_task.pass_at[2].value == 1.0
+
+
+async def test_each_of_several_tasks_has_its_limit_its_reward_and_its_accuracy() -> None:
+    updater, actor = FakeUpdater(), FakeActor()
+    verifier: Any = FakeVerifier()  # every answer earns 1
+    strict = make_problem(name="strict", max_tokens=9, reward={"correct": 2.0})
+    async with serving(a=actor) as addresses:
+        updater.serve(addresses)
+        asked = [*problems(3), strict]
+        result = await Evaluator(make_recipe(), asked, 20, updater, verifier, incarnation=1).evaluate(0)  # type: ignore[arg-type]
+    sent = {len(request.prompts): request.sampling.max_tokens for request in actor.requests}
+    assert sent == {3: 16, 1: 9}
+    assert result.accuracy == 0.75
+    assert {name: one.mean.value for name, one in result.sets.items()} == {"chain_sum": 1.0, "strict": 0.0}
 
 
 async def test_completions_of_another_version_do_not_count() -> None:

@@ -282,6 +282,48 @@ def test_fields_that_contradict_each_other(override: str, field: str, said: str)
     assert said in found[field]
 
 
+TWO: dict[str, Any] = {
+    "task": None,
+    "tasks": [{"task": {}, "weight": 3}, {"name": "words", "task": {"name": "spell_backward"}}],
+}
+
+
+def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
+    changes = ["reward.correct=2", "sampling.max_tokens=9", "tasks.1.max_tokens=12", "tasks.1.reward={scorer: exact}"]
+    recipe = recipe_from_data(minimal(**TWO), "x", [*changes, "tasks.0.task.heldout_problems=7"])
+    assert [
+        (name, share.weight, share.reward.correct, share.reward.scorer, share.max_tokens, share.task.heldout_problems)
+        for name, share in recipe.mixture.items()
+    ] == [("chain_sum", 3, 2, "task", 9, 7), ("words", 1, 1, "exact", 12, 128)]
+    assert recipe.max_tokens == 12
+    alone = recipe_from_data(minimal(), "x", changes[:2]).mixture
+    assert [(name, share.reward.correct, share.max_tokens) for name, share in alone.items()] == [("chain_sum", 2, 9)]
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "said"),
+    [
+        ("task={}", "tasks", "in place of task; give one of the two"),
+        ("tasks=[]", "task", "a recipe needs this section, or several in tasks"),
+        ("tasks.1.name=chain_sum", "tasks.0.name", "a name of its own"),
+        ("tasks.1.max_tokens=2048", "tasks.1.max_tokens", "2048: leaves no room for a prompt"),
+        (
+            "tasks.0.reward.overlong.buffer_tokens=65",
+            "tasks.0.reward.overlong.buffer_tokens",
+            "than tasks.0.max_tokens = 64",
+        ),
+        ("tasks.1.task.source=jsonl", "tasks.1.task.path", "is empty"),
+        ("tasks.1.weight=0", "tasks.1.weight", "use a number, above 0"),
+        ("tasks.weight=2", "--set tasks.weight", "say which one, from 0: tasks.0.weight"),
+        ("tasks.0.wieght=2", "--set tasks.0.wieght", "allowed here: name, weight"),
+        ("tasks.2.weight=2", "--set tasks.2.weight", "the list has 2, from 0"),
+    ],
+)
+def test_a_wrong_field_of_one_of_several_tasks_is_named_by_its_position(override: str, field: str, said: str) -> None:
+    found = problems(minimal(**TWO), override)
+    assert said in found[field]
+
+
 def test_all_broken_rules_are_listed_at_once() -> None:
     found = problems(
         minimal(mode="conventional"),

@@ -72,6 +72,14 @@ def test_what_must_stay_is_refused_all_at_once_and_the_rest_not_mentioned() -> N
     assert [change.field for change in raised.value.refused] == ["task.config", "trainer.batch_size", "trainer.lora"]
 
 
+def test_several_tasks_are_compared_one_by_one() -> None:
+    old = [{"task": {}}, {"name": "long", "task": {"config": {"max_terms": 9}}}]
+    new = [{"task": {}}, {"name": "long", "task": {"config": {"max_terms": 9}}, "weight": 2}]
+    changes = recipe_changes(dumped(task=None, tasks=old), recipe(task=None, tasks=new))
+    assert changes == [Change("tasks.1.weight", 1.0, 2.0, False)]
+    assert {change.field for change in recipe_changes(dumped(), recipe(task=None, tasks=new))} == {"task", "tasks"}
+
+
 def test_a_field_that_an_older_version_lacked_had_the_default() -> None:
     old = dumped(trainer={"max_grad_norm": 1.0})
     del old["trainer"]["max_grad_norm"], old["trainer"]["lora"], old["checkpoint"]

@@ -146,7 +146,8 @@ def test_boxed_math_takes_the_last_box_if_it_is_closed_and_nothing_else(answer: 
 
 def test_the_recipe_that_asks_for_a_box_scores_nothing_else() -> None:
     recipe = load_recipe("gsm")
-    reward = make_reward(recipe.reward, recipe.task)
+    (share,) = recipe.mixture.values()
+    reward = make_reward(share.reward, share.task)
     for completion, value in ((r"so that is \boxed{42}", 1.0), ("so that is 42", 0.0), (r"so that is \boxed{42", 0.0)):
         about = {"answer": reward.find_answer(completion), "completion_tokens": 9, "max_tokens": 8192}
         scored = reward(RewardInput("", completion, reference={"answer": "42"}, **about))

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import TaskConfig
 from pipelinerl.tasks.reasoning_gym import BLOCK, ReasoningGymSource, compact_question
-from pipelinerl.tasks.source import Problem, Split, make_source
+from pipelinerl.tasks.source import Interleaving, Problem, Split, make_source
 
 ONE_DIGIT = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
@@ -79,7 +81,7 @@ def test_the_reference_holds_what_the_familys_scorer_needs() -> None:
     reference = json.loads(problem.reference_json)
     first, *rest = problem.question[:-1].replace("+", " +").replace("-", " -").split()
     total = str(int(first) + sum(map(int, rest)))
-    assert (problem.task, reference["dataset"], reference["answer"]) == ("chain_sum", "chain_sum", total)
+    assert (reference["dataset"], reference["answer"]) == ("chain_sum", total)
     assert get_score_answer_fn("chain_sum")(answer=total, entry=reference["entry"]) == 1.0
 
 
@@ -186,7 +188,7 @@ def test_a_file_is_shuffled_per_epoch_and_what_the_seed_draws_is_held_out(
         epochs = [[source.problem(Split.TRAIN, 8 * epoch + i).question for i in range(8)] for epoch in (0, 1)]
         assert [sorted([*epoch, *heldout]) for epoch in epochs] == [[f"q{number}" for number in range(10)]] * 2
         assert epochs[0] != epochs[1]
-        assert source.problem(Split.HELDOUT, 0) == Problem("mine", heldout[0], {"answer": heldout[0][1:]})
+        assert source.problem(Split.HELDOUT, 0) == Problem(heldout[0], {"answer": heldout[0][1:]})
         drawn.append(heldout)
     assert drawn[0] == drawn[1]
     assert len(set(map(frozenset, drawn))) > 1, "not the file's end"
@@ -224,3 +226,30 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9t\xe9", "answer": "a"}\n')
     with pytest.raises(UserError, match=r"latin\.jsonl: not a UTF-8 text file"):
         make_source(file_task(tmp_path / "latin.jsonl"), seed=0)
+
+
+@given(
+    weights=st.lists(st.floats(0.01, 100) | st.integers(1, 9), min_size=1, max_size=6),
+    start=st.integers(0, 10**9),
+)
+def test_each_task_gets_its_share_and_its_problems_in_order(weights: list[float], start: int) -> None:
+    """Of any n problems from the first on, off by half the number of tasks at most; each task's own indices have no gap."""
+    interleaving, total = Interleaving(weights), sum(weights)
+    counts = [0] * len(weights)
+    for number in range(60):
+        position, index = interleaving.place(number)
+        assert index == counts[position]
+        counts[position] += 1
+        for count, weight in zip(counts, weights, strict=True):
+            assert abs(count - (number + 1) * weight / total) <= len(weights) / 2 + 1e-9
+    far = [interleaving.place(number) for number in range(start, start + 60)]
+    for position in range(len(weights)):
+        indices = [index for place, index in far if place == position]
+        assert indices == list(range(indices[0], indices[0] + len(indices))) if indices else True
+        for index in indices[:1]:
+            assert abs(index - start * weights[position] / total) <= len(weights) / 2 + 1
+
+
+def test_of_two_tasks_every_fourth_problem_is_of_the_lighter_one() -> None:
+    places = [Interleaving([3, 1]).place(number) for number in range(8)]
+    assert places == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (0, 4), (1, 1), (0, 5)]

@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from pipelinerl.errors import FieldError
-from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
+from pipelinerl.recipe.fields import ModelConfig, TaskConfig, TaskShare, WarmStartConfig
 from pipelinerl.recipe.rules import DEMONSTRATED
 from pipelinerl.tasks.source import Split, make_source
 from services.trainer.warmstart import build as building
@@ -117,12 +117,17 @@ def test_demonstrations_keep_off_the_heldout_problems() -> None:
     pairs = SUMS.model_copy(update={"config": {**SUMS.config, "min_terms": 2, "max_terms": 2}})
     source = make_source(pairs, 5)
     heldout = {source.problem(Split.HELDOUT, index).question for index in range(64)}
-    wider = demonstration_questions(TINY.model_copy(update={"task_config": {"max_terms": 3}}), pairs)
+    wider = demonstration_questions(TINY.model_copy(update={"task_config": {"max_terms": 3}}), [TaskShare(task=pairs)])
     shown = list(itertools.islice(wider, 1000))
     assert not heldout & set(shown)
     assert {len(parse_sum(question)[1]) for question in shown} == {1, 2}
-    again = demonstration_questions(TINY.model_copy(update={"task_config": {"max_terms": 3}}), pairs)
+    again = demonstration_questions(TINY.model_copy(update={"task_config": {"max_terms": 3}}), [TaskShare(task=pairs)])
     assert list(itertools.islice(again, 1000)) == shown
+    longer = SUMS.model_copy(update={"config": {**SUMS.config, "min_terms": 4, "max_terms": 4}, "heldout_problems": 2})
+    mixed = demonstration_questions(TINY, [TaskShare(task=pairs, weight=3), TaskShare(name="longer", task=longer)])
+    shown = list(itertools.islice(mixed, 200))
+    assert not heldout & set(shown)
+    assert 40 <= sum(len(parse_sum(question)[1]) > 1 for question in shown) <= 80, "a quarter, and what is held out"
 
 
 def test_each_family_that_the_rules_allow_has_demonstrations() -> None:
@@ -168,7 +173,7 @@ def test_only_completions_are_trained_on_in_one_row_longest_first() -> None:
 def test_a_build_loads_and_repeats(tmp_path: Path) -> None:
     said: list[str] = []
     for folder in ("a", "b"):
-        build(model_config(), SUMS, tmp_path / folder, said.append)
+        build(model_config(), [TaskShare(task=SUMS)], tmp_path / folder, said.append)
     assert said[-2].startswith("warm-start 3 of 3 steps, loss ")
     assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [
         "config.json",

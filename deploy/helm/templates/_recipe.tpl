@@ -27,7 +27,7 @@
 {{/* What the chart itself needs of a recipe. Everything else the services check, with the same messages as `pipelinerl validate`. */}}
 {{- define "pipelinerl.recipe.check" -}}
 {{- range $section := list "name" "model" "task" -}}
-{{- if not (index $ $section) -}}
+{{- if not (or (index $ $section) (and (eq $section "task") $.tasks)) -}}
 {{- include "pipelinerl.fail" (printf "recipe.inline: the recipe has no %s; give it there or in recipe.set.%s%s" $section $section (eq $section "model" | ternary ", or set model.name to a Hugging Face id" "")) -}}
 {{- end -}}
 {{- end -}}

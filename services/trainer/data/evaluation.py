@@ -228,12 +228,10 @@ class Evaluator:
     async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, actor_pb2.GenerateResult]:
         """Asks the actors for what is still missing until nothing is, none answers, or the deadline passes."""
         done: dict[str, actor_pb2.GenerateResult] = {}
-        stop_token_ids = next(iter(self._problems.values())).stop_token_ids  # one task, one chat template
-        as_in_training = sampling_of(self._recipe, stop_token_ids=stop_token_ids)
-        sampling = replace(as_in_training, temperature=self._recipe.evaluation.temperature)
 
-        async def ask(name: str, address: str, share: list[str]) -> None:
-            prompts = {problem_id: self._problems[problem_id].prompt_token_ids for problem_id in share}
+        async def ask(name: str, address: str, asked: list[str]) -> None:
+            prompts = {problem_id: self._problems[problem_id].prompt_token_ids for problem_id in asked}
+            sampling = self._sampling(self._problems[asked[0]])
             about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
             calling = child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about)
             try:
@@ -253,14 +251,27 @@ class Evaluator:
                     members, before = sorted(self._updater.serving.items()), len(done)
                     async with asyncio.TaskGroup() as tasks:
                         for position, (name, member) in enumerate(members):
-                            if share := missing[position :: len(members)]:
-                                tasks.create_task(ask(name, member.grpc_address, share))
+                            for asked in self._by_task(missing[position :: len(members)]):
+                                tasks.create_task(ask(name, member.grpc_address, asked))
                     if len(done) == before:
                         log.warning("%d actors answered none of %d held-out problems", len(members), len(missing))
                         break
         except TimeoutError:
             log.warning("held-out evaluation: %d of %d completions in time", len(done), len(self._problems))
         return done
+
+    def _by_task(self, problem_ids: list[str]) -> list[list[str]]:
+        """Each task's, of which all are sampled alike."""
+        found: dict[str, list[str]] = {}
+        for problem_id in problem_ids:
+            found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
+        return list(found.values())
+
+    def _sampling(self, problem: EncodedProblem) -> SamplingParams:
+        """As in training, but for the temperature; the actor cuts where a prompt leaves less room than the task's limit."""
+        as_trained = sampling_of(self._recipe, problem)
+        temperature = self._recipe.evaluation.temperature
+        return replace(as_trained, temperature=temperature, max_tokens=problem.share.max_tokens)
 
     def _is_of(self, version: int, completion: actor_pb2.GenerateResult) -> bool:
         """Raises `MessageError` for one that cannot be read."""
@@ -281,11 +292,11 @@ class Evaluator:
         told = dict(Counter(reasons.values()))
         by_set: dict[str, list[list[bool | None]]] = {}
         for number, (answer, problem) in enumerate(self._problems.items()):
-            of_set = by_set.setdefault(problem.task, [])
+            of_set = by_set.setdefault(problem.share.name, [])
             if number % self._samples == 0:
                 of_set.append([])
             verdict = verdicts.get(answer)
-            right = verdict is not None and is_right(verdict, self._recipe.reward.correct)
+            right = verdict is not None and is_right(verdict, problem.share.reward.correct)
             of_set[-1].append(None if answer in reasons else right)
         overall = accuracy_of(problem for of_set in by_set.values() for problem in of_set)
         if overall is None:
@@ -332,12 +343,12 @@ class Evaluator:
         problem = self._problems[completion.id]
         return VerifyItem(
             sequence_id=completion.id,
-            task=problem.task,
+            task=problem.share.name,
             prompt_text=problem.prompt_text,
             completion_text=completion.completion_text,
             reference_json=problem.reference_json,
             completion_tokens=len(tokens_of(completion)),
-            max_tokens=longest_completion(self._recipe, len(problem.prompt_token_ids)),
+            max_tokens=longest_completion(self._recipe, problem),
             finish_reason=completion.finish_reason,
         )
 

@@ -1,6 +1,6 @@
 """Issues prompt groups, as many as staleness bound and freshness limit allow; and makes prompt tokens of problems.
 
-Consumes the task's problems in order, produces messages on PROMPTS, and waits until it may issue more: a new version, a lost
+Consumes the tasks' problems in order, produces messages on PROMPTS, and waits until it may issue more: a new version, a lost
 group, an arrival or the beginning of a step unblocks it. What was issued is in the tracker before it is on the stream, so that
 nothing can arrive unexpected, and group numbers are reserved on disk before that, so that a trainer that starts again knows
 which may be out there.
@@ -25,11 +25,11 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds, encode_group
-from pipelinerl.recipe.fields import Recipe, TaskConfig
+from pipelinerl.recipe.fields import Recipe, TaskConfig, TaskShare
 from pipelinerl.rl.groups import IssueBounds
 from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.tasks.source import Problem, Split, make_source
+from pipelinerl.tasks.source import Interleaving, Problem, Split, make_source
 from pipelinerl.telemetry.spans import headers_of, trace_of
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -69,10 +69,11 @@ MOST_UNUSABLE_IN_A_ROW = 1000
 
 @dataclass(frozen=True, eq=False)
 class EncodedProblem:
-    """A problem as the actor and the verifier need it. `prompt_token_ids` int32[tokens]; `stop_token_ids`: what ends an answer,
-    beside what the recipe and the model say."""
+    """A problem as the actor and the verifier need it: `index` of the task's split. `prompt_token_ids` int32[tokens];
+    `stop_token_ids`: what ends an answer, beside what the recipe and the model say."""
 
-    task: str
+    share: TaskShare
+    index: int
     prompt_token_ids: TokenIds
     prompt_text: str
     reference_json: str
@@ -80,7 +81,7 @@ class EncodedProblem:
 
 
 ProblemStream = Callable[[int], EncodedProblem]
-"""Training problems by index: the same index gives the same problem in every run with the same seed."""
+"""Training problems of all tasks by number: the same number gives the same problem in every run with the same seed."""
 
 
 class Feeder:
@@ -220,29 +221,29 @@ class Feeder:
         return PromptGroup(
             run=self._bus.run,
             group_id=f"g{number:08d}",
-            problem_index=number,
-            task=problem.task,
+            problem_index=problem.index,
+            task=problem.share.name,
             prompt_token_ids=problem.prompt_token_ids,
             prompt_text=problem.prompt_text,
             reference_json=problem.reference_json,
             num_samples=sampling.group_size,
-            sampling=sampling_of(recipe, len(problem.prompt_token_ids), problem.stop_token_ids),
+            sampling=sampling_of(recipe, problem),
             seed=group_seed(recipe.seed, number) if sampling.seeded else 0,
             issued_version=max(0, self._updater.served_version),
-            episodic=recipe.task.is_episodic,
+            episodic=problem.share.task.is_episodic,
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
         """A prompt that cannot be sent out, or leaves no room for a completion, ends here; another takes its place."""
-        log.warning("problem %d is left out, %s: %s", group.problem_index, reason, detail)
+        log.warning("problem %d of %s is left out, %s: %s", group.problem_index, group.task, reason, detail)
         self._tracker.refuse(group, reason)
         self._unusable_in_a_row += 1
         if self._unusable_in_a_row >= MOST_UNUSABLE_IN_A_ROW:
-            raise UserError(unusable_prompts(self._recipe, reason, detail))
+            raise UserError(unusable_prompts(self._recipe, group.task, reason, detail))
 
 
-def unusable_prompts(recipe: Recipe, reason: str, detail: str) -> str:
-    """What to tell the user when no prompt can be used. `reason` and `detail` are the last one's."""
+def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str:
+    """What to tell the user when no prompt can be used. `task`, `reason` and `detail` are the last one's."""
     count = f"the last {MOST_UNUSABLE_IN_A_ROW} prompts"
     if reason == "prompt too long":
         return (
@@ -252,26 +253,26 @@ def unusable_prompts(recipe: Recipe, reason: str, detail: str) -> str:
     fix = (
         "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
     )
-    return f"task.name = {recipe.task.name!r}: {count} could not be sent out, the last one: {detail}; {fix}"
+    return f"task {task!r}: {count} could not be sent out, the last one: {detail}; {fix}"
 
 
-def sampling_of(recipe: Recipe, prompt_tokens: int = 0, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """How completions of a prompt of so many tokens are sampled. `stop_token_ids`: those of its own."""
+def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
+    """How its completions are sampled."""
     sampling = recipe.sampling
     return SamplingParams(
         sampling.temperature,
         sampling.top_p,
         sampling.top_k,
-        longest_completion(recipe, prompt_tokens),
-        stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_token_ids))),
+        longest_completion(recipe, problem),
+        stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *problem.stop_token_ids))),
         stop=tuple(sampling.stop),
     )
 
 
-def longest_completion(recipe: Recipe, prompt_tokens: int) -> int:
-    """Tokens at which a completion is cut: `sampling.max_tokens`, or what the prompt leaves of `model.max_context`. Length
+def longest_completion(recipe: Recipe, problem: EncodedProblem) -> int:
+    """Tokens at which a completion is cut: the task's `max_tokens`, or what the prompt leaves of `model.max_context`. Length
     penalties count from there, so that none escapes them by a long prompt."""
-    return min(recipe.sampling.max_tokens, recipe.model.max_context - prompt_tokens)
+    return min(problem.share.max_tokens, recipe.model.max_context - len(problem.prompt_token_ids))
 
 
 def group_seed(run_seed: int, group_number: int) -> int:
@@ -281,29 +282,41 @@ def group_seed(run_seed: int, group_number: int) -> int:
 
 def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ProblemStream:
     """The feeder's stream. Raises `FieldError` or `UserError` for a task that cannot be used."""
-    source = make_source(recipe.task, recipe.seed)
-    return lambda index: encode(source.problem(Split.TRAIN, index), recipe.task, tokenizer)
+    shares = list(recipe.mixture.values())
+    sources = [make_source(share.task, recipe.seed) for share in shares]
+    interleaving = Interleaving([share.weight for share in shares])
+
+    def problem(number: int) -> EncodedProblem:
+        position, index = interleaving.place(number)
+        return encode(sources[position].problem(Split.TRAIN, index), shares[position], index, tokenizer)
+
+    return problem
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:
     """The evaluator's problems. One that does not fit the context stays without a verdict."""
-    source = make_source(recipe.task, recipe.seed)
-    indices = range(recipe.task.heldout_problems)
-    return [encode(source.problem(Split.HELDOUT, index), recipe.task, tokenizer) for index in indices]
+    found = list[EncodedProblem]()
+    for share in recipe.mixture.values():
+        source = make_source(share.task, recipe.seed)
+        for index in range(share.task.heldout_problems):
+            found.append(encode(source.problem(Split.HELDOUT, index), share, index, tokenizer))
+    return found
 
 
-def encode(problem: Problem, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
-    """Prompt tokens int32[tokens] in the recipe's style; none of an episode, whose environment makes the prompt.
+def encode(problem: Problem, share: TaskShare, index: int, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
+    """Prompt tokens int32[tokens] in the task's style; none of an episode, whose environment makes the prompt.
     Raises `FieldError` when the tokenizer has no chat template."""
+    config = share.task
     in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)
     end = answer_end(tokenizer) if in_chat else None
     stop = () if end is None else (end,)
     if config.is_episodic:
-        return EncodedProblem(problem.task, np.empty(0, np.int32), problem.question, problem.reference_json, stop)
+        nothing: TokenIds = np.empty(0, np.int32)
+        return EncodedProblem(share, index, nothing, problem.question, problem.reference_json, stop)
     text = prompt_text(problem.question, config, tokenizer)
     # A chat template writes its own special tokens.
     token_ids = tokenizer(text, add_special_tokens=config.prompt_style != "chat")["input_ids"]
-    return EncodedProblem(problem.task, np.array(token_ids, dtype=np.int32), text, problem.reference_json, stop)
+    return EncodedProblem(share, index, np.array(token_ids, dtype=np.int32), text, problem.reference_json, stop)
 
 
 _ANSWER = "Answer7"

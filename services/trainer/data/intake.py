@@ -101,6 +101,8 @@ class Intake:
         self._bus, self._recipe, self._feeder = bus, recipe, feeder
         self._tracker, self._traces = tracker, traces
         self._vocab_size, self._lineage = vocab_size, lineage
+        self._masked = {name for name, share in recipe.mixture.items() if share.reward.truncated == "mask"}
+        """Tasks whose completions are left out of the policy loss where they were cut."""
         self._ready: deque[tuple[Sequence, ...]] = deque()
         self._changed = asyncio.Condition()
         self._phase: list[TrainingGroup] = []
@@ -241,9 +243,7 @@ class Intake:
         algorithm = self._recipe.algorithm
         rewards = [sequence.reward for sequence in sequences]
         advantages = group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
-        if (
-            self._recipe.reward.truncated == "mask"
-        ):  # its reward is in the baseline of the others; it teaches nothing itself
+        if sequences[0].task in self._masked:  # its reward is in the baseline of the others; it teaches nothing itself
             advantages[[sequence.finish_reason is FinishReason.LENGTH for sequence in sequences]] = 0.0
         kept = []
         for index, sequence in enumerate(sequences):

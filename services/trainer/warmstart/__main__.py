@@ -43,7 +43,7 @@ def build_model() -> None:
     torch.set_num_threads(min(THREADS, available_cores()))
     transformers_logging.disable_progress_bar()
     with filling(folder) as beside:
-        build(recipe.model, recipe.task, beside, lambda line: log.info("%s%s", PROGRESS, line))
+        build(recipe.model, list(recipe.mixture.values()), beside, lambda line: log.info("%s%s", PROGRESS, line))
     log.info("initial model built: %s", folder)
 
 

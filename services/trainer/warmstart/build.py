@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from transformers import (
 
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import is_built
-from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
-from pipelinerl.tasks.source import Split, make_source
+from pipelinerl.recipe.fields import ModelConfig, TaskShare, WarmStartConfig
+from pipelinerl.tasks.source import Interleaving, Source, Split, make_source
 from services.trainer.warmstart.demonstrations import DEMONSTRATIONS
 from services.trainer.warmstart.supervised import OnStep, character_tokenizer, train
 
@@ -36,7 +36,7 @@ _SAY_EVERY_S = 1.0
 Say = Callable[[str], None]
 
 
-def build(model: ModelConfig, task: TaskConfig, out: Path, say: Say) -> None:
+def build(model: ModelConfig, tasks: Sequence[TaskShare], out: Path, say: Say) -> None:
     """Builds what `model.source` (`warmstart` or `smollm2`) names in `out`.
 
     `say` hears of progress, a line at a time. Raises `FieldError` for a recipe that cannot be built.
@@ -44,7 +44,7 @@ def build(model: ModelConfig, task: TaskConfig, out: Path, say: Say) -> None:
     built: tuple[PreTrainedModel, PreTrainedTokenizerBase]
     assert is_built(model), f"{model.source} models are not built"
     if model.source == "warmstart":
-        built = warm_start(model, task, say)
+        built = warm_start(model, tasks, say)
     else:
         say("unpacking SmolLM2-135M-Instruct")
         built = load_smollm2()
@@ -55,12 +55,14 @@ def build(model: ModelConfig, task: TaskConfig, out: Path, say: Say) -> None:
     say("saved")
 
 
-def warm_start(model: ModelConfig, task: TaskConfig, say: Say) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The small Llama of `model.warmstart`, trained on demonstrations of `task`, of which the recipe's rules say that there are
-    any. Raises `FieldError`."""
+def warm_start(
+    model: ModelConfig, tasks: Sequence[TaskShare], say: Say
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The small Llama of `model.warmstart`, trained on demonstrations of `tasks`, by the recipe's rules of one family.
+    Raises `FieldError`."""
     config = model.warmstart
     assert config is not None, "a rule of the recipe"
-    questions, family = demonstration_questions(config, task), DEMONSTRATIONS[task.name]
+    questions, family = demonstration_questions(config, tasks), DEMONSTRATIONS[tasks[0].task.name]
     tokenizer = character_tokenizer(model.max_context, family.characters)
     llama = make_llama(config, tokenizer, model.max_context)
     train(llama, tokenizer, config, family.demonstrate, questions, _progress(config, say))
@@ -90,13 +92,16 @@ def make_llama(config: WarmStartConfig, tokenizer: PreTrainedTokenizerFast, max_
         return LlamaForCausalLM(llama_config)
 
 
-def demonstration_questions(config: WarmStartConfig, task: TaskConfig) -> Iterator[str]:
-    """Training questions without end, none of them in the held-out split of `task`."""
-    asked = make_source(task, config.seed)
-    heldout = {asked.problem(Split.HELDOUT, index).question for index in range(task.heldout_problems)}
-    lessons = task.model_copy(update={"config": {**task.config, **config.task_config}, "heldout_problems": 1})
-    source = make_source(lessons, config.seed)
-    questions = (source.problem(Split.TRAIN, index).question for index in itertools.count())
+def demonstration_questions(config: WarmStartConfig, tasks: Sequence[TaskShare]) -> Iterator[str]:
+    """Training questions without end, of each task by its weight, none of them in a held-out split."""
+    heldout, lessons = set[str](), list[Source]()
+    for task in (share.task for share in tasks):
+        asked = make_source(task, config.seed)
+        heldout |= {asked.problem(Split.HELDOUT, index).question for index in range(task.heldout_problems)}
+        changed = task.model_copy(update={"config": {**task.config, **config.task_config}, "heldout_problems": 1})
+        lessons.append(make_source(changed, config.seed))
+    places = map(Interleaving([share.weight for share in tasks]).place, itertools.count())
+    questions = (lessons[position].problem(Split.TRAIN, index).question for position, index in places)
     return (question for question in questions if question not in heldout)
 
 
