@@ -117,9 +117,9 @@ def formed(actor: str, epoch: int, version: int) -> list[Line]:
 APART = "evict a: group_broke, evict b: group_broke, abort, wait"
 SCENARIOS: dict[str, tuple[Any, ...]] = {
     "a commit waits for all and for the sender's checksum; served when all serve; the group is used again": (
-        sending, "ab", (staged("a"), ""), (staged("b"), ""), (sent(), "commit 1 in 1"), (serving("a"), ""),
-        (serving("b"), "served 1 by ab"), (broke(1), ""), (c.MemberReady("never seen", "x"), ""),
-        (c.VersionReady(2), "send 2 in 1"),
+        sending, "ab", (c.MemberUp(A), ""), (staged("a"), ""), (staged("b"), ""), (joined("b"), ""),
+        (sent(), "commit 1 in 1"), (serving("a"), ""), (serving("b"), "served 1 by ab"), (broke(1), ""), (LATE, ""),
+        (c.MemberReady("never seen", "x"), ""), (c.VersionReady(2), "send 2 in 1"),
     ),
     "a wrong checksum evicts, and the same version is sent again": (
         sending, "ab", (sent(), ""), (staged("a", checksum=CHECKSUM + 1), "evict a: checksum, abort, form 2 of b"),
@@ -129,7 +129,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
         committing, "a", (down("a"), "evict a: heartbeat, abort, wait"),
     ),
     "the deadline evicts those who did not answer, once": (
-        sending, "ab", (staged("a"), ""), (c.DeadlinePassed(2), "evict b: deadline, abort, form 2 of a"),
+        sending, "ab", (staged("a"), ""), (sent(), ""), (c.DeadlinePassed(2), "evict b: deadline, abort, form 2 of a"),
         (c.DeadlinePassed(2), ""), *formed("a", 2, 1),
     ),
     "an evicted member is back when it has shown that it can": (
@@ -150,11 +150,19 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
         sending, "ab", *((broke(epoch), f"abort, form {epoch + 1} of ab") for epoch in range(1, c.MOST_RESTARTS + 1)),
         (broke(4), APART), (c.MemberUp(A), "form 6 of a"), *formed("a", 6, 1), *update("a", 6, 1),
         (c.MemberReady("b", "b-1"), ""), (c.VersionReady(2), "form 7 of ab"), (broke(7), APART),
+        (c.MemberUp(A), "form 9 of a"), *formed("a", 9, 2), *update("a", 9, 2), (c.MemberReady("b", "b-1"), ""),
+        (c.VersionReady(3), "form 10 of ab"), (joined("b", 10), ""), *formed("a", 10, 3), (sent(10, 3), ""),
+        (staged("a", 10, 3), ""), (staged("b", 10, 3), "commit 3 in 10"), (serving("a", 10, 3), ""),
+        (serving("b", 10, 3), "served 3 by ab"), (c.VersionReady(4), "send 4 in 10"), (broke(10), "abort, form 11 of ab"),
     ),
     "with only failed ones left, the one that failed longest ago is tried first": (
         sending, "ab", (failed("a"), "evict a: failed, abort, form 2 of b"),
         (failed("b", 2), "evict b: failed, abort, wait"), (c.MemberUp(B), ""), (c.MemberUp(A), "form 4 of a"),
         (failed("a", 4), "evict a: failed, abort, wait"), (c.MemberUp(A), ""), (c.MemberUp(B), "form 6 of b"),
+    ),
+    "nobody is blamed for what is late at the trainer": (
+        forming, "ab", (joined("a"), ""), (joined("b"), ""), (LATE, "abort, form 2 of ab"), (joined("a", 2), ""),
+        *formed("b", 2, 1), (staged("a", 2), ""), (staged("b", 2), ""), (LATE, "abort, form 3 of ab"),
     ),
     "all who are late are evicted": (
         sending, "ab", (LATE, "evict a: deadline, evict b: deadline, abort, wait"),
@@ -162,7 +170,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "a joiner is in the next epoch once it serves a version": (
         committing, "a", (c.MemberUp(B), ""), (serving("a"), "served 1 by a"), (c.MemberReady("b", "b-0"), ""),
         (c.VersionReady(2), "send 2 in 1"), (c.MemberReady("b", "b-1"), ""), *update("a", 1, 2),
-        (c.VersionReady(3), "form 2 of ab"),
+        (c.VersionReady(3), "form 2 of ab"), (broke(2), "abort, form 3 of ab"),
     ),
     "newcomers form the epoch when there is nobody else": (
         committing, "a", (serving("a"), "served 1 by a"), (c.MemberUp(B), ""), (down("a"), "evict a: heartbeat"),
@@ -199,12 +207,13 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
         sending, "abd", (leaving(B), "b left"), (staged("d"), ""), (LATE, "abort, form 2 of ad"),
     ),
     "one that left and is gone before all bytes were sent ends the transfer at once, and only once": (
-        sending, "ab", (leaving(B), "b left"), (leaving(B, still_running=False), "abort, form 2 of a"),
+        sending, "ab", (leaving(B), "b left"), (leaving(B), ""), (leaving(D, still_running=False), ""),
+        (leaving(B, still_running=False), "abort, form 2 of a"),
         (leaving(B, still_running=False), ""),
     ),
     "one that is gone when all bytes were sent changes nothing": (
         sending, "ab", (leaving(B), "b left"), (sent(), ""), (leaving(B, still_running=False), ""),
-        (staged("a"), "commit 1 in 1"),
+        (staged("a"), "commit 1 in 1"), (leaving(B, still_running=False), ""),
     ),
     "a group that is being formed is formed anew without one that leaves": (
         forming, "ab", (leaving(B), "b left, abort, form 2 of a"),
@@ -223,6 +232,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
         )
         for event, told_of in [
             (down("b"), "evict b: heartbeat"), (LATE, "evict b: deadline"), (leaving(B), "b left"),
+            (failed("b", group_broke=True), "evict b: failed"),
         ]
     },
     **{

@@ -347,7 +347,7 @@ class Coordinator:
         if token != self._deadline_token or not self._under_way:
             return []
         late = set(self.members) - self._round.answered.keys()
-        if not late and self.phase is Phase.SENDING and TRAINER in self._round.answered:
+        if not late and TRAINER in self._round.answered:
             return [self._new_deadline()]  # complete everywhere; a held commit is nobody's fault
         if not late or self._round.left:
             return self._restart("deadline passed on the trainer's side")
@@ -389,12 +389,10 @@ class Coordinator:
         if self.phase is Phase.COMMITTING and complete:
             self.phase = Phase.IDLE
             self._breaks = self._breaks and len(self.members) == 1
-            self._deadline_token += 1
             return [VersionServed(self.version, self.epoch, tuple(self.members))]
         return []
 
     def _form(self) -> list[Action]:
-        self._group_stands = False
         self.epoch = next(self._epochs)
         members = self._eligible()
         if members != self.members:
