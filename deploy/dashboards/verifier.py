@@ -65,6 +65,16 @@ _CALLS = Section(
             low=0,
         ),
         Panel(
+            "Judgements",
+            "Per second, by what became of them, where another model scores.",
+            "answered, and cached where completions are the same.",
+            "retried: the judge limits calls or fails; failed: it gave no answer, and the sequences have failed.",
+            (Query(rate("verifier_judge_calls_total", "outcome"), "{{run}} {{outcome}}"),),
+            unit="cps",
+            kind="stacked",
+            low=0,
+        ),
+        Panel(
             "Sequences failed in actors",
             "Per second by reason; those for want of a verdict among them.",
             "None.",

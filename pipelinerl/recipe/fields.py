@@ -277,7 +277,57 @@ class OverlongConfig(Section):
     penalty: float = Field(1.0, ge=0, description="Reward taken away at the limit, at which completions are cut.")
 
 
-SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema")
+class JudgeConfig(Section):
+    """Another model that scores completions, behind an OpenAI-compatible server."""
+
+    url: str = Field(description="Of the server's API, such as https://host/v1; `/chat/completions` is added.")
+    model: str = Field(description="Its name there.")
+    template: str = Field(
+        description="The message that it gets, with `{completion}`, and `{prompt}` and `{reference}` (the reference answer) "
+        "where it needs them."
+    )
+    pattern: str = Field(
+        description="Regular expression of which group 1 is the number, in its last match in the judge's answer; as "
+        r"`Score: (\d+)`."
+    )
+    full_marks: float = Field(1.0, gt=0, description="The number of a fully right answer; the least is 0.")
+    concurrency: int = Field(16, ge=1, le=1024, description="Calls at once, of each verifier.")
+    requests_per_minute: float = Field(0.0, ge=0, description="Calls of each verifier, tries included; 0 = no limit.")
+    timeout_s: float = Field(60.0, gt=0, le=3600, description="For an answer, tries included.")
+    api_key_env: str = Field("", description="Variable of the verifier's environment that holds the key; empty = none.")
+
+    @field_validator("url")
+    @classmethod
+    def _over_http(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://")):
+            raise ValueError("begin with http:// or https://")
+        return value
+
+    @field_validator("template")
+    @classmethod
+    def _shows_the_completion(cls, value: str) -> str:
+        if "{completion}" not in value:
+            raise ValueError("say with {completion} where the completion goes")
+        return value
+
+    @field_validator("pattern")
+    @classmethod
+    def _has_a_group(cls, value: str) -> str:
+        return compiled(value, "number")
+
+
+def compiled(pattern: str, part: str) -> str:
+    """The pattern. Raises `ValueError` where it is none, or has no group for the `part` that it is to find."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    if part and groups < 1:
+        raise ValueError(f"put the part that is the {part} in a group: (...)")
+    return pattern
+
+
+SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema", "judge")
 """What `reward.scorer` may name, besides a function of the user's own."""
 
 
@@ -288,8 +338,10 @@ class RewardConfig(Section):
         "task",
         description="`task` (reasoning-gym's own scorer; `exact` for a file's problems), `exact` (same text), `regex` "
         "(the reference is a pattern), `math` (math-verify; finds an answer anywhere in the text), `math_boxed` (the same, but "
-        "only what the last `\\boxed{}` holds), `json_schema`, or `pkg.module:function`, whose number is taken as it is.",
+        "only what the last `\\boxed{}` holds), `json_schema`, `judge` (another model, section `judge`), or "
+        "`pkg.module:function`. The number of the last two is taken as it is.",
     )
+    judge: JudgeConfig | None = Field(None, description="The model that scores, for scorer `judge`.")
     answer_pattern: str = Field(
         "", description="Regular expression whose last match's group 1 is the answer; empty = the whole completion."
     )
@@ -327,13 +379,7 @@ class RewardConfig(Section):
     @field_validator("answer_pattern", "format_pattern")
     @classmethod
     def _compiles(cls, value: str, info: ValidationInfo) -> str:
-        try:
-            groups = re.compile(value).groups
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        if info.field_name == "answer_pattern" and value and groups < 1:
-            raise ValueError("put the part that is the answer in a group: (...)")
-        return value
+        return compiled(value, "answer" if info.field_name == "answer_pattern" and value else "")
 
 
 class TaskShare(Section):

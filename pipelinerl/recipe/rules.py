@@ -33,7 +33,7 @@ class BrokenRules(ValueError):
 
 def check_rules(recipe: Recipe) -> None:
     """Raises `BrokenRules` with every rule that `recipe` breaks, in the order of its sections."""
-    rules = (_model, _tasks, _lengths, _groups, _conventional_lag, _schedule, _ranks, _evaluation)
+    rules = (_model, _tasks, _lengths, _rewards, _groups, _conventional_lag, _schedule, _ranks, _evaluation)
     broken = [one for rule in rules for one in rule(recipe)]
     if broken:
         raise BrokenRules(tuple(FieldError(field, value_at(recipe, field), fix) for field, fix in broken))
@@ -104,6 +104,17 @@ def _lengths(recipe: Recipe) -> Broken:
     if recipe.trainer.tokens_per_microbatch < context:
         fix = f"cannot hold one sequence of model.max_context = {context} tokens; use at least that"
         yield "trainer.tokens_per_microbatch", fix
+
+
+def _rewards(recipe: Recipe) -> Broken:
+    for place, share in recipe.tasks_by_place.items():
+        reward, is_judged = share.reward, share.reward.scorer == "judge"
+        if is_judged and reward.judge is None:
+            yield f"{place}reward.judge", "reward.scorer = 'judge' needs this section"
+        if not is_judged and reward.judge is not None:
+            yield f"{place}reward.judge", "is for reward.scorer = 'judge'; name that scorer, or leave this section out"
+        if is_judged and share.task.is_episodic:
+            yield f"{place}reward.scorer", f"scores completions, not episodes (task.source = {share.task.source!r})"
 
 
 def _groups(recipe: Recipe) -> Broken:

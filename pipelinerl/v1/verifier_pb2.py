@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pipelinerl.v1 import sequence_pb2 as pipelinerl_dot_v1_dot_sequence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpipelinerl/v1/verifier.proto\x12\rpipelinerl.v1\x1a\x1cpipelinerl/v1/sequence.proto\"\xed\x01\n\nVerifyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0c\n\x04task\x18\x02 \x01(\t\x12\x13\n\x0bprompt_text\x18\x03 \x01(\t\x12\x17\n\x0f\x63ompletion_text\x18\x04 \x01(\t\x12\x16\n\x0ereference_json\x18\x05 \x01(\t\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x32\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x1b.pipelinerl.v1.FinishReason\x12\x13\n\x0btraceparent\x18\t \x01(\t\"\xa9\x01\n\x0e\x45pisodeRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0c\n\x04task\x18\x02 \x01(\t\x12\x13\n\x0bprompt_text\x18\x03 \x01(\t\x12\x16\n\x0ereference_json\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x10\n\x08\x62\x61se_url\x18\x06 \x01(\t\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"9\n\rVerifyRequest\x12(\n\x05items\x18\x01 \x03(\x0b\x32\x19.pipelinerl.v1.VerifyItem\"\xf1\x02\n\x0cVerifyResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12+\n\x06status\x18\x02 \x01(\x0e\x32\x1b.pipelinerl.v1.VerifyStatus\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12?\n\ncomponents\x18\x04 \x03(\x0b\x32+.pipelinerl.v1.VerifyResult.ComponentsEntry\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\x39\n\x07metrics\x18\x07 \x03(\x0b\x32(.pipelinerl.v1.VerifyResult.MetricsEntry\x12\x0e\n\x06\x61nswer\x18\x08 \x01(\t\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\x0eVerifyResponse\x12,\n\x07results\x18\x01 \x03(\x0b\x32\x1b.pipelinerl.v1.VerifyResult*\xf9\x01\n\x0cVerifyStatus\x12\x1d\n\x19VERIFY_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10VERIFY_STATUS_OK\x10\x01\x12\x19\n\x15VERIFY_STATUS_TIMEOUT\x10\x02\x12\x19\n\x15VERIFY_STATUS_CRASHED\x10\x03\x12\x1f\n\x1bVERIFY_STATUS_OUT_OF_MEMORY\x10\x04\x12\x1c\n\x18VERIFY_STATUS_BAD_REWARD\x10\x05\x12\x1e\n\x1aVERIFY_STATUS_UNKNOWN_TASK\x10\x06\x12\x1f\n\x1bVERIFY_STATUS_BAD_REFERENCE\x10\x07\x32\xa2\x01\n\x0fVerifierService\x12\x45\n\x06Verify\x12\x1c.pipelinerl.v1.VerifyRequest\x1a\x1d.pipelinerl.v1.VerifyResponse\x12H\n\nRunEpisode\x12\x1d.pipelinerl.v1.EpisodeRequest\x1a\x1b.pipelinerl.v1.VerifyResultb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpipelinerl/v1/verifier.proto\x12\rpipelinerl.v1\x1a\x1cpipelinerl/v1/sequence.proto\"\x80\x02\n\nVerifyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0c\n\x04task\x18\x02 \x01(\t\x12\x13\n\x0bprompt_text\x18\x03 \x01(\t\x12\x17\n\x0f\x63ompletion_text\x18\x04 \x01(\t\x12\x16\n\x0ereference_json\x18\x05 \x01(\t\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x32\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x1b.pipelinerl.v1.FinishReason\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x11\n\tjudgement\x18\n \x01(\t\"\xa9\x01\n\x0e\x45pisodeRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0c\n\x04task\x18\x02 \x01(\t\x12\x13\n\x0bprompt_text\x18\x03 \x01(\t\x12\x16\n\x0ereference_json\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x10\n\x08\x62\x61se_url\x18\x06 \x01(\t\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"9\n\rVerifyRequest\x12(\n\x05items\x18\x01 \x03(\x0b\x32\x19.pipelinerl.v1.VerifyItem\"\xf1\x02\n\x0cVerifyResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12+\n\x06status\x18\x02 \x01(\x0e\x32\x1b.pipelinerl.v1.VerifyStatus\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12?\n\ncomponents\x18\x04 \x03(\x0b\x32+.pipelinerl.v1.VerifyResult.ComponentsEntry\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\x39\n\x07metrics\x18\x07 \x03(\x0b\x32(.pipelinerl.v1.VerifyResult.MetricsEntry\x12\x0e\n\x06\x61nswer\x18\x08 \x01(\t\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\x0eVerifyResponse\x12,\n\x07results\x18\x01 \x03(\x0b\x32\x1b.pipelinerl.v1.VerifyResult*\xf9\x01\n\x0cVerifyStatus\x12\x1d\n\x19VERIFY_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10VERIFY_STATUS_OK\x10\x01\x12\x19\n\x15VERIFY_STATUS_TIMEOUT\x10\x02\x12\x19\n\x15VERIFY_STATUS_CRASHED\x10\x03\x12\x1f\n\x1bVERIFY_STATUS_OUT_OF_MEMORY\x10\x04\x12\x1c\n\x18VERIFY_STATUS_BAD_REWARD\x10\x05\x12\x1e\n\x1aVERIFY_STATUS_UNKNOWN_TASK\x10\x06\x12\x1f\n\x1bVERIFY_STATUS_BAD_REFERENCE\x10\x07\x32\xa2\x01\n\x0fVerifierService\x12\x45\n\x06Verify\x12\x1c.pipelinerl.v1.VerifyRequest\x1a\x1d.pipelinerl.v1.VerifyResponse\x12H\n\nRunEpisode\x12\x1d.pipelinerl.v1.EpisodeRequest\x1a\x1b.pipelinerl.v1.VerifyResultb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,22 +36,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYRESULT_COMPONENTSENTRY']._serialized_options = b'8\001'
   _globals['_VERIFYRESULT_METRICSENTRY']._loaded_options = None
   _globals['_VERIFYRESULT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_VERIFYSTATUS']._serialized_start=985
-  _globals['_VERIFYSTATUS']._serialized_end=1234
+  _globals['_VERIFYSTATUS']._serialized_start=1004
+  _globals['_VERIFYSTATUS']._serialized_end=1253
   _globals['_VERIFYITEM']._serialized_start=78
-  _globals['_VERIFYITEM']._serialized_end=315
-  _globals['_EPISODEREQUEST']._serialized_start=318
-  _globals['_EPISODEREQUEST']._serialized_end=487
-  _globals['_VERIFYREQUEST']._serialized_start=489
-  _globals['_VERIFYREQUEST']._serialized_end=546
-  _globals['_VERIFYRESULT']._serialized_start=549
-  _globals['_VERIFYRESULT']._serialized_end=918
-  _globals['_VERIFYRESULT_COMPONENTSENTRY']._serialized_start=821
-  _globals['_VERIFYRESULT_COMPONENTSENTRY']._serialized_end=870
-  _globals['_VERIFYRESULT_METRICSENTRY']._serialized_start=872
-  _globals['_VERIFYRESULT_METRICSENTRY']._serialized_end=918
-  _globals['_VERIFYRESPONSE']._serialized_start=920
-  _globals['_VERIFYRESPONSE']._serialized_end=982
-  _globals['_VERIFIERSERVICE']._serialized_start=1237
-  _globals['_VERIFIERSERVICE']._serialized_end=1399
+  _globals['_VERIFYITEM']._serialized_end=334
+  _globals['_EPISODEREQUEST']._serialized_start=337
+  _globals['_EPISODEREQUEST']._serialized_end=506
+  _globals['_VERIFYREQUEST']._serialized_start=508
+  _globals['_VERIFYREQUEST']._serialized_end=565
+  _globals['_VERIFYRESULT']._serialized_start=568
+  _globals['_VERIFYRESULT']._serialized_end=937
+  _globals['_VERIFYRESULT_COMPONENTSENTRY']._serialized_start=840
+  _globals['_VERIFYRESULT_COMPONENTSENTRY']._serialized_end=889
+  _globals['_VERIFYRESULT_METRICSENTRY']._serialized_start=891
+  _globals['_VERIFYRESULT_METRICSENTRY']._serialized_end=937
+  _globals['_VERIFYRESPONSE']._serialized_start=939
+  _globals['_VERIFYRESPONSE']._serialized_end=1001
+  _globals['_VERIFIERSERVICE']._serialized_start=1256
+  _globals['_VERIFIERSERVICE']._serialized_end=1418
 # @@protoc_insertion_point(module_scope)

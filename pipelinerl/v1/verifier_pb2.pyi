@@ -28,7 +28,7 @@ VERIFY_STATUS_UNKNOWN_TASK: VerifyStatus
 VERIFY_STATUS_BAD_REFERENCE: VerifyStatus
 
 class VerifyItem(_message.Message):
-    __slots__ = ("sequence_id", "task", "prompt_text", "completion_text", "reference_json", "completion_tokens", "max_tokens", "finish_reason", "traceparent")
+    __slots__ = ("sequence_id", "task", "prompt_text", "completion_text", "reference_json", "completion_tokens", "max_tokens", "finish_reason", "traceparent", "judgement")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class VerifyItem(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    JUDGEMENT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     task: str
     prompt_text: str
@@ -47,7 +48,8 @@ class VerifyItem(_message.Message):
     max_tokens: int
     finish_reason: _sequence_pb2.FinishReason
     traceparent: str
-    def __init__(self, sequence_id: _Optional[str] = ..., task: _Optional[str] = ..., prompt_text: _Optional[str] = ..., completion_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., completion_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_sequence_pb2.FinishReason, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    judgement: str
+    def __init__(self, sequence_id: _Optional[str] = ..., task: _Optional[str] = ..., prompt_text: _Optional[str] = ..., completion_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., completion_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_sequence_pb2.FinishReason, str]] = ..., traceparent: _Optional[str] = ..., judgement: _Optional[str] = ...) -> None: ...
 
 class EpisodeRequest(_message.Message):
     __slots__ = ("sequence_id", "task", "prompt_text", "reference_json", "seed", "base_url", "max_tokens", "traceparent")

@@ -42,6 +42,12 @@ class VerifierMetrics:
             self.requests.labels(task, status)
         self.reward_seconds = metrics.histogram("reward_seconds", "Time in the reward of one item.", _SECONDS, label)
         self.reward = metrics.histogram("reward", "Rewards of scored items.", _REWARDS, label, unit="reward")
+        self.judge_calls = metrics.counter(
+            "judge_calls_total",
+            "Judgements by what became of them; `retried`: tries beside the first.",
+            {"outcome": ("answered", "cached", "retried", "failed")},
+            unit="calls",
+        )
         self.queue_items = metrics.gauge("queue_items", "Items waiting for a worker.")
         self.queue_capacity = metrics.gauge("queue_capacity_items", "Items that may wait for a worker.")
         self.workers = metrics.gauge("workers", "Worker processes that are up.", unit="processes")

@@ -1,6 +1,6 @@
 """The verifier's process: the gRPC service, its workers, its health, the spans of its calls.
 
-It scores nothing itself and imports no reward.
+It scores nothing itself and imports no reward; a judge's answers are fetched in this process.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.episode_pool import EpisodeLost, EpisodePool, run_episode_pool
+from services.verifier.judge import Judge, JudgedPool, api_key
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
 from services.verifier.pool import QueueFull, RewardPool, run_pool
 
@@ -80,7 +81,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     """Answers for one recipe's tasks, by the pool of their kind; items and episodes of another one get UNKNOWN_TASK."""
 
     def __init__(
-        self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | None, episodes: EpisodePool | None
+        self,
+        recipe: Recipe,
+        metrics: VerifierMetrics,
+        *,
+        pool: RewardPool | JudgedPool | None,
+        episodes: EpisodePool | None,
     ) -> None:
         self._tasks = {name: share.task.is_episodic for name, share in recipe.mixture.items()}
         """Whether samples of the task are episodes."""
@@ -161,7 +167,8 @@ async def _servicer(
     recipe: Recipe, settings: VerifierSettings, registry: RunRegistry, readiness: Readiness
 ) -> AsyncIterator[VerifierServicer]:
     """With the processes that the recipe's tasks need."""
-    metrics, pool, episodes = VerifierMetrics(registry, recipe.mixture), None, None
+    metrics, episodes = VerifierMetrics(registry, recipe.mixture), None
+    pool: RewardPool | JudgedPool | None = None
     workers, max_queue = settings.workers, settings.max_queue
     async with AsyncExitStack() as stack:
         if recipe.episodic_tasks:
@@ -169,7 +176,14 @@ async def _servicer(
             episodes = await stack.enter_async_context(running)
         if len(recipe.episodic_tasks) < len(recipe.mixture):
             rewards = run_pool(recipe, metrics, readiness, workers=workers, max_queue=max_queue)
-            pool = await stack.enter_async_context(rewards)
+            pool = scorers = await stack.enter_async_context(rewards)
+            judges = {
+                name: await stack.enter_async_context(Judge(share.reward, api_key(share.reward.judge), metrics))
+                for name, share in recipe.mixture.items()
+                if share.reward.judge is not None
+            }
+            if judges:
+                pool = JudgedPool(scorers, judges)
         yield VerifierServicer(recipe, metrics, pool=pool, episodes=episodes)
 
 

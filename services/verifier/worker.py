@@ -61,6 +61,7 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
                 completion_tokens=item.completion_tokens,
                 max_tokens=item.max_tokens,
                 finish_reason=_FINISH_REASONS.get(item.finish_reason, ""),
+                judgement=item.judgement,
                 task=item.task,
                 sequence_id=item.sequence_id,
             )

@@ -60,6 +60,12 @@ def test_what_the_values_take_away_does_not_pass() -> None:
     assert not passes(rendered_case("default"), "nats", "nats", 6222), "one server needs no cluster port"
     assert _rules(rendered_case("everything"), "verifier", "Egress") == []
     assert rendered_case("no-policies").of_kind("NetworkPolicy") == []
+    judge = {"to": [{"ipBlock": {"cidr": "203.0.113.7/32"}}], "ports": [{"port": 443}]}
+    opened = render({"networkPolicy": {"verifierEgress": [judge]}})
+    assert _outside(opened, "verifier") == [("203.0.113.7/32", [443])]
+    assert any(_ports(rule) == [53, 53] for rule in _rules(opened, "verifier", "Egress")), (
+        "and its name can be looked up"
+    )
     assert passes(rendered_case("no-policies"), "verifier", "nats", 4222)
 
 

@@ -29,6 +29,7 @@ from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.verifier.confinement import children
 from tests.support.certificates import Authority
+from tests.support.chat_endpoint import endpoint
 from tests.support.machine import ends_within
 from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifier, sample, serving, verifier
 
@@ -78,6 +79,34 @@ def items(completions: Sequence[str], task: str = TASK) -> list[VerifyItem]:
 async def outcomes(running: Verifier, completions: Sequence[str], task: str = TASK) -> list[VerifyResult]:
     async with VerifierClient(running.address.grpc) as client:
         return await client.verify(items(completions, task))
+
+
+# --- another model's judgement
+
+
+def test_a_judge_scores_and_no_worker_has_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+    with endpoint("Fine. SCORE: 7", (401, "who are sk-very-secret?")) as server:
+        judge = {
+            "url": server.url,
+            "model": "big",
+            "template": "{reference} or {completion}?",
+            "pattern": r"SCORE: (\d+)",
+            "full_marks": 10.0,
+            "concurrency": 1,
+            "api_key_env": "JUDGE_KEY",
+        }
+        with verifier(tmp_path, recipe(scorer="judge", judge=judge)) as running:
+            running.wait_until_serving()
+            first, second = asyncio.run(outcomes(running, ["one", "two"]))
+            workers = [Path(f"/proc/{pid}/environ").read_bytes() for pid in children(running.process.pid)]
+            log = running.log
+    assert (first.status, first.reward) == (VERIFY_STATUS_OK, pytest.approx(0.7))
+    assert (status_name(second.status), second.message) == ("crashed", "the judge refuses: HTTP 401: who are ***?")
+    assert server.asked[0][1]["Authorization"] == "Bearer sk-very-secret"
+    assert workers
+    assert not any(b"sk-very-secret" in environment for environment in workers)
+    assert "sk-very-secret" not in log
 
 
 # --- misdeeds

@@ -116,8 +116,8 @@ def test_shipped_recipes_survive_the_way_to_yaml_and_back(name: str, tmp_path: P
 def test_the_resolved_recipe_writes_out_every_field() -> None:
     written = yaml.safe_load(recipe_yaml(recipe_from_data(minimal(), "x")))
     for path in dotted_paths(Recipe):
-        if path.startswith(("model.warmstart.", "trainer.lora.")):
-            continue  # null here: not warm-started, no adapters
+        if path.startswith(("model.warmstart.", "trainer.lora.", "reward.judge.")):
+            continue  # null here: not warm-started, no adapters, no judge
         value: Any = written
         for name in path.split("."):
             assert name in value, path
@@ -271,6 +271,12 @@ def test_a_missing_field_says_what_to_give() -> None:
         ),
         ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "wider than sampling.max_tokens = 64"),
         ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "whose baseline needs every reward"),
+        ("reward.scorer=judge", "reward.judge", "None: reward.scorer = 'judge' needs this section"),
+        (
+            "reward.judge={url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'}",
+            "reward.judge",
+            "is for reward.scorer = 'judge'",
+        ),
         ("evaluation.samples=4", "evaluation.samples", "4: greedy answers are all the same"),
         ("trainer.value_learning_rate=1e-5", "trainer.value_learning_rate", "'leave_one_out' has no value head"),
     ],

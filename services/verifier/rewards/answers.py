@@ -6,13 +6,23 @@ Libraries are imported by the scorer that needs them. No schema may fetch other 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from pipelinerl.errors import FieldError
-from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer, reference_answer
+from pipelinerl.recipe.fields import JudgeConfig
+from services.verifier.rewards.item import (
+    NO_ANSWER,
+    BadReference,
+    BadReward,
+    RewardInput,
+    Score,
+    Scorer,
+    reference_answer,
+)
 
 _BARE_CHARACTERS = 200
 """Length of an answer up to which it may be LaTeX without its dollar signs."""
@@ -142,5 +152,24 @@ def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
         except Unresolvable as error:
             raise BadReference("schema", f"refers to {error.ref}, which is not part of it") from error
         return Score(0.0, f"{problem.json_path}: {problem.message}"[:200]) if problem else Score(1.0)
+
+    return score
+
+
+def judge_scorer(config: JudgeConfig) -> Scorer:
+    """The number that the judge gave, over its full marks. Where it gave none, or one out of range, there is no reward: that is
+    not the policy's fault."""
+    pattern = re.compile(config.pattern)
+
+    def score(item: RewardInput) -> Score:
+        found = [match[1] for match in pattern.finditer(item.judgement)]
+        try:
+            value = float(found[-1]) / config.full_marks
+        except (IndexError, TypeError, ValueError):
+            value = math.nan
+        if not 0 <= value <= 1:
+            told = f"no number from 0 to {config.full_marks:g} by reward.judge.pattern"
+            raise BadReward(f"{told} in the judge's answer: {item.judgement[-200:]!r}")
+        return Score(value, f"the judge says: {item.judgement[-400:].strip()}")
 
     return score

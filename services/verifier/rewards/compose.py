@@ -26,7 +26,7 @@ from typing import Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import RewardConfig, TaskConfig
-from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
+from services.verifier.rewards.answers import exact, json_schema_scorer, judge_scorer, math_scorer, regex
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 
@@ -35,7 +35,8 @@ _ALMOST = 1e-9
 
 
 class ComposedReward:
-    """A recipe's reward. `graded`: the scorer's number counts as it is, whatever `binary` says (a user's function)."""
+    """A recipe's reward. `graded`: the scorer's number counts as it is, whatever `binary` says (a user's function, a
+    judge)."""
 
     def __init__(self, config: RewardConfig, scorer: Scorer, *, graded: bool = False) -> None:
         self._config, self._scorer = config, scorer
@@ -112,6 +113,9 @@ def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
             scorer = math_scorer(config.timeout_s, boxed=config.scorer == "math_boxed")
         case "json_schema":
             scorer = json_schema_scorer(config.json_schema)
+        case "judge":
+            assert config.judge is not None, "a rule of the recipe"
+            return ComposedReward(config, judge_scorer(config.judge), graded=True)
         case path:
             return ComposedReward(config, user_scorer(path), graded=True)
     return ComposedReward(config, scorer)

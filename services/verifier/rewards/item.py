@@ -29,6 +29,8 @@ class RewardInput:
     """The limit the completion was sampled under; 0 = not given."""
     finish_reason: str = ""
     """`stop`, `length`, or empty when not given."""
+    judgement: str = ""
+    """What the judge answered, where the recipe has one. Untrusted."""
     task: str = ""
     sequence_id: str = ""
 

@@ -1,0 +1,282 @@
+"""Asks another model what it thinks of a completion: an OpenAI-compatible chat completions endpoint, by HTTP.
+
+The call is made here, in the verifier's own process: URL and template are the user's, and waiting costs no worker. What a
+reward makes of the answer, untrusted text on untrusted text, is a worker's business, as for every item: it comes there as
+`judgement`.
+
+An answer is kept by the text that was asked, so that no text is asked twice while a verifier lives; a failure is not kept. An
+item that the judge gives no answer to has failed and has no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import http.client
+import json
+import logging
+import os
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from pipelinerl.errors import FieldError, PipelineRLError
+from pipelinerl.recipe.fields import JudgeConfig, RewardConfig
+from pipelinerl.service.retry import Backoff, retry_forever
+from pipelinerl.v1 import sequence_pb2, verifier_pb2
+from services.verifier.metrics import VerifierMetrics
+from services.verifier.pool import QueueFull, RewardPool
+
+log = logging.getLogger(__name__)
+
+MOST_ANSWERS = 10_000
+"""Kept; the longest unused go first."""
+ANSWER_CHARACTERS = 8192
+"""Of an answer, kept from its end, where models put their verdict."""
+MOST_BYTES = 4 * 1024**2
+"""Read of a response."""
+_BACKOFF = Backoff(first_s=0.5, most_s=10.0, jitter=0.5)
+_HEALS = (408, 409, 425, 429)
+"""HTTP status beside 5xx that another try may change."""
+
+
+class JudgeUnavailable(PipelineRLError):
+    """The judge may answer another time."""
+
+
+class JudgeRefused(PipelineRLError):
+    """It will not answer this."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the judge wrote; or, where `status` is not OK, why there is nothing."""
+
+    text: str
+    status: verifier_pb2.VerifyStatus = verifier_pb2.VERIFY_STATUS_OK
+
+    @property
+    def is_there(self) -> bool:
+        return self.status == verifier_pb2.VERIFY_STATUS_OK
+
+
+class Judge:
+    """Of one reward. `key`: what authorizes the calls, empty = nothing; it is in no log and no message.
+
+    Use as an async context manager. Bounded by who asks: each caller waits for its answers.
+    """
+
+    def __init__(self, reward: RewardConfig, key: str, metrics: VerifierMetrics) -> None:
+        assert reward.judge is not None
+        self._config, self._key, self._calls = reward.judge, key, metrics.judge_calls
+        self._skips_cut = reward.truncated == "zero"
+        self._answers: OrderedDict[bytes, asyncio.Task[Answer]] = OrderedDict()
+        self._places = asyncio.Semaphore(reward.judge.concurrency)
+        self._next_at_s = 0.0
+        self.num_waiting = 0
+        """Texts without an answer yet."""
+
+    async def __aenter__(self) -> Judge:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        tasks = [task for task in self._answers.values() if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def answer(self, item: verifier_pb2.VerifyItem) -> Answer | None:
+        """One for each text, whoever asks. A caller that leaves leaves the call going: it will ask again. None for a completion
+        that earns nothing whatever the judge says."""
+        if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
+            return None
+        text = filled(self._config.template, item)
+        key = hashlib.sha256(text.encode()).digest()
+        if key in self._answers:
+            self._calls.labels("cached").inc()
+        else:
+            self._answers[key] = asyncio.create_task(self._ask(key, text))
+            while len(self._answers) > MOST_ANSWERS and next(iter(self._answers.values())).done():
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        return await asyncio.shield(self._answers[key])
+
+    async def _ask(self, key: bytes, text: str) -> Answer:
+        self.num_waiting += 1
+        try:
+            async with self._places:
+                answer = await self._answer_in_time(text)
+        finally:
+            self.num_waiting -= 1
+        self._calls.labels("answered" if answer.is_there else "failed").inc()
+        if not answer.is_there:
+            self._answers.pop(key, None)
+        return answer
+
+    async def _answer_in_time(self, text: str) -> Answer:
+        """After as many tries as the time allows; the wait for the first one's turn does not count."""
+        timeout_s, failure = self._config.timeout_s, ""
+        await self._turn()
+        until_s = time.monotonic() + timeout_s
+
+        async def attempt() -> str:
+            nonlocal failure
+            if failure:
+                self._calls.labels("retried").inc()
+                await self._turn()
+            try:
+                left_s = max(until_s - time.monotonic(), 0.1)
+                return await in_thread(lambda: post(self._config, self._key, text, left_s))
+            except JudgeUnavailable as error:
+                failure = str(error)
+                raise
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                said = await retry_forever(
+                    attempt,
+                    "have a completion judged",
+                    retried=lambda error: isinstance(error, JudgeUnavailable),
+                    backoff=_BACKOFF,
+                )
+            return Answer(said[-ANSWER_CHARACTERS:])
+        except TimeoutError:
+            late = f"the judge gave no answer in reward.judge.timeout_s = {timeout_s:g} s"
+            return Answer(f"{late}: {failure}" if failure else late, verifier_pb2.VERIFY_STATUS_TIMEOUT)
+        except JudgeRefused as error:
+            log.error("the judge refuses: %s", error)
+            return Answer(f"the judge refuses: {error}", verifier_pb2.VERIFY_STATUS_CRASHED)
+
+    async def _turn(self) -> None:
+        """Until another call may be made, of those that `requests_per_minute` allows."""
+        if self._config.requests_per_minute:
+            now_s = time.monotonic()
+            mine_s = max(now_s, self._next_at_s)
+            self._next_at_s = mine_s + 60.0 / self._config.requests_per_minute
+            await asyncio.sleep(mine_s - now_s)
+
+
+class JudgedPool:
+    """A pool whose items have been to their judge before a worker scores them. `judges`: by task; items of others go straight
+    to a worker."""
+
+    def __init__(self, pool: RewardPool, judges: Mapping[str, Judge]) -> None:
+        self._pool, self._judges, self.max_queue = pool, judges, pool.max_queue
+
+    async def score(
+        self, items: Iterable[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
+    ) -> list[verifier_pb2.VerifyResult]:
+        """See `RewardPool.score`. Raises `QueueFull` where too many items wait for their judge already."""
+        asked = list(items)
+        waiting = sum(judge.num_waiting for judge in self._judges.values())
+        if waiting + len(asked) > self.max_queue:
+            raise QueueFull(
+                f"{len(asked)} items do not fit: {waiting} of max_queue = {self.max_queue} await their judge"
+            )
+        answers = await asyncio.gather(*(self._answer(item) for item in asked))
+        failed: dict[int, verifier_pb2.VerifyResult] = {}
+        for index, (item, answer) in enumerate(zip(asked, answers, strict=True)):
+            if answer.is_there:
+                item.judgement = answer.text
+            else:
+                failed[index] = verifier_pb2.VerifyResult(
+                    sequence_id=item.sequence_id, status=answer.status, message=answer.text[:500]
+                )
+                on_result(failed[index])
+        left = [item for index, item in enumerate(asked) if index not in failed]
+        scored = iter(await self._pool.score(left, on_result))
+        return [failed[index] if index in failed else next(scored) for index in range(len(asked))]
+
+    async def _answer(self, item: verifier_pb2.VerifyItem) -> Answer:
+        judge = self._judges.get(item.task)
+        return (await judge.answer(item) if judge is not None else None) or Answer("")
+
+
+def api_key(config: JudgeConfig) -> str:
+    """Raises `FieldError` when the variable that the recipe names is not there."""
+    if not config.api_key_env:
+        return ""
+    if not (key := os.environ.get(config.api_key_env, "").strip()):
+        problem = "the verifier's environment has no such variable; set it where the verifier starts"
+        raise FieldError("reward.judge.api_key_env", config.api_key_env, problem)
+    return key
+
+
+_PLACE = re.compile(r"\{(prompt|completion|reference)\}")
+
+
+def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
+    """The text that the judge is asked. What is filled in is not looked into, and other braces stay. Pure."""
+    try:
+        reference = json.loads(item.reference_json)
+    except (ValueError, RecursionError):
+        reference = item.reference_json
+    answer = reference.get("answer") if isinstance(reference, dict) else reference
+    parts = {
+        "prompt": item.prompt_text,
+        "completion": item.completion_text,
+        "reference": answer if isinstance(answer, str) else item.reference_json,
+    }
+    return _PLACE.sub(lambda found: parts[found[1]], template)
+
+
+def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
+    """One call; blocks. Raises `JudgeUnavailable`, `JudgeRefused`, whose texts do not hold the key."""
+    asked = {"model": config.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
+    url = f"{config.url.rstrip('/')}/chat/completions"
+    request = urllib.request.Request(url, data=json.dumps(asked).encode(), method="POST")
+    request.add_header("Content-Type", "application/json")
+    if key:
+        request.add_unredirected_header("Authorization", f"Bearer {key}")  # of this host only
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            body = response.read(MOST_BYTES)
+    except urllib.error.HTTPError as error:
+        with error:
+            said = error.read(2048).decode(errors="replace")
+        reason = f"HTTP {error.code}: {' '.join(said.split())}"
+        reason = (reason.replace(key, "***") if key else reason)[:300]
+        kind = JudgeUnavailable if error.code >= 500 or error.code in _HEALS else JudgeRefused
+        raise kind(reason) from None
+    except (OSError, http.client.HTTPException) as error:  # refused, reset, cut, timed out
+        raise JudgeUnavailable(f"{type(error).__name__}: {error}"[:300]) from None
+    try:
+        content = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        content = None
+    if not isinstance(content, str):
+        raise JudgeRefused(f"the response is no chat completion: {body[:200].decode(errors='replace')!r}")
+    return content
+
+
+async def in_thread(call: Callable[[], str]) -> str:
+    """`call()` on a thread of its own, which nobody waits for once the caller has left: no exit hangs on it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[str] = loop.create_future()
+
+    def settle(result: str | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result or "")
+
+    def run() -> None:
+        result: str | None = None
+        raised: BaseException | None = None
+        try:
+            result = call()
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            raised = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, raised)
+
+    threading.Thread(target=run, name="judge-call", daemon=True).start()
+    return await future

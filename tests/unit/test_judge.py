@@ -1,0 +1,243 @@
+"""Completions scored by another model: what it is asked, how often, and what becomes of its failures. Against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import JudgeConfig, RewardConfig, TaskConfig
+from pipelinerl.service.retry import Backoff
+from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
+from pipelinerl.v1.verifier_pb2 import (
+    VERIFY_STATUS_BAD_REWARD,
+    VERIFY_STATUS_CRASHED,
+    VERIFY_STATUS_OK,
+    VERIFY_STATUS_TIMEOUT,
+    VerifyItem,
+    VerifyResult,
+)
+from services.verifier import judge as judging
+from services.verifier.judge import Judge, JudgedPool, api_key
+from services.verifier.metrics import VerifierMetrics
+from services.verifier.pool import QueueFull
+from services.verifier.rewards.compose import make_reward
+from services.verifier.worker import score_item
+from tests.support.chat_endpoint import endpoint
+
+KEY = "sk-very-secret"
+REFERENCE = '{"answer":"42"}'
+
+
+@pytest.fixture(autouse=True)
+def tried_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "_BACKOFF", Backoff(first_s=0.01))
+
+
+def reward(url: str, truncated: str = "score", **more: Any) -> RewardConfig:
+    template = "Problem: {prompt}\nRight: {reference}\nGiven: {completion}\n{braces} {{stay}}"
+    config = {"url": url, "model": "big", "template": template, "pattern": r"SCORE: (\S+)", "full_marks": 10.0, **more}
+    return RewardConfig.model_validate({"scorer": "judge", "judge": config, "truncated": truncated})
+
+
+def judge_of(url: str, **more: Any) -> Judge:
+    return Judge(reward(url, **more), KEY, VerifierMetrics(CollectorRegistry(), ["t"]))
+
+
+def item(completion: str, index: int = 0, **more: Any) -> VerifyItem:
+    return VerifyItem(
+        sequence_id=f"g.{index}",
+        task="t",
+        prompt_text="6 * 7?",
+        completion_text=completion,
+        reference_json=REFERENCE,
+        **more,
+    )
+
+
+def calls(one: Judge) -> dict[str, float]:
+    return {outcome: one._calls.labels(outcome)._value.get() for outcome in ("answered", "cached", "retried", "failed")}
+
+
+async def test_the_judge_gets_the_filled_template_and_the_key_and_each_text_once() -> None:
+    with endpoint("Well.\nSCORE: 7") as server:
+        async with judge_of(server.url) as one:
+            tricky = item("I say {reference} and {prompt} 😀")
+            same = await asyncio.gather(one.answer(tricky), one.answer(tricky))
+            again = await one.answer(tricky)
+            assert again is not None
+            assert ([*same, again], again.text) == ([again] * 3, "Well.\nSCORE: 7")
+            assert calls(one) == {"answered": 1, "cached": 2, "retried": 0, "failed": 0}
+    ((path, headers, body),) = server.asked
+    assert (path, headers["Authorization"], headers["Content-Type"]) == (
+        "/v1/chat/completions",
+        f"Bearer {KEY}",
+        "application/json",
+    )
+    text = "Problem: 6 * 7?\nRight: 42\nGiven: I say {reference} and {prompt} 😀\n{braces} {{stay}}"
+    assert body == {"model": "big", "messages": [{"role": "user", "content": text}], "temperature": 0}
+
+
+async def test_what_may_heal_is_tried_again() -> None:
+    with endpoint((503, "busy"), (429, "slow down"), "SCORE: 10") as server:
+        async with judge_of(server.url) as one:
+            answer = await one.answer(item("x"))
+            assert answer is not None
+            assert (answer.text, len(server.asked)) == ("SCORE: 10", 3)
+            assert calls(one) == {"answered": 1, "cached": 0, "retried": 2, "failed": 0}
+
+
+@pytest.mark.parametrize(
+    ("script", "timeout_s", "status", "told"),
+    [
+        (
+            (401, f"bad key {KEY}, of you"),
+            60,
+            VERIFY_STATUS_CRASHED,
+            "the judge refuses: HTTP 401: bad key ***, of you",
+        ),
+        ((200, "<html>"), 60, VERIFY_STATUS_CRASHED, "the response is no chat completion: '<html>'"),
+        ((200, '{"choices": []}'), 60, VERIFY_STATUS_CRASHED, "no chat completion"),
+        ((500, "out of memory"), 0.2, VERIFY_STATUS_TIMEOUT, "judge.timeout_s = 0.2 s: HTTP 500: out of memory"),
+        (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer in reward.judge.timeout_s = 0.2 s"),
+    ],
+)
+async def test_a_failure_is_a_failure_tells_no_key_and_is_not_kept(
+    script: Any, timeout_s: float, status: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with endpoint(script) as server:
+        async with judge_of(server.url, timeout_s=float(timeout_s)) as one:
+            for _ in range(2):
+                answer = await one.answer(item("x"))
+                assert answer is not None
+                assert (answer.status, told in answer.text) == (status, True), answer.text
+            assert (calls(one)["failed"], calls(one)["cached"]) == (2, 0)
+    assert KEY not in caplog.text + answer.text
+
+
+async def test_a_judge_that_is_away_is_waited_for() -> None:
+    with endpoint("SCORE: 1") as server:
+        pass
+    async with judge_of(server.url, timeout_s=0.1) as one:
+        answer = await one.answer(item("x"))
+    assert answer is not None
+    assert answer.status == VERIFY_STATUS_TIMEOUT
+    assert "Connection refused" in answer.text
+
+
+async def test_the_key_does_not_follow_a_redirection() -> None:
+    with endpoint("SCORE: 1") as other, endpoint((302, "", {"Location": other.url})) as server:
+        async with judge_of(server.url) as one:
+            await one.answer(item("x"))
+    assert server.asked[0][1]["Authorization"] == f"Bearer {KEY}"
+    assert ["Authorization" in headers for _, headers, _ in other.asked] == [False]
+
+
+async def test_calls_at_once_and_calls_a_minute_are_bounded() -> None:
+    with endpoint("SCORE: 1", slow=True) as server:
+        async with judge_of(server.url, concurrency=2) as one:
+            asking = [asyncio.create_task(one.answer(item(f"c{index}"))) for index in range(6)]
+            while len(server.asked) < 2:
+                await asyncio.sleep(0)
+            server.slow.set()
+            await asyncio.gather(*asking)
+        assert (server.most_at_once, len(server.asked)) == (2, 6)
+    with endpoint("SCORE: 1") as server:
+        async with judge_of(server.url, requests_per_minute=600.0) as one:
+            await asyncio.gather(*(one.answer(item(f"c{index}")) for index in range(3)))
+        assert server.at_s[2] - server.at_s[0] > 0.15, "a tenth of a second between two calls"
+
+
+async def test_old_answers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "MOST_ANSWERS", 2)
+    with endpoint("SCORE: 1") as server:
+        async with judge_of(server.url) as one:
+            for completion in ("a", "b", "a", "c", "a", "b"):
+                await one.answer(item(completion))
+    assert [body["messages"][0]["content"].partition("Given: ")[2][0] for _, _, body in server.asked] == [
+        "a",
+        "b",
+        "c",
+        "b",
+    ]
+
+
+# --- from the judge's answer to a result
+
+
+class Workers:
+    """Scores in this process, as a worker would."""
+
+    max_queue = 8
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._reward = make_reward(config, TaskConfig(name="t"))
+
+    async def score(self, items: Sequence[VerifyItem], on_result: Callable[[VerifyResult], None]) -> list[VerifyResult]:
+        results = [score_item(self._reward, item) for item in items]
+        for result in results:
+            on_result(result)
+        return results
+
+
+async def scored(config: RewardConfig, *items: VerifyItem) -> list[VerifyResult]:
+    heard: list[VerifyResult] = []
+    async with Judge(config, "", VerifierMetrics(CollectorRegistry(), ["t"])) as one:
+        pool: Any = Workers(config)
+        results = await JudgedPool(pool, {"t": one}).score(items, heard.append)
+    assert sorted(result.sequence_id for result in heard) == [item.sequence_id for item in items]
+    return results
+
+
+async def test_the_number_over_full_marks_is_the_score_and_no_number_is_no_reward() -> None:
+    answers = ["SCORE: 3, no: SCORE: 7", (403, "no"), "I cannot say", "SCORE: 11", "SCORE: many", "SCORE: nan"]
+    with endpoint(*answers) as server:
+        config = reward(server.url, concurrency=1)
+        results = await scored(config, *(item(f"c{index}", index) for index in range(6)))
+    assert [result.status for result in results] == [
+        VERIFY_STATUS_OK,
+        VERIFY_STATUS_CRASHED,
+        *[VERIFY_STATUS_BAD_REWARD] * 4,
+    ]
+    assert (results[0].reward, dict(results[0].components)) == (pytest.approx(0.7), {"answer": pytest.approx(0.7)})
+    assert results[2].message == "no number from 0 to 10 by reward.judge.pattern in the judge's answer: 'I cannot say'"
+    assert all(result.reward == 0 for result in results[1:])
+
+
+async def test_the_judge_is_not_asked_about_what_earns_nothing_anyway() -> None:
+    with endpoint("SCORE: 10") as server:
+        (result,) = await scored(reward(server.url, truncated="zero"), item("cut", finish_reason=FINISH_REASON_LENGTH))
+    assert (result.status, result.reward, server.asked) == (VERIFY_STATUS_OK, 0.0, [])
+
+
+async def test_more_items_than_may_wait_are_refused_and_what_was_asked_is_known_when_they_come_again() -> None:
+    with endpoint("SCORE: 1", slow=True) as server:
+        config = reward(server.url)
+        pool: Any = Workers(config)
+        async with Judge(config, "", VerifierMetrics(CollectorRegistry(), ["t"])) as one:
+            judged = JudgedPool(pool, {"t": one})
+            first = asyncio.create_task(judged.score([item("a"), item("b")], lambda result: None))
+            while one.num_waiting < 2:
+                await asyncio.sleep(0)
+            with pytest.raises(QueueFull, match="7 items do not fit: 2 of max_queue = 8 await their judge"):
+                await judged.score([item("c")] * 7, lambda result: None)
+            first.cancel()  # as a caller whose deadline has passed
+            await asyncio.gather(first, return_exceptions=True)
+            server.slow.set()
+            results = await judged.score([item("a"), item("b")], lambda result: None)
+    assert ([result.reward for result in results], len(server.asked)) == ([0.1, 0.1], 2)
+
+
+def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = reward("http://x/v1", api_key_env="JUDGE_KEY").judge
+    assert isinstance(config, JudgeConfig)
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(FieldError, match=r"reward.judge.api_key_env = 'JUDGE_KEY': .* has no such variable"):
+        api_key(config)
+    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
+    assert api_key(config) == KEY
+    assert api_key(config.model_copy(update={"api_key_env": ""})) == ""
