@@ -36,6 +36,7 @@ from pipelinerl.errors import BusError, MessageError
 from pipelinerl.messages.sequences import decode_sequence
 from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
 from pipelinerl.run_dir import read_json
+from pipelinerl.run_summary import read_jsonl
 from pipelinerl.v1 import sequence_pb2
 
 LOOK_AGAIN_S = 2.0
@@ -195,6 +196,7 @@ def audit_files(run_dir: Path) -> Audit:
     _replay(journal, audit, checkpoints)
     audit.checkpoint = checkpoints[-1] if checkpoints else None
     _check_lineage(run_dir / "lineage.json", audit)
+    _check_tokens(run_dir / "metrics.jsonl", audit)
     _check_summary(run_dir / "summary.json", audit)
     return audit
 
@@ -255,6 +257,18 @@ def _check_lineage(path: Path, audit: Audit) -> None:
         if start.incarnation <= last:
             findings.add(Check.RESTARTS, f"incarnation {start.incarnation} after incarnation {last}")
         last = start.incarnation
+
+
+def _check_tokens(path: Path, audit: Audit) -> None:
+    """What the model was given at each step, by its record, is what the journal says was trained into that version."""
+    known = audit.replay.tokens_by_version
+    steps = [record for record in read_jsonl(path) if record.get("step") in known]
+    if not steps:
+        audit.findings[Check.TOKENS].skipped = "no step is recorded with its tokens"
+    for record in steps:
+        version, told = record["step"], record.get("tokens_trained")
+        if version <= audit.replay.version and told != known[version]:
+            audit.findings.add(Check.TOKENS, f"version {version}: {told} tokens, the journal {known[version]}")
 
 
 def _check_summary(path: Path, audit: Audit) -> None:

@@ -7,7 +7,8 @@ them):
                                               what lies between them and this line was undone
     reserve     groups                        groups numbered below this may have been published; on disk before any is
     issue       group, samples, version
-    close       outcome, reason or version, ids    `version`: the one that the step made of those it trained
+    close       outcome, reason, ids          of those trained also the `version` that the step made of them, their `branches`,
+                                              and the sampled `tokens` of these
     step        version, counts               the ledger's own counts after that step
     checkpoint  version, position             on disk; SEQUENCES up to `position` may go
     position    position                      the streams are new ones, and the log is read from there

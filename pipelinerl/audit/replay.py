@@ -35,6 +35,7 @@ class Check(StrEnum):
     GROUPS = "group numbers have no gap, and each was reserved first"
     POSITIONS = "positions in the log do not go back"
     CHECKPOINTS = "every checkpoint holds the ledger of its moment"
+    TOKENS = "every step trained the sampled tokens of all branches of its sequences"
     SUMMARY = "summary.json says the same"
     UNKNOWN = "the log holds no sequence that was never issued"
     LOST = "every sequence in flight is somewhere"
@@ -81,6 +82,9 @@ class Replay:
         self.version = 0
         """Steps taken."""
         self.trained_by_version: dict[int, int] = {}
+        self.tokens_by_version: dict[int, int] = {}
+        """Sampled ones of what was trained, of all branches; not of versions that an older release trained."""
+        self.trained_branches = 0
         self.reserved = 0
         """Groups numbered below this may be on the streams."""
         self.next_group = 0
@@ -116,6 +120,7 @@ class Replay:
                 self._issue(event["group"], event["samples"])
             elif kind == "close":
                 self._close(event["outcome"], event["ids"], event.get("reason", ""), event.get("version"))
+                self._add_tokens(event)
             elif kind == "step":
                 self._step(event["version"], event["counts"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -164,6 +169,12 @@ class Replay:
             if made != self.version + 1:
                 self._findings.add(Check.VERSIONS, f"version {made} was trained after version {self.version}")
             self.trained_by_version[made] = self.trained_by_version.get(made, 0) + ended
+
+    def _add_tokens(self, event: Event) -> None:
+        if event["outcome"] == Outcome.TRAINED and "tokens" in event and event.get("version") is not None:
+            version: int = event["version"]
+            self.tokens_by_version[version] = self.tokens_by_version.get(version, 0) + event["tokens"]
+            self.trained_branches += event["branches"]
 
     def _end(self, sequence_id: str, outcome: Outcome) -> int:
         """1 when the sequence was in flight; else 0, and a finding."""

@@ -28,6 +28,7 @@ def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
         "ok": audit.ok,
         "version": replay.version,
         "sequences": replay.counts.as_dict(),
+        "trained": {"branches": replay.trained_branches, "tokens": sum(replay.tokens_by_version.values())},
         "reasons": {outcome.value: dict(replay.reasons[outcome]) for outcome in Outcome},
         "restarts": [
             {"incarnation": one.incarnation, "version": one.version, **one.undid} for one in audit.restarts
@@ -66,6 +67,9 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     yield f"{audit.run}: {audit.state}, {len(audit.history.starts)} incarnation(s), version {number(replay.version)}"
     yield ""
     yield f"  {equation(replay.counts.as_dict())}"
+    if replay.trained_branches:
+        tokens = sum(replay.tokens_by_version.values())
+        yield f"    trained: {number(tokens)} sampled tokens in {number(replay.trained_branches)} branches"
     for outcome in Outcome:
         for reason, count in replay.reasons[outcome].most_common():
             yield f"    {outcome.value.replace('_', ' ')}: {reason}  {number(count)}"

@@ -257,8 +257,10 @@ class SequenceTracker:
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
         """They end here; `more` goes into the event: the `version` that came of those trained on. Raises `LedgerViolation`."""
         ended = tuple(sequences)
-        self._close([sequence.sequence_id for sequence in ended], outcome, reason, **more)
         lengths = [sequence.num_episode_tokens for sequence in ended]
+        if outcome is Outcome.TRAINED:
+            more |= {"branches": sum(len(sequence.all_branches) for sequence in ended), "tokens": sum(lengths)}
+        self._close([sequence.sequence_id for sequence in ended], outcome, reason, **more)
         self.tokens[outcome.value] += sum(lengths)
         if outcome in self._lengths:
             self._lengths[outcome].update(map(length_bucket, lengths))

@@ -302,6 +302,21 @@ def test_the_summary_of_the_trainer_before_says_nothing_of_this_one(tmp_path: Pa
     assert failures(audit_files(tmp_path)) == {}
 
 
+def test_every_step_trained_the_tokens_of_all_branches(tmp_path: Path) -> None:
+    """Three episodes of five branches, whose 40 sampled tokens the step had; the record of a later step is of no concern."""
+    trained = ({**FIRST_STEP[0], "branches": 4, "tokens": 33}, close("trained", version=1, branches=1, tokens=7))
+    write(tmp_path, *OPENING, *trained, FIRST_STEP[1])
+    metrics = tmp_path / "metrics.jsonl"
+    for tokens in (40, 38):
+        metrics.write_text(f'{{"step":1,"tokens_trained":{tokens}}}\n{{"step":2,"tokens_trained":5}}\n{{"st')
+        found = audit_files(tmp_path)
+        problem = {Check.TOKENS: (1, f"version 1: {tokens} tokens, the journal 40")}
+        assert failures(found) == (problem if tokens == 38 else {})
+    assert "    trained: 40 sampled tokens in 5 branches" in lines(found)
+    metrics.unlink()
+    assert audit_files(tmp_path).findings[Check.TOKENS].skipped
+
+
 def test_ids_that_name_no_sample() -> None:
     assert split_id("g00000012.3") == ("g00000012", 3)
     assert {split_id(name) for name in ("", "g1", "g1.", "g1.x", "g1.-1", "g1.65536", "g1.123456", "g1.²")} == {("", 0)}
@@ -326,7 +341,7 @@ async def test_the_report_has_the_equation_with_its_numbers(tmp_path: Path) -> N
     assert "sequences per version: min 0, median 1.5, max 3" in text
     assert "ok      no sequence is trained twice into the same weights" in text
     assert "-       every sequence in flight is somewhere: the streams were not looked at" in text
-    assert text.endswith("what was looked at adds up; 3 checks were not made")
+    assert text.endswith("what was looked at adds up; 4 checks were not made")
 
 
 async def test_a_failure_is_shown_with_examples_and_makes_the_verdict(tmp_path: Path) -> None:
@@ -336,7 +351,7 @@ async def test_a_failure_is_shown_with_examples_and_makes_the_verdict(tmp_path: 
     assert "FAILED  no sequence ends that was not issued: 8\n            g00000009.0 ends as failed" in text
     assert "g00000009.4" in text
     assert "g00000009.5" not in text
-    assert text.endswith("1 of 14 checks FAILED")
+    assert text.endswith("1 of 15 checks FAILED")
     assert not audit.ok
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipelinerl.errors import MessageError
 from pipelinerl.messages.sequences import Sequence
 from pipelinerl.rl.ledger import Ledger, LedgerCounts, LedgerViolation, Outcome, SequenceTracker
-from tests.unit.builders import make_group, make_sequence
+from tests.unit.builders import make_episode, make_group, make_sequence
 
 
 def issued(*sequence_ids: str) -> Ledger:
@@ -123,6 +123,19 @@ def test_the_last_member_completes_a_group_whose_failed_members_end() -> None:
     assert tracker.ledger.reasons(Outcome.FAILED) == {"verifier timeout": 1}
     assert not tracker.arrive(sample(1, 1))
     assert (tracker.open_groups, tracker.held()) == ({}, ())
+
+
+def test_an_episode_ends_once_with_the_tokens_of_all_its_branches() -> None:
+    """Of an episode 3 and 1 sampled tokens, beside a sequence of 2."""
+    events: list[dict[str, Any]] = []
+    tracker, group = SequenceTracker(lambda event: events.append(dict(event))), make_group(1)
+    tracker.issue(group)
+    tracker.arrive(make_episode(group, 0))
+    tracker.close(tracker.arrive(make_sequence(group, 1)), Outcome.TRAINED, version=1)
+    ids = ["g00000001.0", "g00000001.1"]
+    expected = {"event": "close", "outcome": "trained", "version": 1, "branches": 3, "tokens": 6, "ids": ids}
+    assert events[-1] == expected
+    assert tracker.ledger.counts == LedgerCounts(issued=2, trained=2)
 
 
 @given(st.data())
