@@ -14,8 +14,11 @@ from pipelinerl.errors import FieldError
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe, TaskConfig
 
-DEMONSTRATED = ("chain_sum", "repeated_addition")
-"""reasoning-gym families that a warm-started model has demonstrations of (`services.trainer.warmstart`)."""
+DEMONSTRATED = {
+    "reasoning_gym": ("chain_sum", "repeated_addition"),
+    "environment": ("pipelinerl.tasks.environments:GuessNumber", "pipelinerl.tasks.environments:Calculator"),
+}
+"""By source, the tasks that a warm-started model has demonstrations of (`services.trainer.warmstart`)."""
 
 Broken = Iterator[tuple[str, str]]
 """(dotted field, what is wrong with its value)."""
@@ -73,14 +76,15 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     otherwise is named."""
     if recipe.model.source == "warmstart":
         policy, other = "a warm-started model (model.source)", "set model.source to another one: hub, path or smollm2"
-        families, first = " and ".join(DEMONSTRATED), next(iter(recipe.mixture.values())).task.name
-        if task.source != "reasoning_gym":
+        demonstrated, first = DEMONSTRATED.get(task.source, ()), next(iter(recipe.mixture.values())).task.name
+        if not demonstrated:
+            families = " and ".join(DEMONSTRATED["reasoning_gym"])
             yield "source", f"{policy} has demonstrations of reasoning-gym's {families} only; {other}"
-        elif task.name not in DEMONSTRATED:
-            yield "name", f"{policy} has demonstrations of {families} only; {other}"
+        elif task.name not in demonstrated:
+            yield "name", f"{policy} has demonstrations of {' and '.join(demonstrated)} only; {other}"
         elif task.name != first:
             yield "name", f"{policy} has demonstrations of one family, here {first}; {other}"
-        elif task.prompt_style != "compact":
+        elif task.prompt_style != "compact" and not task.is_episodic:
             yield "prompt_style", f"{policy} reads compact prompts only; use compact, or {other}"
     if task.source in ("jsonl", "tools", "agent") and not task.path:
         yield "path", f"is empty: task.source = {task.source!r} needs a .jsonl or .parquet file here"

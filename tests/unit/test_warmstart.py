@@ -19,7 +19,7 @@ from pipelinerl.recipe.rules import DEMONSTRATED
 from pipelinerl.tasks.source import Split, make_source
 from services.trainer.warmstart import build as building
 from services.trainer.warmstart.build import build, demonstration_questions, make_llama
-from services.trainer.warmstart.demonstrations import DEMONSTRATIONS, demonstrate_sum, parse_sum
+from services.trainer.warmstart.demonstrations import DEMONSTRATIONS, PLAYERS, demonstrate_sum, parse_sum, play_episode
 from services.trainer.warmstart.supervised import careful_at, character_tokenizer, encode, learning_rate_factor
 
 TINY = WarmStartConfig(
@@ -131,7 +131,27 @@ def test_demonstrations_keep_off_the_heldout_problems() -> None:
 
 
 def test_each_family_that_the_rules_allow_has_demonstrations() -> None:
-    assert tuple(DEMONSTRATIONS) == DEMONSTRATED
+    assert {"reasoning_gym": tuple(DEMONSTRATIONS), "environment": tuple(PLAYERS)} == DEMONSTRATED
+
+
+def test_players_of_environments_play_by_the_rules_with_and_without_care() -> None:
+    guess, calculator = (PLAYERS[name] for name in DEMONSTRATED["environment"])
+    for seed in range(50):
+        number = random.Random(seed).randrange(100)
+        for careful in ((1.0,), (0.0,)):
+            given, *rest = play_episode(guess, {}, seed, careful, random.Random(seed))
+            guesses, hints = [int(text) for text in rest[::2]], rest[1::2]
+            assert (given, len(guesses) <= 12) == ("?", True)
+            assert hints == [">" if each < number else "<" for each in guesses[: len(hints)]]
+            assert guesses[-1] == number or len(guesses) == 12
+            for position, each in enumerate(guesses):
+                heeded = list(zip(guesses, hints, strict=False))[:position]
+                for earlier, hint in heeded if careful[0] else heeded[-1:]:
+                    assert each > earlier if hint == ">" else each < earlier
+        asked, called, *answered = play_episode(calculator, {}, seed, (1.0,), random.Random(0))
+        product = eval(asked.rstrip("="))
+        assert (called, answered) == (f"[{asked[:-1]}]", [f"{product};", f"#{product}"])
+        assert play_episode(calculator, {}, seed, (0.0,), random.Random(0)) == [asked, f"#{product}"]
 
 
 # Tokenizer
@@ -159,12 +179,20 @@ def test_tokenizer_streams_as_vllm_reads_it() -> None:
 
 def test_only_completions_are_trained_on_in_one_row_longest_first() -> None:
     tokenizer = character_tokenizer(64)
-    row, predictors, targets = encode([("1=", "#1"), ("1+2=", "#3")], tokenizer)
+    row, predictors, targets = encode([["1=", "#1"], ["1+2=", "#3"]], tokenizer)
     assert tokenizer.decode(row.input_ids[0]) == "<bos>1+2=#3<eos><bos>1=#1<eos>"
     assert row.position_ids[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5]
     assert row.layout.lengths.tolist() == [8, 6]
     assert predictors.tolist() == [4, 5, 6, 10, 11, 12]  # "=#3" and "=#1"
     assert tokenizer.decode(targets) == "#3<eos>#1<eos>"
+
+
+def test_of_an_episode_what_is_said_is_trained_on() -> None:
+    tokenizer = character_tokenizer(64)
+    row, predictors, targets = encode([["1", "2", "3+", "45"]], tokenizer)
+    assert tokenizer.decode(row.input_ids[0]) == "<bos>12<eos>3+45<eos>"
+    assert predictors.tolist() == [1, 2, 5, 6, 7]
+    assert tokenizer.decode(targets) == "2<eos>45<eos>"
 
 
 # Building

@@ -6,6 +6,7 @@ Keeping built models, whole ones only, for the next run is the caller's business
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -25,9 +26,9 @@ from transformers import (
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import is_built
 from pipelinerl.recipe.fields import ModelConfig, TaskShare, WarmStartConfig
-from pipelinerl.tasks.source import Interleaving, Source, Split, make_source
-from services.trainer.warmstart.demonstrations import DEMONSTRATIONS
-from services.trainer.warmstart.supervised import OnStep, character_tokenizer, train
+from pipelinerl.tasks.source import Interleaving, Source, Split, episode_seed, make_source
+from services.trainer.warmstart.demonstrations import DEMONSTRATIONS, PLAYERS, play_episode
+from services.trainer.warmstart.supervised import Demonstrated, OnStep, character_tokenizer, train
 
 _READABLE = 0o644
 """Whoever may enter the folder may read the weights: services may run as another user than the builder."""
@@ -62,11 +63,33 @@ def warm_start(
     Raises `FieldError`."""
     config = model.warmstart
     assert config is not None, "a rule of the recipe"
-    questions, family = demonstration_questions(config, tasks), DEMONSTRATIONS[tasks[0].task.name]
-    tokenizer = character_tokenizer(model.max_context, family.characters)
+    characters, demonstrated = demonstrations(config, tasks)
+    tokenizer = character_tokenizer(model.max_context, characters)
     llama = make_llama(config, tokenizer, model.max_context)
-    train(llama, tokenizer, config, family.demonstrate, questions, _progress(config, say))
+    train(llama, tokenizer, config, demonstrated, _progress(config, say))
     return llama, tokenizer
+
+
+def demonstrations(config: WarmStartConfig, tasks: Sequence[TaskShare]) -> tuple[str, Demonstrated]:
+    """All characters that may occur, and demonstrations without end."""
+    name = tasks[0].task.name
+    if name in PLAYERS:
+        player, arguments = PLAYERS[name], [{**share.task.config, **config.task_config} for share in tasks]
+        places = map(Interleaving([share.weight for share in tasks]).place, itertools.count())
+
+        def played(careful: Sequence[float], rng: random.Random) -> list[str]:
+            position, index = next(places)
+            seed = episode_seed(config.seed, Split.TRAIN, index)
+            return play_episode(player, arguments[position], seed, careful, rng)
+
+        return player.characters, played
+    family, questions = DEMONSTRATIONS[name], demonstration_questions(config, tasks)
+
+    def worked_out(careful: Sequence[float], rng: random.Random) -> list[str]:
+        question = next(questions)
+        return [question, family.demonstrate(question, careful, rng)]
+
+    return family.characters, worked_out
 
 
 def make_llama(config: WarmStartConfig, tokenizer: PreTrainedTokenizerFast, max_context: int) -> LlamaForCausalLM:

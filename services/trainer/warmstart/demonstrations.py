@@ -14,14 +14,23 @@ In those of `repeated_addition` each step is like the question, with fewer addit
 
 All are right. A small model learns single additions well and several at once badly, so that a hasty habit makes it answer
 wrong although it could do better: what reinforcement learning then finds.
+
+In an environment a demonstration is an episode of it. `GuessNumber`: any number that all hints allow (careful), or that the
+last hint allows (hasty). `Calculator`: a call and what it says (careful), or the right answer at once, which a small model
+cannot know of long products (hasty).
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.episodes.environment import Done, Turn
+from pipelinerl.tasks.environments import Calculator, GuessNumber
 
 ANSWER_MARK = "#"
 SUM_CHARACTERS = "0123456789+-=;# "
@@ -32,6 +41,8 @@ _REPEATED = re.compile(r"(\d+)x(\d+)\+(\d+)=")
 Demonstrate = Callable[[str, Sequence[float], random.Random], str]
 """The completion that works out a compact question. Item i of the second argument: the probability of writing down the result
 of addition i + 1; the last one holds for all further additions. Raises `ValueError` for another family's question."""
+Play = Callable[[Any, list[str], bool, random.Random], str]
+"""What to say in an environment after all that was given and said in turn, carefully or not."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,49 @@ class Demonstrations:
 
     characters: str
     demonstrate: Demonstrate
+
+
+@dataclass(frozen=True)
+class Player:
+    """What it needs to know about an environment. `make` takes `task.config`."""
+
+    characters: str
+    make: Callable[..., Any]
+    play: Play
+
+
+def play_episode(
+    player: Player, config: dict[str, Any], seed: int, careful: Sequence[float], rng: random.Random
+) -> list[str]:
+    """What was given and what the player said, in turn. `careful`: as of `Demonstrate`, by turn."""
+    environment = player.make(**config)
+    texts = [environment.start({}, seed)]
+    for position in itertools.count():
+        texts.append(player.play(environment, texts, _is_careful(position, careful, rng), rng))
+        messages = [
+            {"role": "assistant" if said else "user", "content": text}
+            for text, said in zip(texts, itertools.cycle((False, True)), strict=False)
+        ]
+        reply = environment.reply(Turn(texts[-1], (), "stop", messages))
+        if isinstance(reply, Done):
+            break
+        texts.append(reply)
+    return texts
+
+
+def play_guess(environment: GuessNumber, texts: list[str], is_careful: bool, rng: random.Random) -> str:
+    hints = list(zip(map(int, texts[1::2]), texts[2::2], strict=True))
+    heeded = hints if is_careful else hints[-1:]
+    lowest = max((guess + 1 for guess, hint in heeded if hint == ">"), default=0)
+    highest = min((guess - 1 for guess, hint in heeded if hint == "<"), default=environment.limit - 1)
+    return f"{rng.randint(lowest, highest):0{environment.width}}"
+
+
+def play_calculator(environment: Calculator, texts: list[str], is_careful: bool, rng: random.Random) -> str:
+    if len(texts) > 1:
+        return "#" + texts[-1].removesuffix(";")
+    first, second = texts[0].removesuffix("=").split("*")
+    return f"[{first}*{second}]" if is_careful else f"#{int(first) * int(second)}"
 
 
 def demonstrate_sum(question: str, careful: Sequence[float], rng: random.Random) -> str:
@@ -87,3 +141,8 @@ DEMONSTRATIONS = {
     "repeated_addition": Demonstrations("0123456789+x=", demonstrate_repeated_addition),
 }
 """By reasoning-gym family."""
+PLAYERS = {
+    "pipelinerl.tasks.environments:GuessNumber": Player("0123456789?<>", GuessNumber, play_guess),
+    "pipelinerl.tasks.environments:Calculator": Player("0123456789*=[];#?", Calculator, play_calculator),
+}
+"""By name of the environment."""

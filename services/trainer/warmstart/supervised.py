@@ -10,10 +10,9 @@ does. Weights depend on the seed and, through rounding, on the number of threads
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from pipelinerl.recipe.fields import WarmStartConfig
 from services.trainer.learn.batch import TokenRow, token_row
 from services.trainer.learn.model import wrap_model
-from services.trainer.warmstart.demonstrations import SUM_CHARACTERS, Demonstrate
+from services.trainer.warmstart.demonstrations import SUM_CHARACTERS
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNKNOWN)
@@ -58,6 +57,8 @@ def character_tokenizer(max_context: int, characters: str = SUM_CHARACTERS) -> P
 
 _LAST_LEARNING_RATE = 0.03
 
+Demonstrated = Callable[[Sequence[float], random.Random], list[str]]
+"""The next demonstration, for probabilities of care: what is given and what is said, in turn."""
 OnStep = Callable[[int, float], None]
 """Hears the number of steps taken and the loss of the last one, nats per token."""
 
@@ -66,18 +67,18 @@ def train(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     config: WarmStartConfig,
-    demonstrate: Demonstrate,
-    questions: Iterator[str],
+    demonstrated: Demonstrated,
     on_step: OnStep,
 ) -> None:
-    """Trains `model` in place for `config.steps` steps on `questions`, an endless stream that `demonstrate` works out."""
+    """Trains `model` in place for `config.steps` steps on what is `demonstrated`."""
     rng = random.Random(config.seed)
     optimizers = _optimizers(model, config)
     initial_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     policy = wrap_model(model)
     for step in range(config.steps):
-        asked, careful = itertools.islice(questions, config.batch_size), careful_at(step, config)
-        row, predictors, targets = encode([(each, demonstrate(each, careful, rng)) for each in asked], tokenizer)
+        careful = careful_at(step, config)
+        shown = [demonstrated(careful, rng) for _ in range(config.batch_size)]
+        row, predictors, targets = encode(shown, tokenizer)
         loss = -policy.scores(row, predictors, targets).logprobs.mean()
         for optimizer, rate in zip(optimizers, initial_rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * learning_rate_factor(step, config)
@@ -101,22 +102,25 @@ def learning_rate_factor(step: int, config: WarmStartConfig) -> float:
     return warmup * (_LAST_LEARNING_RATE + (1 - _LAST_LEARNING_RATE) * cosine)
 
 
-def encode(batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[TokenRow, Tensor, Tensor]:
-    """A packed row of questions and the completions that the model should write, the longest first.
+def encode(batch: list[list[str]], tokenizer: PreTrainedTokenizerFast) -> tuple[TokenRow, Tensor, Tensor]:
+    """A packed row of demonstrations, the longest first. Each is what is given and what the model should say, in turn, with its
+    end-of-sequence token: as an actor writes an episode of a model without a chat template.
 
-    With it, of each token of a completion and of its end, the position in the row that predicts it and the token: int64[C].
+    With it, of each token that the model should say, the position in the row that predicts it and the token: int64[C].
     """
-    prompts = tokenizer([prompt for prompt, _ in batch])["input_ids"]
-    completions = tokenizer([completion for _, completion in batch], add_special_tokens=False)["input_ids"]
-    members = [
-        (np.array([*prompt, *completion, tokenizer.eos_token_id]), len(prompt))
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    texts = iter(tokenizer([text for texts in batch for text in texts], add_special_tokens=False)["input_ids"])
+    members = list[tuple[list[int], list[bool]]]()
+    for demonstration in batch:
+        tokens, is_said = [tokenizer.bos_token_id], [False]
+        for number in range(len(demonstration)):
+            said = number % 2 == 1
+            part = [*next(texts), *([tokenizer.eos_token_id] if said else [])]
+            tokens += part
+            is_said += [said] * len(part)
+        members.append((tokens, is_said))
     members.sort(key=lambda member: -len(member[0]))
     lengths = np.array([len(tokens) for tokens, _ in members])
-    ends = np.cumsum(lengths)
-    first_predicted = ends - lengths + [prompt_tokens for _, prompt_tokens in members]
-    predicted = np.concatenate([np.arange(*span) for span in zip(first_predicted, ends, strict=True)])
+    predicted = np.flatnonzero(np.concatenate([is_said for _, is_said in members]))
     row = token_row(np.concatenate([tokens for tokens, _ in members]), lengths)
     return row, torch.from_numpy(predicted - 1), row.input_ids[0, predicted]
 
