@@ -238,7 +238,13 @@ ROUNDED: Cases = {
     "adapters in bfloat16": ("qwen2-untied", {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 4}}}),
 }
 """Ranks round gradients and sums differently, so that equality is to the dtype's rounding only."""
-ON_MORE_THAN_ONE_ROW = ("untied", "fewer sequences than ranks", "rows shared by two", "value head, rows shared")
+ON_MORE_THAN_ONE_ROW = (
+    "untied",
+    "fewer sequences than ranks",
+    "rows shared by two",
+    "value head, rows shared",
+    "episodes, rows shared",
+)
 SIZES = {2: CASES | ROUNDED, 4: {name: CASES[name] for name in ON_MORE_THAN_ONE_ROW} | ON_FOUR}
 
 
