@@ -87,6 +87,10 @@ class PolicySettings(BusSettings):
 
 class ActorSettings(PolicySettings):
     trainer: str = Field("", description="host:port of the trainer, for an initial policy that it built.")
+    episode_host: str = Field(
+        "127.0.0.1", description="Interface on which environments and agents ask for turns, if the recipe has such."
+    )
+    episode_port: int = Field(0, ge=0, le=65535, description="0 = any free port.")
 
 
 class TrainerSettings(PolicySettings):

@@ -51,18 +51,20 @@ class ActorState(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., phase: _Optional[_Union[ActorPhase, str]] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., sequences_in_progress: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., sequences_finished: _Optional[int] = ...) -> None: ...
 
 class GeneratePrompt(_message.Message):
-    __slots__ = ("id", "prompt_token_ids", "task", "reference_json", "problem_index")
+    __slots__ = ("id", "prompt_token_ids", "task", "reference_json", "problem_index", "prompt_text")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_JSON_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     id: str
     prompt_token_ids: bytes
     task: str
     reference_json: str
     problem_index: int
-    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., task: _Optional[str] = ..., reference_json: _Optional[str] = ..., problem_index: _Optional[int] = ...) -> None: ...
+    prompt_text: str
+    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., task: _Optional[str] = ..., reference_json: _Optional[str] = ..., problem_index: _Optional[int] = ..., prompt_text: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("prompts", "sampling", "seed")

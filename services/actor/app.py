@@ -39,26 +39,34 @@ from pipelinerl.messages.sequences import (
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.address import announce
+from pipelinerl.rl.groups import EVALUATION_SLOTS
+from pipelinerl.service.address import announce, host_port
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, StartStopped, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.service.tls import server_credentials
+from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry
-from pipelinerl.telemetry.spans import child, trace_in
+from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import (
     UNFINISHED,
     EngineError,
+    Generation,
     GenerationRequest,
     InferenceEngine,
     StartEngine,
     before_stop,
     defect_of,
+    turn_seed,
 )
+from services.actor.episodes.endpoint import episode_app
+from services.actor.episodes.episode import EpisodeBook
+from services.actor.episodes.rendering import Rendering, chat_format
+from services.actor.episodes.running import NO_TURNS, EpisodeRunner, verdict_of
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over
@@ -106,7 +114,16 @@ async def serve(
             on_failed_try=lambda code: metrics.verify_failed_tries.labels(code).inc(),
         )
         await stack.enter_async_context(verifier)
-        actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop)
+        episodes = None
+        if recipe.task.is_episodic:
+            book, rendering = EpisodeBook(), Rendering(chat_format(engine.tokenizer, recipe.model.name))
+            endpoint = episode_app(book, rendering, metrics, model=recipe.model.name, vocab_size=engine.vocab_size)
+            serving = serve_http(endpoint, settings.episode_host, settings.episode_port, on_this_loop=True)
+            episode_port = await stack.enter_async_context(serving)
+            address_of_turns = host_port(settings.advertise_host, episode_port)
+            episodes = EpisodeRunner(book, verifier, metrics, recipe, address_of_turns)
+            log.info("environments ask for turns at %s", address_of_turns)
+        actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes)
         credentials = server_credentials(settings.tls_dir)
         served = serve_grpc(
             lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(actor, server),
@@ -132,7 +149,9 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         metrics: ActorMetrics,
         context: LogContext,
         stop: asyncio.Event,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
+        self._episodes, self._heldout_episodes = episodes, asyncio.Semaphore(EVALUATION_SLOTS)
         self._settings, self._recipe, self._bus, self._engine = settings, recipe, bus, engine
         self._metrics, self._context, self._stop = metrics, context, stop
         self._started_s = time.monotonic()
@@ -158,6 +177,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             instance=instance,
             sequences_in_progress=of_actor.sequences_in_progress,
             max_context=recipe.model.max_context,
+            samples_in_progress=of_actor.samples_in_progress(recipe.task),
+            episodes=episodes,
         )
         self._updates = updates = UpdateListener(
             bus, engine.weights, gate, metrics, instance=instance, process=self._process
@@ -245,11 +266,17 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     ) -> AsyncIterator[actor_pb2.GenerateResult]:
         try:
             sampling, prompts = read_prompts(request, self._engine.vocab_size)
+            episodes = [prompt for prompt in request.prompts if prompt.task]
+            if episodes and self._episodes is None:
+                raise MessageError("GenerateRequest", "prompts.task", "is given, but the recipe's task has no episodes")
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         trace, about = trace_in(dict(context.invocation_metadata() or ())), a.rpc("pipelinerl.v1.ActorService/Generate")
-        with child(trace, "evaluation.generate", kind=SpanKind.SERVER, attributes={**about, a.PROMPTS: len(prompts)}):
+        about = {**about, a.PROMPTS: len(request.prompts)}
+        with child(trace, "evaluation.generate", kind=SpanKind.SERVER, attributes=about) as span:
+            trace = trace_of(span) or trace
             tasks = [asyncio.create_task(self._complete(key, p, sampling, request.seed)) for key, p in prompts.items()]
+            tasks += [asyncio.create_task(self._heldout_episode(p, sampling, request.seed, trace)) for p in episodes]
             try:
                 for finished in asyncio.as_completed(tasks):
                     yield await finished
@@ -306,6 +333,37 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             failure=defect_of(generation) if generation.finish_reason else UNFINISHED,
         )
 
+    async def _heldout_episode(
+        self, prompt: actor_pb2.GeneratePrompt, sampling: SamplingParams, seed: int, trace: Trace
+    ) -> actor_pb2.GenerateResult:
+        """With the tokens of its first branch. It decodes in the places that training leaves free."""
+        assert self._episodes is not None, "checked by the caller"
+        async with self._heldout_episodes:
+            name, salt = f"eval-{prompt.id}-{os.urandom(4).hex()}", self._gate.cache_salt
+
+            async def sample(context: TokenIds, sampling: SamplingParams, request_id: str) -> Generation:
+                own_seed = turn_seed(seed + zlib.crc32(prompt.id.encode()), len(context)) if seed else None
+                return await self._engine.generate(GenerationRequest(request_id, context, sampling, own_seed, salt))
+
+            request = self._episodes.request(name, Split.HELDOUT, prompt, sampling, trace)
+            episode, result = await self._episodes.play(request, sampling, sample, self._stop)
+        if result is None:
+            return actor_pb2.GenerateResult(id=prompt.id, failure=UNFINISHED)
+        failure, result = verdict_of(episode, result)
+        branches = episode.result()
+        if failure or not branches:
+            return actor_pb2.GenerateResult(id=prompt.id, failure=failure or NO_TURNS)
+        first, result.sequence_id = branches[0], prompt.id
+        return actor_pb2.GenerateResult(
+            id=prompt.id,
+            completion_token_ids=first.completion_token_ids.tobytes(),
+            behaviour_logprobs=first.behaviour_logprobs.tobytes(),
+            spans=spans_to_proto(first.spans),
+            finish_reason=FINISH_REASON_TO_PROTO[first.turns[-1].finish_reason or FinishReason.STOP],
+            completion_text=self._engine.decode(first.completion_token_ids),
+            verdict=result,
+        )
+
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
     """Returns when they have ended. Their errors are the task group's."""
@@ -315,13 +373,14 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int) -> tuple[SamplingParams, dict[str, TokenIds]]:
-    """Sampling and prompts by id. Raises `MessageError`. Pure."""
+    """Sampling, and prompts by id but for episodes. Raises `MessageError`. Pure."""
     kind = "GenerateRequest"
     if len(request.prompts) > MAX_PROMPTS:
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
     prompts = {
         prompt.id: read_tokens(prompt.prompt_token_ids, vocab_size, kind, f"prompts[{prompt.id}].prompt_token_ids")
         for prompt in request.prompts
+        if not prompt.task
     }
     sampling = sampling_from_proto(request.sampling)
     check_sampling(sampling, "SamplingParams")

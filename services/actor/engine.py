@@ -13,7 +13,7 @@ from collections import abc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -95,6 +95,11 @@ class InferenceEngine(Protocol):
         """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1, nats, temperature 1, no cached KV used."""
         ...
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's, of Hugging Face's kind: what writes an episode's conversation."""
+        ...
+
     def decode(self, token_ids: abc.Sequence[int] | TokenIds) -> str: ...
 
     async def check_health(self) -> None:
@@ -126,6 +131,11 @@ def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> F
     return start.finish_reason
 
 
+def turn_seed(seed: int, num_context: int) -> int:
+    """For what follows `num_context` tokens of an episode: another one for each turn."""
+    return (seed + num_context * _SEED_STEP) % (1 << 63)
+
+
 def request_of(group: PromptGroup, start: PartialSequence, cache_salt: str = "") -> GenerationRequest:
     """What the engine is asked for: to go on after prompt and `start`, to the length that the group allows in all."""
     carried, sampling = len(start.completion_token_ids), group.sampling
@@ -133,7 +143,7 @@ def request_of(group: PromptGroup, start: PartialSequence, cache_salt: str = "")
     if carried:
         sampling = replace(sampling, max_tokens=sampling.max_tokens - carried)
         # Another seed for each continuation: the same would draw the sample's first random numbers again.
-        seed = (seed + carried * _SEED_STEP) % (1 << 63) if seed is not None else None
+        seed = turn_seed(seed, carried) if seed is not None else None
     return GenerationRequest(
         request_id=group.sequence_id(start.sample_index),
         prompt_token_ids=np.concatenate([group.prompt_token_ids, start.completion_token_ids]).astype(np.int32),

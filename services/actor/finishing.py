@@ -68,12 +68,14 @@ WORKERS = 4
 
 @dataclass(frozen=True, eq=False)
 class FinishedSample:
-    """A sequence without its reward, and the group it belongs to. `sequence.failure` set: it skips the verifier."""
+    """A sequence, and the group it belongs to. `sequence.failure` set: it gets no reward, and skips the verifier."""
 
     group: PromptGroup
     sequence: Sequence
     trace: Trace = None
     """What its next span follows."""
+    judged: bool = False
+    """It has its reward already."""
 
 
 class Finisher:
@@ -129,17 +131,17 @@ class Finisher:
 
     async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
         """The batch with rewards, or reasons. One that the verifier refuses does not take the others with it."""
-        good = [sample for sample in batch if not sample.sequence.failure]
-        failed = [sample for sample in batch if sample.sequence.failure]
+        good = [sample for sample in batch if not (sample.judged or sample.sequence.failure)]
+        done = [sample for sample in batch if sample.judged or sample.sequence.failure]
         try:
-            return failed + await self._verified(good)
+            return done + await self._verified(good)
         except (ServiceError, MessageError) as error:
             if len(good) > 1:
                 log.warning("a batch of %d is verified one by one: %s", len(good), error)
-                return failed + [rewarded for sample in good for rewarded in await self._rewarded([sample])]
+                return done + [rewarded for sample in good for rewarded in await self._rewarded([sample])]
             log.error("sequence %s gets no reward: %s", good[0].sequence.sequence_id, error)
             failure = f"verifier_refused: {error}"[:500]
-            return [*failed, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
+            return [*done, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
 
     async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
         """Raises `ServiceError`, `MessageError`."""

@@ -6,8 +6,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.reader import PromptDelivery
@@ -17,15 +21,20 @@ from pipelinerl.messages.sequences import (
     PartialSequence,
     PolicyVersion,
     PromptGroup,
+    SamplingParams,
     Sequence,
+    TokenIds,
     decode_group,
     remains_of_group,
 )
 from pipelinerl.service.retry import Backoff, retry_forever
+from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
 from services.actor.engine import (
     EngineError,
+    Generation,
+    GenerationRequest,
     InferenceEngine,
     before_stop,
     continued,
@@ -37,7 +46,9 @@ from services.actor.engine import (
     sequence_of,
     start_of,
     state_of,
+    turn_seed,
 )
+from services.actor.episodes.running import EpisodeRunner, sequence_of_episode, verdict_of
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
 from services.actor.hand_over import HeldGroups, hand_back
 from services.actor.metrics import ActorMetrics
@@ -120,13 +131,14 @@ def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
 
 
 class GenerationLoop:
-    """Keeps H sequences in progress. `metrics.busy` counts them.
+    """Keeps H sequences decoding, which `metrics.busy` counts.
 
     Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
     commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
     trainer's feeder issues it). A group is admitted sample by sample, so a large one never leaves slots empty; if the gate
     closes meanwhile, the samples that are left go back to PROMPTS for another actor. A sample that another actor began before
-    it left is continued where it stopped.
+    it left is continued where it stopped. One that is an episode takes one of the H places only while it decodes a turn: there
+    are more slots than places then.
     """
 
     def __init__(
@@ -141,13 +153,20 @@ class GenerationLoop:
         instance: str,
         sequences_in_progress: int,
         max_context: int,
+        samples_in_progress: int | None = None,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
+        """`samples_in_progress`: None = `sequences_in_progress`. `episodes`: where a task's samples are such."""
         self._bus, self._engine, self._finisher = bus, engine, finisher
         self._held, self._gate, self._metrics = held, gate, metrics
         self._instance, self._max_context = instance, max_context
-        self._slots = asyncio.Semaphore(sequences_in_progress)
+        self._slots = asyncio.Semaphore(samples_in_progress or sequences_in_progress)
+        self._places = asyncio.Semaphore(sequences_in_progress)
         self._generating: set[str] = set()
         self._interrupted = False
+        self._episodes = episodes
+        self._playing: set[asyncio.Task[Any]] = set()
+        self._stop_playing = asyncio.Event()
 
     async def run(self) -> None:
         """Runs until cancelled; raises `EngineError` when the engine died."""
@@ -169,8 +188,10 @@ class GenerationLoop:
                     if not self._gate.opened.is_set() and await self._handed_back(group, samples[position:]):
                         self._slots.release()
                         break
-                    self._metrics.busy.enter()
-                    tasks.create_task(self._sample(group, sample_index, trace))
+                    sampling = tasks.create_task(self._sample(group, sample_index, trace))
+                    if group.episodic:
+                        self._playing.add(sampling)
+                        sampling.add_done_callback(self._playing.discard)
 
     async def interrupt(self, timeout_s: float) -> None:
         """Ends generation for good; what there is of each sequence is kept in `HeldGroups`. Evaluation goes on.
@@ -186,6 +207,9 @@ class GenerationLoop:
         except (EngineError, TimeoutError) as error:
             left = len(self._generating)
             log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
+        self._stop_playing.set()  # their turns are in their records
+        if self._playing:
+            await asyncio.wait(self._playing, timeout=timeout_s)
 
     async def _next_group(self) -> tuple[PromptGroup, list[int], Trace] | None:
         delivery = await retry_forever(
@@ -240,37 +264,83 @@ class GenerationLoop:
         await self._held.acknowledge(group.group_id)
 
     async def _sample(self, group: PromptGroup, sample_index: int, trace: Trace) -> None:
+        start = start_of(group, sample_index)
         attributes: a.Attributes = {
             a.SEQUENCE_ID: group.sequence_id(sample_index),
             a.GROUP_ID: group.group_id,
-            "gen_ai.operation.name": "text_completion",
+            "gen_ai.operation.name": "invoke_agent" if group.episodic else "text_completion",
         }
-        if carried := len(start_of(group, sample_index).completion_token_ids):
+        if carried := start.num_sampled_tokens:
             attributes[a.CARRIED_TOKENS] = carried
+            self._metrics.continued.labels(state_of(start)).inc()
+            self._metrics.carried_tokens.inc(carried)
+        name = "episode" if group.episodic else "sequence.generate"
         try:
-            with child(trace, "sequence.generate", attributes=attributes) as span:
-                sequence = await self._complete(group, sample_index)
-                if sequence is None:  # another actor goes on with it
-                    span.add_event("interrupted")
-                elif span.is_recording():
-                    span.set_attributes(a.generated(sequence))
-            if sequence is not None:
-                self._metrics.count_finished(sequence.finish_reason.value, sequence.num_completion_tokens)
-                await self._finisher.put(FinishedSample(group, sequence, trace_of(span) or trace))
+            async with self._holding(place=not group.episodic):
+                with child(trace, name, attributes=attributes) as span:
+                    follows = trace_of(span) or trace
+                    if group.episodic:
+                        sequence = await self._play(group, start, follows)
+                    else:
+                        sequence = await self._complete(group, start)
+                    if sequence is None:  # another actor goes on with it
+                        span.add_event("interrupted")
+                    elif span.is_recording():
+                        span.set_attributes(a.generated(sequence))
+                if sequence is not None:
+                    num_tokens = sum(branch.num_sampled_tokens for branch in sequence.all_branches)
+                    self._metrics.count_finished(sequence.finish_reason.value, num_tokens)
+                    await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))
         finally:
-            self._metrics.busy.leave()
             self._slots.release()
 
-    async def _complete(self, group: PromptGroup, sample_index: int) -> Sequence | None:
+    @asynccontextmanager
+    async def _holding(self, *, place: bool) -> AsyncIterator[None]:
+        """One of the H places, or none: an episode takes one for each turn."""
+        if not place:
+            with self._metrics.episodes.track_inprogress():
+                yield
+            return
+        async with self._places:
+            self._metrics.busy.enter()
+            try:
+                yield
+            finally:
+                self._metrics.busy.leave()
+
+    async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
+        """The finished episode, a failed one with its reason, or None: interrupted, with its record kept."""
+        index, began_s, salt = start.sample_index, time.monotonic(), self._gate.cache_salt
+        assert self._episodes is not None, "a recipe's groups are of its tasks"
+
+        async def sample(context: TokenIds, sampling: SamplingParams, request_id: str) -> Generation:
+            async with self._holding(place=True):
+                if self._interrupted:
+                    return Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
+                seed = turn_seed(group.seed + index, len(context)) if group.seed else None
+                return await self._generated(GenerationRequest(request_id, context, sampling, seed, salt))
+
+        request = self._episodes.request(group.sequence_id(index), Split.TRAIN, group, group.sampling, trace)
+        episode, result = await self._episodes.play(request, group.sampling, sample, self._stop_playing, start.branches)
+        elapsed_s = start.generation_s + time.monotonic() - began_s
+        self._held.keep(group, episode.record.partial(index, elapsed_s))
+        failure, result = verdict_of(episode, result) if result is not None else ("", None)
+        if result is None or (failure and self._interrupted):
+            return None
+        if failure:
+            log.error("episode %s failed: %s", request.sequence_id, failure)
+        return sequence_of_episode(
+            group, index, episode.result(), result, self._instance, self._engine.decode,
+            failure=failure, generation_s=elapsed_s,
+        )  # fmt: skip
+
+    async def _complete(self, group: PromptGroup, start: PartialSequence) -> Sequence | None:
         """The finished sequence, a failed one with its reason, or None: interrupted. Raises `EngineError` only when the
         engine is dead."""
-        prompt_tokens, start = len(group.prompt_token_ids), start_of(group, sample_index)
+        prompt_tokens, sample_index = len(group.prompt_token_ids), start.sample_index
         if prompt_tokens >= self._max_context:
             failure = f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}"
             return sequence_of(group, nothing_yet(sample_index), self._instance, failure=failure)
-        if carried := len(start.completion_token_ids):
-            self._metrics.continued.labels(state_of(start)).inc()
-            self._metrics.carried_tokens.inc(carried)
         try:
             sample = await self._continue(group, start)
         except EngineError as error:
@@ -290,16 +360,20 @@ class GenerationLoop:
         finish_reason = finish_of(group, start, self._max_context)
         if finish_reason is not None or self._interrupted:
             return replace(start, finish_reason=finish_reason)
-        request = request_of(group, start, self._gate.cache_salt)
         started = time.monotonic()
+        generation = await self._generated(request_of(group, start, self._gate.cache_salt))
+        sample, carried = continued(start, generation, time.monotonic() - started), len(start.completion_token_ids)
+        return cut_at_stop(sample, carried, group.sampling.stop, self._engine.decode)
+
+    async def _generated(self, request: GenerationRequest) -> Generation:
+        """An interruption ends it. Raises `EngineError`."""
         self._generating.add(request.request_id)
         try:
             generation = await self._engine.generate(request)
         finally:
             self._generating.discard(request.request_id)
         self._metrics.count_generated(len(generation.completion_token_ids))
-        sample, carried = continued(start, generation, time.monotonic() - started), len(start.completion_token_ids)
-        return cut_at_stop(sample, carried, group.sampling.stop, self._engine.decode)
+        return generation
 
 
 async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:

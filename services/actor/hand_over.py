@@ -84,7 +84,7 @@ class HeldGroups:
         held.messages[delivery.position] = HeldMessage(delivery, missing)
         for brought in group.partials:
             here = held.partials.get(brought.sample_index)
-            if here is None or len(here.completion_token_ids) < len(brought.completion_token_ids):
+            if here is None or here.num_sampled_tokens < brought.num_sampled_tokens:
                 held.partials[brought.sample_index] = brought
         return sorted(missing - in_hand)
 
@@ -165,7 +165,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
             async with asyncio.timeout_at(until), at_once:
                 await _publish(bus, one, sorted(one.missing), instance)
         except (BusError, NotPermitted, MessageError, TimeoutError) as error:
-            lost = sum(len(sample.completion_token_ids) for sample in one.partials.values())
+            lost = sum(sample.num_sampled_tokens for sample in one.partials.values())
             log.error(
                 "group %s cannot be handed over, its %d missing samples start anew and %d tokens are lost: %s",
                 group_id, len(one.missing), lost, error or "the stream did not take it in time",
@@ -232,7 +232,7 @@ def messages_of(
         return [payload], 0
     if len(missing) == 1:
         bare, _ = messages_of(group, missing, (), max_bytes)
-        return bare, len(mine[0].completion_token_ids)
+        return bare, mine[0].num_sampled_tokens
     half = len(missing) // 2
     first, left_out = messages_of(group, missing[:half], mine, max_bytes)
     second, also_left_out = messages_of(group, missing[half:], mine, max_bytes)

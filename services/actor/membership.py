@@ -33,7 +33,7 @@ def work_in_hand(unfinished: Iterable[HeldGroup], progress: Mapping[str, int]) -
     """Tokens of all unstored samples: what there is of each, and what the engine has added since. Pure."""
     tokens = 0
     for held in unfinished:
-        tokens += sum(len(sample.completion_token_ids) for sample in held.partials.values())
+        tokens += sum(sample.num_sampled_tokens for sample in held.partials.values())
         tokens += sum(progress.get(held.group.sequence_id(index), 0) for index in held.missing)
     return min(tokens, MOST)
 

@@ -159,6 +159,11 @@ class ActorMetrics:
         )
 
     def _episodes(self, metrics: MetricSet) -> None:
+        self.episodes = metrics.gauge(
+            "episodes_in_progress",
+            "Episodes under way: those that decode a turn, and those that wait for their environment or a place.",
+            unit="episodes",
+        )
         self.episode_turns = metrics.counter(
             "episode_turns_total",
             "Turns that environments asked for: sampled, or replayed from the record of an episode that is run again.",

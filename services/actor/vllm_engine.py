@@ -246,7 +246,7 @@ class VllmEngine:
 
     def __init__(self, llm: AsyncLLM, weights: WeightUpdateClient) -> None:
         self.llm, self.weights = llm, weights
-        self._tokenizer = llm.get_tokenizer()
+        self.tokenizer = llm.get_tokenizer()
         self.vocab_size = int(llm.model_config.get_vocab_size())
 
     async def warm_up(self, recipe: Recipe) -> None:
@@ -292,7 +292,7 @@ class VllmEngine:
         return np.asarray(scored, dtype=np.float32)
 
     def decode(self, token_ids: Sequence[int] | TokenIds) -> str:
-        return str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
+        return str(self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
 
     async def check_health(self) -> None:
         if self.llm.errored:
