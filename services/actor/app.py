@@ -115,7 +115,7 @@ async def serve(
         )
         await stack.enter_async_context(verifier)
         episodes = None
-        if recipe.task.is_episodic:
+        if recipe.episodic_tasks:
             book, rendering = EpisodeBook(), Rendering(chat_format(engine.tokenizer, recipe.model.name))
             endpoint = episode_app(book, rendering, metrics, model=recipe.model.name, vocab_size=engine.vocab_size)
             serving = serve_http(endpoint, settings.episode_host, settings.episode_port, on_this_loop=True)
@@ -177,7 +177,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             instance=instance,
             sequences_in_progress=of_actor.sequences_in_progress,
             max_context=recipe.model.max_context,
-            samples_in_progress=of_actor.samples_in_progress(recipe.task),
+            samples_in_progress=max(of_actor.samples_in_progress(share.task) for share in recipe.mixture.values()),
             episodes=episodes,
         )
         self._updates = updates = UpdateListener(
@@ -267,8 +267,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         try:
             sampling, prompts = read_prompts(request, self._engine.vocab_size)
             episodes = [prompt for prompt in request.prompts if prompt.task]
-            if episodes and self._episodes is None:
-                raise MessageError("GenerateRequest", "prompts.task", "is given, but the recipe's task has no episodes")
+            if unknown := {prompt.task for prompt in episodes} - self._recipe.episodic_tasks.keys():
+                raise MessageError("GenerateRequest", "prompts.task", f"{unknown} are no episodic tasks of the recipe")
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         trace, about = trace_in(dict(context.invocation_metadata() or ())), a.rpc("pipelinerl.v1.ActorService/Generate")

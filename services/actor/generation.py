@@ -274,7 +274,7 @@ class GenerationLoop:
             attributes[a.CARRIED_TOKENS] = carried
             self._metrics.continued.labels(state_of(start)).inc()
             self._metrics.carried_tokens.inc(carried)
-        name = "episode" if group.episodic else "sequence.generate"
+        name = "episode.generate" if group.episodic else "sequence.generate"
         try:
             async with self._holding(place=not group.episodic):
                 with child(trace, name, attributes=attributes) as span:
@@ -325,7 +325,10 @@ class GenerationLoop:
         elapsed_s = start.generation_s + time.monotonic() - began_s
         self._held.keep(group, episode.record.partial(index, elapsed_s))
         failure, result = verdict_of(episode, result) if result is not None else ("", None)
-        if result is None or (failure and self._interrupted):
+        is_cut = any(
+            not turn.is_finished for turn in episode.record.served
+        )  # what the environment made of that is nobody's fault
+        if result is None or (self._interrupted and (failure or is_cut)):
             return None
         if failure:
             log.error("episode %s failed: %s", request.sequence_id, failure)

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -21,6 +22,7 @@ from pipelinerl.messages.sequences import (
 from pipelinerl.messages.sequences import Sequence as TrainedSequence
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.actor.engine import EngineError, Generation, GenerationRequest
+from services.actor.episodes.running import EpisodeRunner
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over
@@ -82,6 +84,7 @@ class ScriptedEngine:
     aborted: dict[str, asyncio.Event] = field(default_factory=dict)
     vocab_size: int = 100
     weights: None = None
+    tokenizer: Any = None
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.running += 1
@@ -196,9 +199,12 @@ async def stage(
     serve: bool = True,
     server: MemoryServer | None = None,
     limits: StreamLimits | None = None,
+    episodes: Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[EpisodeRunner]] | None = None,
+    samples_in_progress: int | None = None,
 ) -> AsyncIterator[Stage]:
     server = server or MemoryServer(max_payload_bytes=max_payload_bytes)
-    async with MemoryBus(RUN, server=server, limits=limits or StreamLimits()) as bus:
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=limits or StreamLimits()))
         await bus.create_streams()
         engine, verifier = ScriptedEngine(), ScriptedVerifier()
         engine.open.set()
@@ -207,7 +213,17 @@ async def stage(
         metrics, held, gate = ActorMetrics(registry), HeldGroups(), ServingGate(max_lag=1)
         finisher = Finisher(bus, verifier, metrics, held.published, buffer_size=buffer_size, batch_size=4)  # type: ignore[arg-type]
         loop = GenerationLoop(
-            bus, engine, finisher, held, gate, metrics, instance="a", sequences_in_progress=in_progress, max_context=64
+            bus,
+            engine,
+            finisher,
+            held,
+            gate,
+            metrics,
+            instance="a",
+            sequences_in_progress=in_progress,
+            max_context=64,
+            samples_in_progress=samples_in_progress,
+            episodes=await stack.enter_async_context(episodes(engine, metrics)) if episodes else None,
         )
         if serve:
             gate.serve(PolicyVersion(1, 0))

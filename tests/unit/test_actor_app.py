@@ -245,12 +245,16 @@ async def answering(
             yield one, f"127.0.0.1:{port}"
 
 
+def prompts_of(**token_ids: np.ndarray) -> list[actor_pb2.GeneratePrompt]:
+    return [actor_pb2.GeneratePrompt(id=name, prompt_token_ids=tokens.tobytes()) for name, tokens in token_ids.items()]
+
+
 def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
 
 async def test_several_answers_to_one_prompt_are_drawn_with_seeds_of_their_own() -> None:
-    engine, prompts = Engine(), {"p": tokens(1, 2, 7), "q": tokens(1, 2, 7)}
+    engine, prompts = Engine(), prompts_of(p=tokens(1, 2, 7), q=tokens(1, 2, 7))
     async with answering(engine=engine) as (_, address), ActorClient("a", address) as client:
         for seed in (1, 0):
             async for _ in client.generate(prompts, SAMPLING, seed=seed, timeout_s=60):
@@ -261,7 +265,7 @@ async def test_several_answers_to_one_prompt_are_drawn_with_seeds_of_their_own()
 
 async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_only() -> None:
     async with answering() as (_, address), ActorClient("a", address) as client:
-        prompts = {"good": tokens(1, 2, 7), "bad": tokens(9, 1)}
+        prompts = prompts_of(good=tokens(1, 2, 7), bad=tokens(9, 1))
         answers = {c.id: c async for c in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)}
     assert (answers["good"].completion_text, answers["good"].failure) == ("7", "")
     assert spans_from_proto(answers["good"].spans) == SPANS
@@ -273,7 +277,7 @@ async def test_token_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
     async with answering() as (_, address), ActorClient("a", address) as client:
         said = rf"INVALID_ARGUMENT.*prompts\[p\].*token 1 is {bad}, allowed are 0 to 9"
         with pytest.raises(ServiceError, match=said):
-            async for _ in client.generate({"p": tokens(1, bad)}, SAMPLING, seed=1, timeout_s=60):
+            async for _ in client.generate(prompts_of(p=tokens(1, bad)), SAMPLING, seed=1, timeout_s=60):
                 pass
         with pytest.raises(ServiceError, match=rf"INVALID_ARGUMENT.*ScoreRequest.token_ids: token 2 is {bad}"):
             await client.score(tokens(1, 2, bad), timeout_s=60)

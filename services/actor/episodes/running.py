@@ -35,14 +35,13 @@ _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
 
 class EpisodeRunner:
-    """Of one recipe's task. `address`: `host:port` at which environments reach this actor's endpoint."""
+    """Of one recipe's tasks. `address`: `host:port` at which environments reach this actor's endpoint."""
 
     def __init__(
         self, book: EpisodeBook, verifier: VerifierClient, metrics: ActorMetrics, recipe: Recipe, address: str
     ) -> None:
         self._book, self._verifier, self._metrics, self._recipe = book, verifier, metrics, recipe
-        self._address, task = address, recipe.task
-        self._limits = EpisodeLimits(task.max_turns, recipe.model.max_context, task.turn_timeout_s)
+        self._address, self._tasks = address, {name: share.task for name, share in recipe.episodic_tasks.items()}
 
     def request(
         self, name: str, split: Split, problem: PromptGroup | GeneratePrompt, sampling: SamplingParams, trace: Trace
@@ -71,8 +70,10 @@ class EpisodeRunner:
         Waits for a verifier that takes it, however long; where one is lost with it, the environment is run anew, by another one
         if there is one, and turns that were sampled are served from the record. `carried`: what another actor has recorded.
         """
-        episode = Episode(request.sequence_id, sampling, self._limits, sample, self._metrics, carried)
-        running = asyncio.create_task(self._run(episode, request))
+        task, max_context = self._tasks[request.task], self._recipe.model.max_context
+        limits = EpisodeLimits(task.max_turns, max_context, task.turn_timeout_s)
+        episode = Episode(request.sequence_id, sampling, limits, sample, self._metrics, carried)
+        running = asyncio.create_task(self._run(episode, request, task.episode_timeout_s + CALL_SLACK_S))
         stopping = asyncio.create_task(stopped.wait())
         try:
             await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -83,13 +84,13 @@ class EpisodeRunner:
             await asyncio.wait((running, stopping))
             await episode.end()
 
-    async def _run(self, episode: Episode, request: EpisodeRequest) -> VerifyResult:
+    async def _run(self, episode: Episode, request: EpisodeRequest, timeout_s: float) -> VerifyResult:
         tries = lost = 0
         while True:
             with self._book.running(episode) as key:
                 request.base_url = f"http://{self._address}{base_path(key)}"
                 try:
-                    return await self._verifier.run_episode(request, self._recipe.task.episode_timeout_s + CALL_SLACK_S)
+                    return await self._verifier.run_episode(request, timeout_s)
                 except VerifierAway as error:
                     tries, lost = tries + 1, lost + bool(episode.record.served)
                     log.log(logging.WARNING if episode.record.served else logging.DEBUG, "run again: %s", error)

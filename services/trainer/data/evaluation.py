@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,17 +89,16 @@ class ActorClient:
         await self._channel.close()
 
     async def generate(
-        self, prompts: dict[str, TokenIds], sampling: SamplingParams, seed: int, timeout_s: float, trace: Trace = None
+        self,
+        prompts: Iterable[actor_pb2.GeneratePrompt],
+        sampling: SamplingParams,
+        seed: int,
+        timeout_s: float,
+        trace: Trace = None,
     ) -> AsyncIterator[actor_pb2.GenerateResult]:
         """Completions as they finish. `trace`: what the actor's span follows."""
-        request = actor_pb2.GenerateRequest(
-            prompts=[
-                actor_pb2.GeneratePrompt(id=problem_id, prompt_token_ids=tokens.tobytes())
-                for problem_id, tokens in prompts.items()
-            ],
-            sampling=sequence_pb2.SamplingParams(**vars(sampling)),
-            seed=seed,
-        )
+        sampled_as = sequence_pb2.SamplingParams(**vars(sampling))
+        request = actor_pb2.GenerateRequest(prompts=prompts, sampling=sampled_as, seed=seed)
         with self._answers("Generate"):
             metadata = tuple(headers_of(trace).items())
             async for result in self._stub.Generate(request, timeout=timeout_s, metadata=metadata):
@@ -221,8 +220,10 @@ class Evaluator:
             began_at = asyncio.get_running_loop().time()
             generated_by = began_at + GENERATION_SHARE * self._timeout_s
             completions = await self._generate(version, generated_by, trace_of(span))
-            items = [self._item(completion) for completion in completions.values() if not completion.failure]
+            good = [completion for completion in completions.values() if not completion.failure]
+            items = [self._item(completion) for completion in good if not completion.HasField("verdict")]
             verdicts = await judge(self._verifier, items, began_at + self._timeout_s)
+            verdicts |= {one.id: one.verdict for one in good if one.HasField("verdict")}  # of episodes
             return self._result(version, completions, verdicts)
 
     async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, actor_pb2.GenerateResult]:
@@ -230,7 +231,7 @@ class Evaluator:
         done: dict[str, actor_pb2.GenerateResult] = {}
 
         async def ask(name: str, address: str, asked: list[str]) -> None:
-            prompts = {problem_id: self._problems[problem_id].prompt_token_ids for problem_id in asked}
+            prompts = {answer: self._prompt(answer) for answer in asked}
             sampling = self._sampling(self._problems[asked[0]])
             about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
             calling = child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about)
@@ -238,7 +239,7 @@ class Evaluator:
                 with calling as span:
                     async with self._client(name, address) as client:
                         seed = self._recipe.seed + 1
-                        answers = client.generate(prompts, sampling, seed, self._timeout_s, trace_of(span))
+                        answers = client.generate(prompts.values(), sampling, seed, self._timeout_s, trace_of(span))
                         async for completion in answers:
                             if completion.id in prompts and self._is_of(version, completion):
                                 done[completion.id] = completion
@@ -272,6 +273,18 @@ class Evaluator:
         as_trained = sampling_of(self._recipe, problem)
         temperature = self._recipe.evaluation.temperature
         return replace(as_trained, temperature=temperature, max_tokens=problem.share.max_tokens)
+
+    def _prompt(self, answer: str) -> actor_pb2.GeneratePrompt:
+        problem = self._problems[answer]
+        if len(problem.prompt_token_ids):
+            return actor_pb2.GeneratePrompt(id=answer, prompt_token_ids=problem.prompt_token_ids.tobytes())
+        return actor_pb2.GeneratePrompt(  # of an episode, whose environment makes the prompt
+            id=answer,
+            task=problem.share.name,
+            prompt_text=problem.prompt_text,
+            reference_json=problem.reference_json,
+            problem_index=problem.index,
+        )
 
     def _is_of(self, version: int, completion: actor_pb2.GenerateResult) -> bool:
         """Raises `MessageError` for one that cannot be read."""

@@ -1,0 +1,231 @@
+"""Episodes through the actor's loop, its endpoint and a real verifier; the engine is told what to say. Faults between turns."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, Sequence, VersionSpan
+from pipelinerl.messages.verification import VerifierClient
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.address import host_port
+from pipelinerl.service.http import serve_http
+from services.actor.engine import Generation, GenerationRequest
+from services.actor.episodes.endpoint import episode_app
+from services.actor.episodes.episode import EpisodeBook
+from services.actor.episodes.rendering import Rendering, TemplateFormat
+from services.actor.episodes.running import EpisodeRunner
+from services.actor.metrics import ActorMetrics
+from tests.integration.test_episodes import NAME, recipe
+from tests.support.generation import ScriptedEngine, Stage, stage
+from tests.support.memory_bus import MemoryServer
+from tests.support.tokenizers import CHATML, byte_tokenizer
+from tests.support.verifier import Verifier, verifier
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="episodes are confined with Linux's means")
+
+TOKENIZER = byte_tokenizer(template=CHATML, known=("<|im_start|>",))
+VOCAB_SIZE = 400
+END = TOKENIZER.eos_token_id
+HALF = [*TOKENIZER.encode("0.5", add_special_tokens=False), END]
+DATA = recipe(task={"config": {"bonus": 0.25}}, model={"source": "path", "name": "unused", "max_context": 2048})
+Episodes = Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[EpisodeRunner]]
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
+    with verifier(tmp_path_factory.mktemp("verifier"), DATA) as running:
+        yield running.wait_until_serving()
+
+
+def half(version: int = 0, left: int = 0, finish: FinishReason | None = FinishReason.STOP) -> Generation:
+    """`0.5`, but for its first `left` tokens; all but the last one where it is cut."""
+    tokens = HALF[left:] if finish else HALF[left:-1]
+    spans = (VersionSpan(version, 0, len(tokens), 1),)
+    return Generation(np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), spans, finish)
+
+
+def episodes(address: str, data: dict[str, Any] = DATA) -> Episodes:
+    """The endpoint and what runs episodes, as the service puts them together."""
+
+    @asynccontextmanager
+    async def running(engine: ScriptedEngine, metrics: ActorMetrics) -> AsyncIterator[EpisodeRunner]:
+        engine.answer = lambda request: half()
+        book, rendering = EpisodeBook(), Rendering(TemplateFormat(TOKENIZER))
+        app = episode_app(book, rendering, metrics, model="m", vocab_size=VOCAB_SIZE)
+        async with serve_http(app, "127.0.0.1", 0, on_this_loop=True) as port, VerifierClient(address) as client:
+            yield EpisodeRunner(book, client, metrics, Recipe.model_validate(data), host_port("127.0.0.1", port))
+
+    return running
+
+
+async def issue(one: Stage, number: int, reference_json: str, **changes: object) -> None:
+    given = {"prompt": (), "episodic": True, "task": NAME, "reference_json": reference_json, "num_samples": 1}
+    await one.issue(number, **(given | changes))
+
+
+def text(tokens: np.ndarray) -> str:
+    return str(TOKENIZER.decode(tokens))
+
+
+def check_three_turns(sequence: Sequence) -> None:
+    assert sequence.failure == ""
+    assert (sequence.reward, sequence.reward_components) == (0.75, {"answer": 0.75})
+    assert text(sequence.prompt_token_ids).endswith("<|im_start|>assistant\n")
+    said = [text(sequence.completion_token_ids[turn.start : turn.end]) for turn in sequence.turns]
+    assert said == ["0.5<|im_end|>"] * 3
+    observed = "{}\n<|im_start|>user\n{} left<|im_end|>\n<|im_start|>assistant\n"
+    between = "".join(observed.format(turn, left) for turn, left in zip(said, (2, 1), strict=False))
+    assert text(sequence.completion_token_ids) == between + said[2]
+    assert sequence.num_sampled_tokens == 3 * len(HALF)
+    assert sequence.branches == ()
+
+
+async def test_an_episode_takes_a_place_only_while_it_decodes_and_is_published_with_its_reward(
+    environments: Verifier,
+) -> None:
+    runner = episodes(environments.address.grpc)
+    async with stage(in_progress=1, samples_in_progress=3, episodes=runner) as one:
+        one.engine.open.clear()
+        await issue(one, 0, '{"row": {"turns": 3}}', num_samples=4)
+        await one.until(lambda: one.registry.get_sample_value("pipelinerl_actor_episodes_in_progress") == 3)
+        await one.generating(1)
+        one.engine.open.set()
+        for sequence in await one.published(4):
+            check_three_turns(sequence)
+        assert one.engine.most_running == 1
+        prompts = {tuple(r.prompt_token_ids) for r in one.engine.requests.values()}
+        assert len(prompts) == 3  # the samples of a group have the same seed
+        assert {request.cache_salt for request in one.engine.requests.values()} == {"begun at 1:0"}
+        assert (one.counted("episode_turns", source="sampled"), one.metrics.busy.running) == (12, 0)
+        await one.all_acknowledged()
+
+
+async def test_an_actor_that_is_told_to_stop_hands_its_record_over_and_the_next_samples_nothing_twice(
+    environments: Verifier,
+) -> None:
+    runner, server = episodes(environments.address.grpc), MemoryServer()
+    both = stage(server=server, episodes=runner), stage(server=server, episodes=runner, serve=False)
+    async with both[0] as first, both[1] as second:
+
+        def answer(request: GenerationRequest) -> Generation:
+            first.engine.open.clear()
+            return half(version=1)
+
+        first.engine.answer = answer
+        first.engine.so_far = lambda request: half(version=1, finish=None)
+        await issue(first, 0, '{"row": {"turns": 3}}')
+        await first.until(lambda: len(first.engine.requests) == 2 and first.engine.running == 1)
+        await first.leave()
+        assert first.counted("sequences_handed_over", state="unfinished") == 1
+        assert len(await second.bus.pending_prompts()) == 1
+
+        wanted = [half(version=2, left=len(HALF) - 1), half(version=2)]
+        second.engine.answer = lambda request: wanted[len(second.engine.requests) - 1]
+        second.gate.serve(PolicyVersion(1, 2))
+        (sequence,) = await second.published(1)
+        check_three_turns(sequence)
+        assert [(span.version, span.end - span.start) for span in sequence.spans] == [
+            (1, len(HALF)), (1, len(HALF) - 1), (2, 1), (2, len(HALF)),
+        ]  # fmt: skip
+        assert len(second.engine.requests) == 2
+        assert second.counted("episode_turns", source="replayed") == 1
+        assert second.counted("carried_tokens") == 2 * len(HALF) - 1
+
+
+async def test_an_episode_whose_verifier_dies_is_run_again_and_nothing_is_sampled_twice(tmp_path: Path) -> None:
+    with verifier(tmp_path / "one", DATA) as dying:
+        address = dying.wait_until_serving().address.grpc
+        async with stage(in_progress=2, episodes=episodes(address)) as one:
+
+            def answer(request: GenerationRequest) -> Generation:
+                if len(one.engine.requests) == 2:
+                    one.engine.open.clear()
+                return half()
+
+            one.engine.answer = answer
+            await issue(one, 0, '{"row": {"turns": 3}}')
+            await one.until(lambda: len(one.engine.requests) == 3 and one.engine.running == 1)
+            dying.process.kill()
+            with verifier(tmp_path / "two", DATA, grpc_port=address.rpartition(":")[2]) as other:
+                await asyncio.to_thread(other.wait_until_serving)
+                one.engine.open.set()
+                (sequence,) = await one.published(1)
+            check_three_turns(sequence)
+            assert len(one.engine.requests) == 3
+            assert one.counted("episode_turns", source="replayed") >= 2
+
+
+async def test_what_an_environment_does_wrong_costs_its_own_episode(environments: Verifier) -> None:
+    rows = {
+        '{"in_start": "raise"}': ("episode_crashed: the environment raised RuntimeError", 0),
+        '{"in_reply": "sleep 600"}': ("episode_timeout: the episode took more than task.answer_timeout_s", 1),
+        '{"turns": 1}': ("", 1),
+        '{"turns": 40}': ("", 16),  # task.max_turns: the policy's fault
+    }
+    async with stage(episodes=episodes(environments.address.grpc)) as one:
+        for number, row in enumerate(rows):
+            await issue(one, number, f'{{"row": {row}}}')
+        stored = {sequence.group_id: sequence for sequence in await one.published(len(rows))}
+        for number, (failure, num_turns) in enumerate(rows.values()):
+            sequence = stored[f"g{number:08d}"]
+            assert sequence.failure.startswith(failure), sequence.failure
+            assert bool(sequence.failure) == bool(failure)
+            assert len(sequence.turns) == (0 if failure else num_turns)
+        assert [stored[f"g{number:08d}"].reward for number in (2, 3)] == [0.75, 0.0]
+        await one.all_acknowledged()
+
+
+AGENT = """
+import json, os, socket, subprocess, sys, threading, urllib.error, urllib.request
+row, url = json.load(sys.stdin), os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+def ask(words, **more):
+    body = json.dumps({"model": "any", "messages": [{"role": "user", "content": words}], **more}).encode()
+    return urllib.request.urlopen(urllib.request.Request(url, body)).read()
+if row["does"] == "parallel":
+    threads = [threading.Thread(target=ask, args=(f"question {n}",)) for n in range(3)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+elif row["does"] == "10 MB":
+    try:
+        ask("x" * 10_000_000)
+    except (urllib.error.URLError, ConnectionError):
+        ask("sorry")
+elif row["does"] == "hang up":
+    host, port = url.split("/")[2].split(":")
+    body = json.dumps({"messages": [{"role": "user", "content": "gone"}], "stream": True}).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /{url.split('/', 3)[3]} HTTP/1.1\\r\\nHost: {host}\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n"
+        connection.sendall(head.encode() + body)
+    ask("still here")
+elif row["does"] == "too long":
+    ask("x" * 9_000)
+print(0.5)
+"""
+
+
+async def test_what_an_agent_does_wrong_costs_its_own_episode(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    agent = {"source": "agent", "name": NAME, "path": "p.jsonl", "command": f"python {tmp_path}/agent.py"}
+    data = DATA | {"task": agent | {"episode_timeout_s": 60.0}, "reward": {"scorer": "exact"}}
+    with verifier(tmp_path / "verifier", data) as running:
+        address = running.wait_until_serving().address.grpc
+        async with stage(episodes=episodes(address, data), samples_in_progress=8) as one:
+            does = ["parallel", "10 MB", "hang up", "never calls", "too long"]
+            for number, what in enumerate(does):
+                await issue(one, number, f'{{"row": {{"does": "{what}"}}, "answer": "0.5"}}')
+            stored = {sequence.group_id: sequence for sequence in await one.published(len(does))}
+            parallel, large, hung_up, silent, long = [stored[f"g{number:08d}"] for number in range(len(does))]
+    assert (parallel.failure, parallel.reward, len(parallel.all_branches)) == ("", 1.0, 3)
+    assert [branch.num_sampled_tokens for branch in parallel.all_branches] == [len(HALF)] * 3
+    assert (large.failure, large.reward, len(large.all_branches)) == ("", 1.0, 1)
+    assert "still here" in text(hung_up.prompt_token_ids)
+    assert (hung_up.failure, len(hung_up.all_branches)) == ("", 1)
+    assert silent.failure.startswith("no_turns")
+    assert long.failure.startswith("no_turns")
+    assert replace(long, failure="").reward == 0.0
