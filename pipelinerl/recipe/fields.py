@@ -765,6 +765,11 @@ class Recipe(Section):
         return {name: share for name, share in self.mixture.items() if share.task.is_episodic}
 
     @property
+    def samples_in_progress(self) -> int:
+        """Samples that an actor has begun and not finished, at most, of whatever task."""
+        return max(self.actor.samples_in_progress(share.task) for share in self.mixture.values())
+
+    @property
     def max_tokens(self) -> int:
         """Completion tokens at most, of whatever task."""
         return max(share.max_tokens for share in self.tasks_by_place.values())

@@ -168,8 +168,7 @@ class IssueBounds:
         return unlost - self.steps_begun * groups_per_step(self._recipe)
 
     def _ceiling(self, num_actors: int) -> int:
-        slots = max(self._recipe.actor.samples_in_progress(share.task) for share in self._recipe.mixture.values())
-        return max(1, num_actors) * (slots + self._group_size) + self._batch_size
+        return max(1, num_actors) * (self._recipe.samples_in_progress + self._group_size) + self._batch_size
 
     def _set(self, limit: int, num_actors: int, issued: int) -> None:
         ceiling = self._ceiling(num_actors)

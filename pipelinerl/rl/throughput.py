@@ -111,10 +111,11 @@ MOST_STALE = 0.01
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
     """The largest lag of a run with so many actors, all of whose places are in use, and completions of such lengths in tokens;
-    without them the least that it can be: all are equally long. In conventional mode it is G - 1, whatever the lengths."""
+    without them the least that it can be: all are equally long. Of episodes those under way count, decoding or not, as if they
+    took time in proportion to their tokens. In conventional mode it is G - 1, whatever the lengths."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
-    in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
+    in_progress = recipe.samples_in_progress * max(1, num_actors)
     return largest_lag(in_progress, recipe.trainer.batch_size, longest, mean)
 
 

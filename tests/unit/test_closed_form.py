@@ -88,6 +88,9 @@ def test_a_lag_limit_below_the_largest_lag_is_named_with_what_would_do() -> None
     recipe = make_recipe(actor={"sequences_in_progress": 96}, trainer={"batch_size": 64}, algorithm={"max_lag": 8})
     assert recipe_lag(recipe, 2) == 3  # 2 · 96 / 64, of completions of one length
     assert recipe_lag(recipe, 2, longest=60, mean=20) == 9
+    task = {"source": "agent", "command": "true", "path": "problems.jsonl"}
+    episodes = {"actor": {"sequences_in_progress": 96, "episodes_in_progress": 300}, "task": task}
+    assert recipe_lag(make_recipe(**episodes, trainer={"batch_size": 64}), 2) == 10  # 2 · 300 / 64
     assert too_small_max_lag(recipe, 8) is None
     assert str(too_small_max_lag(recipe, 9)).startswith(
         "algorithm.max_lag = 8: is below the largest lag when all places are in use"
