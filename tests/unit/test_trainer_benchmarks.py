@@ -116,13 +116,6 @@ def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(
     assert "| tiny Qwen2 | 512 | True | False |" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_benchmark_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["trainer_gpu"])
-    with pytest.raises(SystemExit, match="no CUDA device here: run this where there is one"):
-        trainer_gpu.main()
-
-
 def test_trainer_and_page_in_turn_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "observing.json"
     output.write_text(json.dumps({"cases": {"actor": {"ratio": 1}, "trainer": {"ratio": 9}}}))
