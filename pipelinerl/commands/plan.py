@@ -29,7 +29,9 @@ _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="recipe file, or the name of one under recipes/")
-    parser.add_argument("--parameters", metavar="SIZE", required=True, help="of the model, such as 7.6B")
+    parser.add_argument(
+        "--parameters", metavar="SIZE", required=True, help="of the model with all its experts, such as 7.6B"
+    )
     parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="for actors and trainer together")
     parser.add_argument(
         "--accelerator", metavar="NAME|FILE", default="H100",
