@@ -104,6 +104,19 @@ CASES: dict[str, Case] = {
     "two-nodes": Case({"trainer": {"nodes": 2, "gpus": 8, "persistence": {"existingClaim": "shared"}}}),
     "keda": Case({"actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://p:9090"}}}}),
     "hpa": Case({"actor": {"replicas": None, "autoscaling": {"enabled": True, "kind": "hpa"}}}),
+    "episodes": Case(
+        {
+            "recipe": {"set": {"task": {"source": "environment", "name": "my_package.envs:GuessNumber"}}},
+            "verifier": {
+                "image": {"reference": "registry.example.com/team/guess:3"},
+                "maxEpisodes": 64,
+                "autoscaling": {"kind": "keda"},
+                "extraVolumes": [{"name": "keys", "secret": {"secretName": "search-keys"}}],
+                "extraVolumeMounts": [{"name": "keys", "mountPath": "/secrets", "readOnly": True}],
+            },
+            "actor": {"replicas": 8, "autoscaling": {"keda": {"prometheusAddress": "http://p:9090"}}},
+        }
+    ),
     "no-policies": Case({"networkPolicy": {"enabled": False}}),
     "no-rbac": Case({"rbac": {"create": False}, "actor": {"serviceAccount": {"create": False, "name": "mine"}}}),
     "no-kubernetes-api": Case({"kubernetesApi": {"enabled": False}, "test": {"enabled": False}}, cpu=True),

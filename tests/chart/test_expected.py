@@ -26,7 +26,7 @@ ACTOR, TRAINER, VERIFIER = (
     "StatefulSet/pipelinerl-trainer",
     "Deployment/pipelinerl-verifier",
 )
-WANTED = "pipelinerl_actor_replicas_wanted"
+WANTED, EPISODES = "pipelinerl_actor_replicas_wanted", "pipelinerl_verifier_episodes"
 
 OF_CASES: dict[str, dict[str, Any]] = {
     "default": {
@@ -127,6 +127,15 @@ OF_CASES: dict[str, dict[str, Any]] = {
         f"{ACTOR} spec replicas": None,
         "HorizontalPodAutoscaler/pipelinerl-actor spec metrics * external metric name": [WANTED],
     },
+    "episodes": {
+        "main/verifier image": "registry.example.com/team/guess:3",
+        f"{VERIFIER} spec replicas": None,
+        "HorizontalPodAutoscaler/pipelinerl-verifier": None,
+        "ScaledObject/pipelinerl-verifier spec triggers * type": ["cpu", "prometheus"],
+        "ScaledObject/pipelinerl-verifier spec triggers * metadata value": ["70", None],
+        "ScaledObject/pipelinerl-verifier spec triggers * metadata threshold": [None, "44"],  # 70 % of 64
+        "ScaledObject/pipelinerl-verifier spec triggers * metadata ignoreNullValues": [None, "false"],
+    },
     "nats-3": {"env/trainer PIPELINERL_STREAM_REPLICAS": "3"},
     "external-nats": {"env/trainer PIPELINERL_STREAM_REPLICAS": "3"},
     "no-kubernetes-api": {"pod/test": None},
@@ -148,6 +157,21 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"actor": {"image": {"reference": IMAGE}}}, {"main/actor image": IMAGE}),
     ({"actor": {"strategy": {"type": "Recreate"}}}, {f"{ACTOR} spec strategy": {"type": "Recreate"}}),
+    (
+        {
+            "verifier": {"maxEpisodes": 1000, "autoscaling": {"kind": "hpa", "targetEpisodes": 50}},
+            "recipe": {"set": {"task": {"source": "environment", "name": "a.b:C"}}},
+        },
+        {
+            "HorizontalPodAutoscaler/pipelinerl-verifier spec metrics * type": ["Resource", "External"],
+            "HorizontalPodAutoscaler/pipelinerl-verifier spec metrics * external target averageValue": [None, "500"],
+            "HorizontalPodAutoscaler/pipelinerl-verifier spec metrics * external metric name": [None, EPISODES],
+            "HorizontalPodAutoscaler/pipelinerl-verifier spec metrics * external metric selector matchLabels": [
+                None,
+                {"app_kubernetes_io_instance": "pipelinerl"},
+            ],
+        },
+    ),
 ]
 
 
@@ -189,9 +213,10 @@ def test_these_values_lead_to(values: dict[str, Any], expected: dict[str, Any]) 
 
 
 def test_autoscalers_ask_for_a_metric_that_exists() -> None:
-    (trigger,) = found(rendered_case("keda"), "ScaledObject/pipelinerl-actor spec triggers")
-    assert names_in(trigger["metadata"]["query"]) == {WANTED}
-    assert WANTED in samples()
+    for case, service, wanted in (("keda", "actor", WANTED), ("episodes", "verifier", EPISODES)):
+        trigger = found(rendered_case(case), f"ScaledObject/pipelinerl-{service} spec triggers")[-1]
+        assert names_in(trigger["metadata"]["query"]) == {wanted}
+        assert wanted in samples()
 
 
 def test_monitors_tell_releases_apart_as_the_autoscaler_asks(rendered: Rendered) -> None:

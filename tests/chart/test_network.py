@@ -32,7 +32,7 @@ def _rules(rendered: Rendered, component: str, side: str) -> list[Object]:
     return [rule for spec in own for rule in spec.get(side.lower(), [])]
 
 
-PORTS = (50051, 8080, 4222, 6222, 8222, ANY_PORT)
+PORTS = (50051, 8080, 8090, 4222, 6222, 8222, ANY_PORT)
 DRAWN = {
     ("actor", "verifier", 50051),
     ("trainer", "verifier", 50051),
@@ -44,8 +44,13 @@ DRAWN = {
 PODS = ("actor", "trainer", "verifier", "nats", "test")
 
 
-def test_the_drawn_arrows_pass_and_no_others() -> None:
-    rendered = rendered_case("nats-3")
+@pytest.mark.parametrize(
+    ("case", "drawn"),
+    [("nats-3", DRAWN), ("episodes", DRAWN - {("nats", "nats", 6222)} | {("verifier", "actor", 8090)})],
+)
+def test_the_drawn_arrows_pass_and_no_others(case: str, drawn: set[tuple[str, str, int]]) -> None:
+    """Where there are episodes, their environments reach the actors, at one port."""
+    rendered = rendered_case(case)
     passing = {
         (sender, receiver, port)
         for sender in PODS
@@ -53,7 +58,7 @@ def test_the_drawn_arrows_pass_and_no_others() -> None:
         for port in PORTS
         if passes(rendered, sender, receiver, port)
     }
-    assert passing == DRAWN
+    assert passing == drawn
 
 
 def test_what_the_values_take_away_does_not_pass() -> None:

@@ -1,12 +1,12 @@
 """The recipe that the services get is the one that was asked for, and loads."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import EPISODIC, Recipe, TaskConfig
 from pipelinerl.recipe.loading import load_recipe
 from tests.chart.rendering import CHART, CPU_VALUES, ROOT, HelmError, Rendered, render
 
@@ -37,7 +37,15 @@ def test_a_recipe_of_the_project_is_the_charts_and_loads_by_name_or_inline(name:
 
 
 def test_every_case_has_a_recipe_that_loads(rendered: Rendered, tmp_path: Path) -> None:
-    assert recipe_of(rendered, tmp_path)
+    recipe = recipe_of(rendered, tmp_path)
+    assert ("episodes" in rendered.pod("actor").ports) == bool(recipe.episodic_tasks)
+
+
+def test_the_chart_knows_the_tasks_that_have_episodes() -> None:
+    for source in get_args(TaskConfig.model_fields["source"].annotation):
+        tasks = [{"task": {"name": "chain_sum"}}, {"name": "second", "task": {"source": source}}]
+        rendered = render({"recipe": {"inline": {"name": "two", "model": {"name": "a/b"}, "tasks": tasks}}})
+        assert ("episodes" in rendered.pod("actor").ports) == (source in EPISODIC), source
 
 
 PROMPT = 'Put it in \\boxed{}: "yes"\n  and: no # really\n{{ .Values }}'
@@ -69,6 +77,8 @@ def test_the_models_name_is_enough_and_takes_nothing_of_the_recipes_own(name: st
     assert "warmstart" not in rendered.one("ConfigMap", "pipelinerl-recipe")["data"]["recipe.yaml"]
 
 
+EPISODES = {"set": {"task": {"source": "environment", "name": "a.b:C"}, "actor": {"sequences_in_progress": 64}}}
+"""Of which each actor keeps 128 under way."""
 REFUSED: dict[str, dict[str, Any]] = {
     'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, gsm, repeated-addition, smollm2, or': {
         "recipe": {"name": "gsn"}
@@ -115,6 +125,18 @@ REFUSED: dict[str, dict[str, Any]] = {
     "tracing.headersSecret: login is not used": {"tracing": {"headersSecret": "login"}},
     "verifier.autoscaling.maxReplicas: 2 is less than minReplicas = 3": {
         "verifier": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}
+    },
+    "verifier.autoscaling.kind: hpa scales on episodes, and the recipe has none": {
+        "verifier": {"autoscaling": {"kind": "hpa"}}
+    },
+    "and verifier.autoscaling.kind = keda needs it": {
+        "recipe": EPISODES,
+        "verifier": {"autoscaling": {"kind": "keda"}},
+    },
+    "verifier.maxEpisodes: 2 pods with 191 episodes each are fewer than the 384 that the actors keep under way": {
+        "recipe": EPISODES,
+        "actor": {"replicas": 3},
+        "verifier": {"maxEpisodes": 191, "autoscaling": {"enabled": False}},
     },
 }
 """By what is said of them."""

@@ -114,6 +114,9 @@ def test_servers_listen_where_the_ports_say(rendered: Rendered) -> None:
     for pod in services(rendered):
         settings = settings_of(pod.main)
         wanted = {name: getattr(settings, f"{name}_port") for name in ("grpc", "http")}
+        if isinstance(settings, ActorSettings) and settings.episode_port:
+            wanted["episodes"] = settings.episode_port
+            assert settings.episode_host == settings.http_host
         if isinstance(settings, TrainerSettings):
             wanted["transfer"] = settings.transfer_port
             wanted["rendezvous"] = int(settings.rendezvous.rpartition(":")[2])

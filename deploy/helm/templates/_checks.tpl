@@ -28,6 +28,16 @@
 {{- include "pipelinerl.fail" (printf "networkPolicy.tracing.ports: [%s] lacks port %s of tracing.endpoint = %s, so that no span would leave; add it, beside the port of the collector's pods where that is another" (join ", " $open) $port .Values.tracing.endpoint) -}}
 {{- end -}}
 {{- end -}}
+{{- if include "pipelinerl.hasEpisodes" . -}}
+{{- $pods := .Values.verifier.autoscaling.enabled | ternary .Values.verifier.autoscaling.maxReplicas .Values.verifier.replicas -}}
+{{- $room := mul (int $pods) (int .Values.verifier.maxEpisodes) -}}
+{{- $wanted := include "pipelinerl.actor.episodes" . | int -}}
+{{- if and (not (kindIs "invalid" $pods)) (lt (int $room) $wanted) -}}
+{{- include "pipelinerl.fail" (printf "verifier.maxEpisodes: %d pods with %d episodes each are fewer than the %d that the actors keep under way; raise it or the number of pods, or set recipe.set.actor.episodes_in_progress" (int $pods) (int .Values.verifier.maxEpisodes) $wanted) -}}
+{{- end -}}
+{{- else if and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") -}}
+{{- include "pipelinerl.fail" (printf "verifier.autoscaling.kind: %s scales on episodes, and the recipe has none; set it to cpu" .Values.verifier.autoscaling.kind) -}}
+{{- end -}}
 {{- if and .Values.huggingface.token .Values.huggingface.existingSecret -}}
 {{- include "pipelinerl.fail" "huggingface.token: huggingface.existingSecret is set too; keep one of them" -}}
 {{- end -}}

@@ -42,6 +42,28 @@
 {{- if has (default "hub" $recipe.model.source) (list "warmstart" "smollm2") -}}true{{- end -}}
 {{- end -}}
 
+{{/* Whether samples of a task are episodes, which run in the verifier's pods and ask the actors for their turns. "true" or nothing. */}}
+{{- define "pipelinerl.hasEpisodes" -}}
+{{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
+{{- $tasks := list (default dict $recipe.task) -}}
+{{- range $recipe.tasks -}}
+{{- $tasks = append $tasks .task -}}
+{{- end -}}
+{{- $found := "" -}}
+{{- range $tasks -}}
+{{- if has .source (list "environment" "tools" "agent" "verifiers") -}}{{- $found = "true" -}}{{- end -}}
+{{- end -}}
+{{- $found -}}
+{{- end -}}
+
+{{/* Episodes that the actors keep under way at most, as far as the values say how many actors there are. */}}
+{{- define "pipelinerl.actor.episodes" -}}
+{{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
+{{- $each := dig "actor" "episodes_in_progress" nil $recipe | default (mul 2 (dig "actor" "sequences_in_progress" 64 $recipe | int)) -}}
+{{- $actors := .Values.actor.autoscaling.enabled | ternary .Values.actor.autoscaling.maxReplicas .Values.actor.replicas -}}
+{{- mul (int $actors) (int $each) -}}
+{{- end -}}
+
 {{/* GPUs of an actor pod: the engine's tensor parallel size, or 0. */}}
 {{- define "pipelinerl.actor.gpus" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
