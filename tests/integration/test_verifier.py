@@ -309,7 +309,7 @@ for module in pkgutil.walk_packages(services.verifier.__path__, "services.verifi
     if not module.name.endswith("__main__"):
         __import__(module.name)
 
-from pipelinerl.recipe.fields import SCORERS, RewardConfig, TaskConfig
+from pipelinerl.recipe.fields import SCORERS, JudgeConfig, RewardConfig, TaskConfig
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem
 from services.verifier.rewards.compose import make_reward
 from services.verifier.worker import score_item
@@ -318,8 +318,9 @@ answers, completions = {"json_schema": '{"const": 12}'}, {"math_boxed": r"\\boxe
 entry = {"question": "", "answer": "12", "metadata": {}}
 for scorer in SCORERS:
     reference = {"answer": answers.get(scorer, "12"), "dataset": "chain_sum", "entry": entry}
-    item = VerifyItem(completion_text=completions.get(scorer, "12"), reference_json=json.dumps(reference))
-    result = score_item(make_reward(RewardConfig(scorer=scorer), TaskConfig()), item)
+    item = VerifyItem(completion_text=completions.get(scorer, "12"), reference_json=json.dumps(reference), judgement="1")
+    judge = JudgeConfig(url="http://judge/v1", model="m", template="{completion}", pattern="(.)")
+    result = score_item(make_reward(RewardConfig(scorer=scorer, judge=judge), TaskConfig()), item)
     assert (result.status, result.reward) == (VERIFY_STATUS_OK, 1.0), (scorer, result)
 print("light")
 """
