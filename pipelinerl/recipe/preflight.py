@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pipelinerl.recipe.loading import RecipeError
 
 _IMPORT_S = 60.0
 _NOT_INSTALLED = 71
-_IMPORT_FUNCTION = f"""
+_IMPORT = f"""
 import difflib, importlib, sys
 module, _, name = sys.argv[1].partition(":")
 try:
@@ -39,11 +40,11 @@ if not callable(found.get(name)):
 """
 
 
-def try_reward_function(path: str) -> None:
-    """Imports `pkg.module:function` as the verifier will, with the current folder on the path, in a process of its own: a
+def try_import(path: str) -> None:
+    """Imports `pkg.module:name` as the verifier will, with the current folder on the path, in a process of its own: a
     user's module may do anything. Does not call it. Raises `MissingPackage` where a module is not installed here, else
     `UserError`."""
-    command = [sys.executable, "-c", _IMPORT_FUNCTION, path]
+    command = [sys.executable, "-c", _IMPORT, path]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
@@ -147,7 +148,7 @@ def _compiler(recipe: Recipe) -> Iterator[FieldError]:
 
 def _tasks(recipe: Recipe) -> Iterator[FieldError]:
     for place, share in recipe.tasks_by_place.items():
-        for rule in (_task, _reward):
+        for rule in (_task, _code):
             for problem in rule(recipe, share):
                 of_task = "" if problem.field.startswith("model.") else place
                 yield type(problem)(f"{of_task}{problem.field}", problem.value, problem.fix)
@@ -175,16 +176,27 @@ def _task(recipe: Recipe, share: TaskShare) -> Iterator[FieldError]:
         yield FieldError("task.path", task.path, str(error))
 
 
-def _reward(recipe: Recipe, share: TaskShare) -> Iterator[FieldError]:
-    scorer = share.reward.scorer
-    if ":" not in scorer:
-        return
-    try:
-        try_reward_function(scorer)
-    except MissingPackage as error:
-        yield Lacking("reward.scorer", scorer, str(error))
-    except UserError as error:
-        yield FieldError("reward.scorer", scorer, str(error))
+def _code(recipe: Recipe, share: TaskShare) -> Iterator[FieldError]:
+    """What the verifier imports or starts."""
+    task, scorer = share.task, share.reward.scorer
+    imported = [("reward.scorer", scorer)] if ":" in scorer else []
+    imported += [("task.tools", path) for path in task.tools]
+    imported += [("task.name", task.name)] if task.source == "environment" else []
+    for field, path in imported:
+        try:
+            try_import(path)
+        except MissingPackage as error:
+            yield Lacking(field, path, str(error))
+        except UserError as error:
+            yield FieldError(field, path, str(error))
+    if task.source == "agent" and find_program(shlex.split(task.command)[0]) is None:
+        yield Lacking("task.command", task.command, "there is no such program here; give its path, or install it")
+
+
+def find_program(name: str) -> str | None:
+    """Its path, as the verifier finds an agent's program: beside this interpreter first, so that `python` is this one."""
+    folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
+    return shutil.which(name, path=os.pathsep.join(folders))
 
 
 def _actors(recipe: Recipe) -> Iterator[FieldError]:

@@ -6,6 +6,7 @@ Pure. What one field allows by itself stands beside it in `fields`; what the mac
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,16 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
         yield "tools", f"task.source = {task.source!r} needs {'functions' if task.source == 'tools' else 'none'} here"
     if bool(task.command) != (task.source == "agent"):
         yield "command", f"task.source = {task.source!r} needs {'a program' if task.source == 'agent' else 'none'} here"
+    if not _is_command(task.command):
+        yield "command", "has a quotation mark without its other one"
+
+
+def _is_command(text: str) -> bool:
+    try:
+        shlex.split(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _lengths(recipe: Recipe) -> Broken:
@@ -119,6 +130,8 @@ def _rewards(recipe: Recipe) -> Broken:
             yield f"{place}reward.judge", "is for reward.scorer = 'judge'; name that scorer, or leave this section out"
         if is_judged and share.task.is_episodic:
             yield f"{place}reward.scorer", f"scores completions, not episodes (task.source = {share.task.source!r})"
+        if share.task.source == "agent" and reward.overlong.buffer_tokens:
+            yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
 
 
 def _groups(recipe: Recipe) -> Broken:

@@ -517,6 +517,45 @@ def test_a_gpu_shows_by_its_device_file_or_its_tool(tmp_path: Path, monkeypatch:
     assert has_gpu()
 
 
+def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    file = {"path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
+    environment = "pipelinerl.tasks.environments"
+    for task, expected in (
+        ({"source": "environment", "name": f"{environment}:Calculator"}, {}),
+        ({"source": "environment", "name": f"{environment}:Calculater"}, {"task.name": "did you mean Calculator?"}),
+        ({"source": "tools", "tools": ["json:dumps", "json:dunps"], **file}, {"task.tools": "did you mean dumps?"}),
+        ({"source": "agent", "command": "python -m agent", **file}, {}),
+        ({"source": "agent", "command": "no-such-program x", **file}, {"task.command": "no such program"}),
+    ):
+        said = {field: text for field, (text, _) in found(task=task).items()}
+        assert said.keys() == expected.keys()
+        assert all(words in said[field] for field, words in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("task", "field", "said"),
+    [
+        ({"source": "environment", "name": "guess"}, "task.name", "needs its class here: pkg.module:Class"),
+        ({"source": "tools", "path": "p.jsonl"}, "task.tools", "needs functions here"),
+        ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program here"),
+        ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
+        (
+            {"source": "agent", "command": "python agent.py", "path": "p.jsonl"},
+            "reward.overlong.buffer_tokens",
+            "an agent's answer has no length in tokens; use 0",
+        ),
+        ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a .jsonl or .parquet file here"),
+    ],
+)
+def test_what_the_sources_of_episodes_need(task: dict[str, Any], field: str, said: str) -> None:
+    reward = {"overlong": {"buffer_tokens": 4}} if field.startswith("reward") else {}
+    with pytest.raises(RecipeError) as raised:
+        recipe_from_data(minimal(task=task, reward=reward), "x")
+    assert f"{field} = " in str(raised.value)
+    assert said in str(raised.value)
+
+
 def test_the_changes_that_demonstrations_make_to_the_task_are_tried() -> None:
     for change in ("{min_trms: 2}", "{max_terms: 1}"):
         recipe = load_recipe(RECIPES / "arithmetic.yaml", [f"model.warmstart.task_config={change}"])
