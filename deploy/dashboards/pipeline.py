@@ -198,6 +198,14 @@ _EPISODES = Section(
     "Episodes",
     (
         Panel(
+            "Episodes under way",
+            "Of all actors: those that decode a turn, and those that wait for their environment or a place.",
+            "At the actors' limit, with as many decoding as there are places (above).",
+            "At the limit while places are free: raise actor.episodes_in_progress.",
+            (Query(gauge("actor_episodes_in_progress", of="sum")),),
+            low=0,
+        ),
+        Panel(
             "Turns",
             "Turns asked for: sampled, replayed where an episode is run again, and recorded ones that are dropped.",
             "Sampled only.",
