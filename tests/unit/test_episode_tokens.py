@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
 from pipelinerl.messages.sequences import FinishReason, VersionSpan
@@ -55,7 +54,7 @@ def format_of(name: str) -> tuple[ChatFormat, ByteTokenizer]:
         return TemplateFormat(tokenizer), tokenizer
     tokenizer = byte_tokenizer()
     tokenizer.learns = True
-    chat = FamilyFormat(tokenizer, create_renderer(tokenizer, config_from_name(name)))
+    chat = FamilyFormat(tokenizer, name)
     Conversation(chat, tokenizer, has_tools=True).play([("a", CALLS["hermes"], True), ("b", "<think>", False)] * 2)
     tokenizer.learns = False
     return chat, tokenizer
@@ -154,7 +153,7 @@ def test_a_call_is_read_and_its_result_extends_what_was_sampled(name: str) -> No
     call = {"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "ab"}}}
     if isinstance(chat, FamilyFormat):
         said = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-        written: list[int] = build_trajectory_step(chat._renderer, asked, said, tools=[LOOK_UP])["completion_ids"]
+        written: list[int] = build_trajectory_step(chat.renderer, asked, said, tools=[LOOK_UP])["completion_ids"]
         ends = [number for number, token in enumerate(written) if token in chat.stop_token_ids]
         sampled, end = tokenizer.decode(written[: ends[0]] if ends else written), written[ends[0]] if ends else None
     else:
@@ -190,19 +189,28 @@ def test_a_rewritten_history_is_a_branch_and_one_that_is_only_cut_off_is_not(nam
     check_exact(conversation)
 
 
+def test_thoughts_that_the_format_drops_make_a_branch_and_turns_without_any_do_not() -> None:
+    chat, tokenizer = format_of("qwen3")
+    for sampled, num_branches in (("one \n", 1), ("<think>\nhm\n</think>\n\none", 2)):
+        conversation = Conversation(chat, tokenizer, has_tools=False)
+        conversation.play([("go on", sampled, True), ("again", "two", True)])
+        assert len(conversation.record.result()[0]) == num_branches
+        check_exact(conversation)
+
+
 def test_a_copy_of_a_known_model_is_written_by_its_familys_renderer_and_others_by_their_template() -> None:
     chat, tokenizer = format_of("qwen3")
     assert isinstance(chat, FamilyFormat)
 
     def as_qwen(messages: list, tools: list | None, tokenize: bool, add_generation_prompt: bool) -> str:
-        ids = chat._renderer.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        ids = chat.renderer.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         return tokenizer.decode(ids)
 
     copied = copy(tokenizer)
     copied.chat_template, copied.apply_chat_template = "Qwen's", as_qwen
     found = chat_format(copied, "/models/copy")
     assert isinstance(found, FamilyFormat)
-    assert type(found._renderer) is type(chat._renderer)
+    assert type(found.renderer) is type(chat.renderer)
     assert isinstance(chat_format(format_of("template")[1], "org/other"), TemplateFormat)
     assert isinstance(chat_format(format_of("plain")[1], "org/base"), PlainFormat)
     with pytest.raises(Unrenderable, match="tools need a model with a chat template"):

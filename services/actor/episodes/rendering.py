@@ -83,14 +83,13 @@ def chat_format(tokenizer: Any, model: str) -> ChatFormat:
     """
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
-    from renderers import config_from_name, create_renderer  # imports most of a second's worth
-    from renderers.base import MODEL_RENDERER_MAP
+    from renderers.base import MODEL_RENDERER_MAP  # imports most of a second's worth
 
     if model in MODEL_RENDERER_MAP:
-        return FamilyFormat(tokenizer, create_renderer(tokenizer, config_from_name(MODEL_RENDERER_MAP[model])))
+        return FamilyFormat(tokenizer, MODEL_RENDERER_MAP[model])
     for name in sorted(set(MODEL_RENDERER_MAP.values())):
         try:
-            found = FamilyFormat(tokenizer, create_renderer(tokenizer, config_from_name(name)))
+            found = FamilyFormat(tokenizer, name)
         except Exception:  # noqa: BLE001 - each says in a way of its own that the tokenizer lacks its special tokens
             continue
         if _writes_the_template(found, tokenizer):
@@ -140,35 +139,48 @@ def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
 
 
 class FamilyFormat:
-    """A renderer of the package `renderers`: one model family's format, written down by hand."""
+    """A renderer of the package `renderers`, by its name there: one model family's format, written down by hand.
 
-    def __init__(self, tokenizer: Any, renderer: Any) -> None:
-        self._tokenizer, self._renderer = tokenizer, renderer
-        self.stop_token_ids = tuple(renderer.get_stop_token_ids())
+    Renderers do not extend turns by a user's message where their template drops thoughts then. If there were none, so that it
+    writes the same text but for white space, the recorded tokens are extended nevertheless.
+    """
+
+    def __init__(self, tokenizer: Any, family: str) -> None:
+        from renderers import config_from_name, create_renderer
+
+        self._tokenizer, config = tokenizer, config_from_name(family)
+        self.renderer = create_renderer(tokenizer, config)
+        self._keeping = create_renderer(tokenizer, type(config)(thinking_retention="all"))
+        self.stop_token_ids = tuple(self.renderer.get_stop_token_ids())
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
+        named = _with_tool_names(messages)
         try:
-            return list(
-                self._renderer.render_ids(_with_tool_names(messages), tools=tools or None, add_generation_prompt=True)
-            )
+            return list(self.renderer.render_ids(named, tools=tools or None, add_generation_prompt=True))
         except Exception as error:  # what a renderer raises for messages that it does not take is its own
             raise Unrenderable(f"the model's chat format does not take these messages: {error}") from error
 
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        new = _with_tool_names(messages)[num_known:]
-        try:
-            bridged = self._renderer.bridge_to_next_turn(prompt_ids, sampled_ids, new, tools=tools or None)
-        except Exception as error:
-            raise Unrenderable(f"the model's chat format does not take these messages: {error}") from error
-        known = len(prompt_ids) + len(sampled_ids)
-        if bridged is None or bridged.token_ids[:known] != prompt_ids + sampled_ids:
-            return None
-        return list(bridged.token_ids)
+        new, known = _with_tool_names(messages)[num_known:], [*prompt_ids, *sampled_ids]
+        for renderer in (self.renderer, self._keeping):
+            try:
+                bridged = renderer.bridge_to_next_turn(prompt_ids, sampled_ids, new, tools=tools or None)
+            except Exception as error:
+                raise Unrenderable(f"the model's chat format does not take these messages: {error}") from error
+            if bridged is None or bridged.token_ids[: len(known)] != known:
+                continue
+            if renderer is self.renderer or self._is_written(bridged.token_ids, messages, tools):
+                return list(bridged.token_ids)
+        return None
+
+    def _is_written(self, token_ids: list[int], messages: list[Message], tools: Tools) -> bool:
+        texts = [self._tokenizer.decode(ids).split() for ids in (token_ids, self.render(messages, tools))]
+        return "".join(texts[0]) == "".join(texts[1])
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
-        parsed = self._renderer.parse_response(sampled_ids, prompt_ids=prompt_ids, tools=tools or None)
+        parsed = self.renderer.parse_response(sampled_ids, prompt_ids=prompt_ids, tools=tools or None)
         attempts = parsed.tool_calls if tools else []
         # A tool that is not among those given is the agent's to answer.
         calls = tuple(
