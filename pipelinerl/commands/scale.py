@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("count", metavar="N", type=int, help="the wanted number")
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the run")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="how long to wait for them (300 s)")
-    parser.add_argument("--no-wait", action="store_true", help="return without waiting for them")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -37,8 +36,7 @@ def execute(args: argparse.Namespace) -> int:
         raise FieldError("N", args.count, f"a run on one machine has 0 to {MOST_ACTORS} actors")
     running_pids(run_dir)
     write_json(run_dir.scale, {"actors": args.count})
-    if not args.no_wait:
-        asyncio.run(_until_there(run_dir, args.count, args.timeout))
+    asyncio.run(_until_there(run_dir, args.count, args.timeout))
     return 0
 
 

@@ -8,7 +8,6 @@ then it cannot hold anybody up. Not here: what happens within a transfer, and wh
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -66,7 +65,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._actors: dict[str, _Registered] = {}
-        self._ended: OrderedDict[str, tuple[Member, ...]] = OrderedDict()
+        self._ended: dict[str, tuple[Member, ...]] = {}
         """Pods by uid; of actors that do not know theirs, processes. With who was told to end and may still run."""
 
     def up(self, member: Member) -> None:
@@ -163,9 +162,8 @@ class Roster:
     def _remember(self, key: str, still_running: tuple[Member, ...] = ()) -> None:
         if key:
             self._ended[key] = still_running
-            self._ended.move_to_end(key)
         while len(self._ended) > MOST_REMEMBERED:
-            self._ended.popitem(last=False)
+            del self._ended[next(iter(self._ended))]
 
     def _process(self, member: Member) -> _Registered | None:
         known = self._actors.get(member.actor)
