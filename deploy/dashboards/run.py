@@ -71,7 +71,11 @@ _LEARNING = Section(
             "Mean reward of the sequences of a step, and their standard deviation.",
             "The mean rises, steeply at first.",
             "It falls, or stays flat from the start; a spread near 0 leaves nothing to learn from.",
-            (Query(gauge("trainer_reward_mean"), "{{run}} mean"), Query(gauge("trainer_reward_std"), "{{run}} std")),
+            (
+                Query(gauge("trainer_reward_mean"), "{{run}} mean"),
+                Query(gauge("trainer_reward_std"), "{{run}} std"),
+                Query(gauge("trainer_task_reward_mean", "task"), "{{run}} {{task}}"),
+            ),
             width=12,
         ),
         Panel(

@@ -30,7 +30,7 @@ _SHOWN = (
     "step", "time_s", "reward_mean", "entropy", "grad_norm", "clipped", "ess", "lag", "lag_histogram", "largest_lag",
     "max_lag_too_small", "mismatch_kl", "tokens_generated_per_s", "tokens_trained_per_s", "weight_update", "stall_s",
     "actor_busy_fraction", "trainer_busy_fraction", "completion_tokens_mean", "truncated_fraction",
-    "step_s",
+    "step_s", "tasks",
 )  # fmt: skip
 
 

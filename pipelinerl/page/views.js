@@ -75,9 +75,11 @@ const PrlViews = (() => {
     if (names.length > 1) evaluations.push(...names.map((name) => ofSet(name, name, (of) => of.accuracy.value)));
     const passed = names.map((name) => ofSet(name, names.length > 1 ? `pass@k, ${name}` : "pass@k", (of) => (Object.values(of.pass_at).slice(-1)[0] || {}).value));
     evaluations.push(...passed.filter((one) => one.points.length));
+    const tasks = [...new Set(r.flatMap((one) => Object.keys(one.tasks || {})))].sort();
+    const rewards = tasks.map((name, i) => ({ name, color: COLOR[1 + (i % 3)], points: smooth(pick(r, axis, (one) => ((one.tasks || {})[name] || {}).reward_mean)) }));
     return [
       (root) => lines(root, { title: "Held-out accuracy", sub: "Problems never trained on", series: evaluations, xName: axis.name, format: percent, yLow: 0, yHigh: 1, emptyText: "No evaluation yet" }),
-      (root) => lines(root, { title: "Train reward", sub: "Mean over the batch", series: noisy("reward", COLOR[0], pick(r, axis, (one) => one.reward_mean)), xName: axis.name }),
+      (root) => lines(root, { title: "Train reward", sub: "Mean over the batch", series: [...noisy("reward", COLOR[0], pick(r, axis, (one) => one.reward_mean)), ...rewards], xName: axis.name }),
       (root) => lines(root, { title: "Entropy", sub: "Of the policy's next token, nats; near zero means it has stopped exploring", series: noisy("entropy", COLOR[0], pick(r, axis, (one) => one.entropy)), xName: axis.name, yLow: 0 }),
       (root) => lines(root, { title: "Gradient norm", sub: clippedNote(r), series: noisy("norm", COLOR[0], pick(r, axis, (one) => one.grad_norm)), xName: axis.name, yLow: 0 }),
     ];

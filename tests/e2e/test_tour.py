@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -67,12 +68,26 @@ phase = functools.partial(pytest_asyncio.fixture, scope="module", loop_scope="mo
 ROOT = Path(__file__).resolve().parents[2]
 CALM_STEPS = 6
 VICTIM = "actor-1"
+TASKS = (
+    {"name": "sums", "weight": 3},
+    {
+        "name": "short-sums",
+        "max_tokens": 16,
+        "task": {"config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, "heldout_problems": 8},
+        "reward": {"scorer": "task"},
+    },
+)
+"""Three groups of the first, one of the second, and so on."""
 WINDOW = "10s"
 """For the windows that Grafana fills in: some scrapes."""
 ABSENT = {
     "pipelinerl_trainer_mfu_ratio": "no CPU's peak is known",
     "pipelinerl_trainer_reference_kl_nats": "only with algorithm.kl_coefficient",
     "pipelinerl_trainer_rank_orders_total": "only of a trainer's second and further nodes",
+    "pipelinerl_trainer_episode_turns": "only of episodes",
+    "pipelinerl_trainer_episode_branches": "only of episodes",
+    "pipelinerl_trainer_observed_ratio": "only of episodes",
+    "pipelinerl_verifier_episode_seconds": "only of episodes",
 }
 """Metrics without a series in this run, and why."""
 MAYBE = {
@@ -120,11 +135,11 @@ async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> As
         "reward": {"scorer": "tests.faults.slow_reward:score_slowly", "answer_pattern": ""},
         "algorithm": {"advantage": "value"},
         "trainer": {"steps": 100_000},
-        "evaluation": {"every_steps": 0},
+        "evaluation": {"every_steps": 0, "samples": 2, "temperature": 1.0},
         "checkpoint": {"every_steps": 3},
         "weights": {"deadline_s": 5},
     }
-    recipe = write_tiny_recipe(tiny_model, folder, changes)
+    recipe = write_tiny_recipe(tiny_model, folder, changes, tasks=TASKS)
     at_once = [  # the alerts' conditions themselves: nothing in a short run lasts as long as their `for`
         {**group, "rules": [{key: value for key, value in rule.items() if key != "for"} for rule in group["rules"]]}
         for group in groups()
@@ -576,14 +591,13 @@ async def test_every_query_of_every_panel_finds_data(
     tour: Tour, stopped: Stopped, board: Board, namespace: str
 ) -> None:
     """An empty pattern takes only series without the label, as those of a local Prometheus are."""
-    wrong = []
+    wrong, families = [], samples()
     for panel in board.panels:
         for query in panel.queries:
-            none = bool(names_in(query.expr) & ABSENT.keys()) or (
-                namespace != "" and "pipelinerl_runner_" in query.expr
-            )
+            names = {families[name].name for name in names_in(query.expr)}
+            none = bool(names & ABSENT.keys()) or (namespace != "" and "pipelinerl_runner_" in query.expr)
             data = bool(found(tour, stopped, query.expr, namespace))
-            if data == none and not names_in(query.expr) & MAYBE.keys():
+            if data == none and not names & MAYBE.keys():
                 wrong.append(f"{panel.title}: {query.expr} ({'data' if data else 'nothing'})")
     assert wrong == []
 
@@ -665,6 +679,15 @@ async def test_the_run_goes_on_to_a_later_end_and_leaves_a_complete_folder(resum
     assert summary["largest_lag"] == records[-1]["largest_lag"] >= 1
     assert all(record["value_loss"] >= 0 for record in records)
     assert records[-1]["weight_update"]["members"] == 2
+    of_tasks = Counter(dict.fromkeys(("sums", "short-sums"), 0))
+    for record in records:
+        of_tasks.update({name: figures["sequences"] for name, figures in record["tasks"].items()})
+        assert all(one["completion_tokens_mean"] <= 16 for name, one in record["tasks"].items() if name == "short-sums")
+    assert of_tasks["sums"] / of_tasks.total() == pytest.approx(0.75, abs=0.1), "over kills, a stop and a resumption"
+    assert {name: one["unanswered"] for name, one in summary["heldout"][-1]["sets"].items()} == {
+        "sums": 0,
+        "short-sums": 0,
+    }
     assert set(run.pids()) == {"nats", "verifier", "trainer", "actor-0", "actor-1"}
     for name in ("recipe.yaml", "samples.jsonl", "report.html", "checkpoint/config.json", "checkpoint/value_head"):
         assert (run.run_dir / name).exists(), name

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +59,14 @@ def write_tiny_model(folder: Path) -> None:
 
 
 def write_tiny_recipe(
-    model: Path, folder: Path, changes: Mapping[str, Mapping[str, Any]] | None = None, mode: str = "pipeline"
+    model: Path,
+    folder: Path,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    mode: str = "pipeline",
+    tasks: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """A run of a few optimizer steps; `changes` to its sections. A third of its completions go to their limit, so that
-    sequences span versions."""
+    """A run of a few optimizer steps; `changes` to its sections; `tasks` that differ from its own, in its place. A third of its
+    completions go to their limit, so that sequences span versions."""
     recipe: dict[str, Any] = {
         "name": "tiny",
         "mode": mode,
@@ -84,6 +88,9 @@ def write_tiny_recipe(
     }
     for section, fields in (changes or {}).items():
         recipe[section] = {**recipe.get(section, {}), **fields}
+    if tasks:
+        recipe["tasks"] = [{**one, "task": recipe["task"] | one.get("task", {})} for one in tasks]
+        del recipe["task"]
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return path

@@ -1,5 +1,6 @@
 """What the trainer exports, by hand: lags counted in tokens, spread inside groups, the ledger, streams, members, phase."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +8,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.protocol import StreamInfo
+from pipelinerl.messages.sequences import FinishReason
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import TrainerMetrics, bounded
-from services.trainer.reporting.recorder import group_figures
+from services.trainer.reporting.recorder import group_figures, task_figures
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.updater import UpdateRecord
 from tests.unit.builders import make_group, make_sequence
@@ -72,6 +74,27 @@ def test_the_spread_is_inside_groups_and_not_between_them() -> None:
     exported.step(**figures)
     assert exported("group_reward_std") == pytest.approx(0.5 / 3)
     assert exported("equal_reward_groups_ratio") == pytest.approx(2 / 3)
+
+
+def test_figures_by_task_are_of_the_tasks_in_the_step() -> None:
+    first, second = make_group(0), make_group(1, task="words")
+    batch = [
+        make_sequence(first, 0, reward=1.0),
+        make_sequence(first, 1, reward=0.0),
+        make_sequence(second, 0, completion=(4,)),
+    ]
+    batch[2] = replace(batch[2], finish_reason=FinishReason.LENGTH)
+    figures = task_figures(batch)
+    assert figures == {
+        "chain_sum": {"sequences": 2, "reward_mean": 0.5, "completion_tokens_mean": 2.0, "truncated_fraction": 0.0},
+        "words": {"sequences": 1, "reward_mean": 1.0, "completion_tokens_mean": 1.0, "truncated_fraction": 1.0},
+    }
+    exported = Exported()
+    exported.step(tasks=figures)
+    assert exported("task_reward_mean", task="chain_sum") == 0.5
+    assert exported("task_truncated_ratio", task="words") == 1.0
+    exported.step(tasks=task_figures(batch[:2]))
+    assert exported("task_reward_mean", task="words") is None
 
 
 def test_what_a_step_does_not_have_is_no_series_and_what_is_measured_now_and_then_stays() -> None:

@@ -88,6 +88,13 @@ OF_STEP: dict[str, tuple[str, ...]] = {
 }
 """Key of a step's record: the metric's name, its text, and its unit where the name does not end with it. A figure that the step
 lacks is no series."""
+OF_TASK: dict[str, tuple[str, ...]] = {
+    "sequences": ("task_sequences", "Sequences of the batch"),
+    "reward_mean": ("task_reward_mean", "Mean reward of the sequences", "reward"),
+    "completion_tokens_mean": ("task_completion_length_tokens", "Mean sampled tokens of the sequences"),
+    "truncated_fraction": ("task_truncated_ratio", "Share, cut at their length limit, of the sequences"),
+}
+"""The same of one task, with `tasks` in the recipe."""
 NOW_AND_THEN: dict[str, tuple[str, ...]] = {
     "heldout_accuracy": ("heldout_accuracy_ratio", "Held-out accuracy, last evaluation."),
     "heldout_accuracy_lower_bound": (
@@ -144,6 +151,12 @@ class StepMetrics:
                 {"tokens": ("trained", "computed")},
             ),
         }
+        task = {"task": "one of the recipe's tasks"}
+        of_tasks = "of one of several tasks; of those in the step."
+        self._of_task = {
+            key: metrics.reading(name, f"{text} {of_tasks}", task, unit="".join(unit))
+            for key, (name, text, *unit) in OF_TASK.items()
+        }
         sets = {"set": "a task's name"}
         self._accuracy = metrics.reading(
             "heldout_set_accuracy_ratio", "Held-out accuracy of one set of problems, last evaluation.", sets
@@ -199,6 +212,8 @@ class StepMetrics:
                 reading.set(record[key])
         for key, reading in self._each.items():
             reading.set_each(record.get(key, {}))
+        for key, reading in self._of_task.items():
+            reading.set_each({name: figures[key] for name, figures in record.get("tasks", {}).items()})
         if sets := record.get("heldout_sets"):
             self._accuracy.set_each({name: one["accuracy"]["value"] for name, one in sets.items()})
             largest_k = {name: [*one["pass_at"].values()][-1] for name, one in sets.items() if one["pass_at"]}

@@ -309,6 +309,7 @@ class Recorder:
             "reward_std": float(rewards.std()),
             **group_figures(batch),
             **episode_figures(sequences),
+            **({"tasks": task_figures(sequences)} if self._recipe.tasks else {}),
             "tokens_generated": tokens_arrived,
             "tokens_generated_per_s": (tokens_arrived - self.totals.tokens_generated) / since_last_s,
             "tokens_trained_per_s": figures["tokens_trained"] / since_last_s,
@@ -420,6 +421,22 @@ def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
         "turns_mean": sum(len(branch.turns) or 1 for branch in branches) / len(episodes),
         "branches_mean": len(branches) / len(episodes),
         "observed_fraction": 1 - sampled / sum(branch.num_completion_tokens for branch in branches),
+    }
+
+
+def task_figures(sequences: list[Sequence]) -> dict[str, dict[str, float]]:
+    """What a step says of each task that it has sequences of, by name, as metrics.jsonl has it. Pure."""
+    by_task: dict[str, list[Sequence]] = {}
+    for sequence in sequences:
+        by_task.setdefault(sequence.task, []).append(sequence)
+    return {
+        name: {
+            "sequences": len(own),
+            "reward_mean": float(np.mean([sequence.reward for sequence in own])),
+            "completion_tokens_mean": float(np.mean([sequence.num_episode_tokens for sequence in own])),
+            "truncated_fraction": float(np.mean([one.finish_reason is FinishReason.LENGTH for one in own])),
+        }
+        for name, own in sorted(by_task.items())
     }
 
 
