@@ -49,7 +49,7 @@ def catalogue() -> dict[str, list[Sourced]]:
         for make in makers:
             registry = RunRegistry("")
             recipe = load_recipe("arithmetic")
-            more = {replica_advice: {"recipe": recipe}, VerifierMetrics: {"tasks": recipe.mixture}}
+            more = {replica_advice: {"recipe": recipe}, VerifierMetrics: {"tasks": recipe.problem_sets}}
             make(registry=registry, **more.get(make, {}))
             path = Path(inspect.getfile(make)).resolve().relative_to(ROOT).as_posix()
             found[service] += [Sourced(family, path) for family in registry.families]

@@ -86,6 +86,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     lag = recipe.algorithm.max_lag
     model = recipe.model
     answers = f", {recipe.evaluation.samples} answers to each," if recipe.evaluation.samples > 1 else ""
+    further = "".join(f", and of {one.name}" for one in recipe.evaluation.sets)
     num_heldout = sum(share.task.heldout_problems for share in recipe.mixture.values())
     return [
         ("mode", recipe.mode),
@@ -103,7 +104,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ),
         ("trained", "all weights" if recipe.trainer.lora is None else f"adapters of rank {recipe.trainer.lora.rank}"),
         ("ranks", _ranks(recipe)),
-        ("evaluation", f"{num_heldout} problems{answers} every {recipe.evaluation.every_steps} steps"),
+        ("evaluation", f"{num_heldout} problems{answers} every {recipe.evaluation.every_steps} steps{further}"),
     ]
 
 

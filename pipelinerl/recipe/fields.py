@@ -382,16 +382,21 @@ class RewardConfig(Section):
         return compiled(value, "answer" if info.field_name == "answer_pattern" and value else "")
 
 
-class TaskShare(Section):
-    """One of several tasks: its share of the prompts, and what is its own."""
+class ProblemSet(Section):
+    """Problems, how long an answer may be, and what scores it."""
 
     name: str = Field("", description="Its name in metrics and messages; unless given, `task.name`.")
-    weight: float = Field(1.0, gt=0, le=1e6, description="Prompts of this task for each one of a task of weight 1.")
     task: TaskConfig
     reward: RewardConfig = Field(RewardConfig(), description="Unless given, the recipe's `reward`.")
     max_tokens: int = Field(
         64, ge=1, le=1_048_576, description="Completion tokens at most; unless given, `sampling.max_tokens`."
     )
+
+
+class TaskShare(ProblemSet):
+    """One of several tasks: what is its own, and its share of the prompts."""
+
+    weight: float = Field(1.0, gt=0, le=1e6, description="Prompts of this task for each one of a task of weight 1.")
 
 
 class SamplingConfig(Section):
@@ -690,6 +695,11 @@ class EvaluationConfig(Section):
     samples: int = Field(
         1, ge=1, le=1024, description="Answers to each problem: their mean counts, and pass@k for k up to this number."
     )
+    sets: list[ProblemSet] = Field(
+        default_factory=list,
+        description="Further problems that are evaluated, beside those held out of the tasks; nothing is trained on them. Of "
+        "each set, `task.heldout_problems` at most.",
+    )
     timeout_s: Changeable[float] = Field(
         600.0, gt=0, description="An evaluation ends then, with what has been answered."
     )
@@ -760,9 +770,20 @@ class Recipe(Section):
         return {share.name: share for share in self.tasks_by_place.values()}
 
     @property
-    def episodic_tasks(self) -> dict[str, TaskShare]:
-        """Those of the mixture whose samples are episodes."""
-        return {name: share for name, share in self.mixture.items() if share.task.is_episodic}
+    def sets_by_place(self) -> dict[str, ProblemSet]:
+        """Every task, and every further set of problems that is evaluated, likewise."""
+        sets = {f"evaluation.sets.{position}.": one for position, one in enumerate(self.evaluation.sets)}
+        return {**self.tasks_by_place, **sets}
+
+    @property
+    def problem_sets(self) -> dict[str, ProblemSet]:
+        """The same by name: what a verifier scores."""
+        return {one.name: one for one in self.sets_by_place.values()}
+
+    @property
+    def episodic_tasks(self) -> dict[str, ProblemSet]:
+        """Those of which samples are episodes."""
+        return {name: one for name, one in self.problem_sets.items() if one.task.is_episodic}
 
     @property
     def samples_in_progress(self) -> int:
@@ -777,8 +798,8 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _shared_by_tasks(cls, data: Any) -> Any:
-        """What one of several tasks does not say is as the recipe says."""
-        if not isinstance(data, dict) or not isinstance(data.get("tasks"), list):
+        """What one of several tasks, or a set that is evaluated, does not say is as the recipe says."""
+        if not isinstance(data, dict):
             return data
         shared = {"reward": data.get("reward"), "max_tokens": _value_in(data, "sampling", "max_tokens")}
         given = {name: value for name, value in shared.items() if value is not None}
@@ -787,7 +808,11 @@ class Recipe(Section):
             name = _value_in(one, "task", "name") or TaskConfig.model_fields["name"].default
             return {**given, "name": name, **one} if isinstance(one, dict) else one
 
-        return {**data, "tasks": [filled(one) for one in data["tasks"]]}
+        if isinstance(tasks := data.get("tasks"), list):
+            data = {**data, "tasks": [filled(one) for one in tasks]}
+        if isinstance(sets := _value_in(data, "evaluation", "sets"), list):
+            data = {**data, "evaluation": {**data["evaluation"], "sets": [filled(one) for one in sets]}}
+        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl.errors import FieldError, MissingPackage, UserError
-from pipelinerl.recipe.fields import Recipe, TaskShare
+from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError
 
 _IMPORT_S = 60.0
@@ -147,14 +147,14 @@ def _compiler(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _tasks(recipe: Recipe) -> Iterator[FieldError]:
-    for place, share in recipe.tasks_by_place.items():
+    for place, share in recipe.sets_by_place.items():
         for rule in (_task, _code):
             for problem in rule(recipe, share):
                 of_task = "" if problem.field.startswith("model.") else place
                 yield type(problem)(f"{of_task}{problem.field}", problem.value, problem.fix)
 
 
-def _task(recipe: Recipe, share: TaskShare) -> Iterator[FieldError]:
+def _task(recipe: Recipe, share: ProblemSet) -> Iterator[FieldError]:
     """The held-out problems, and the warm start's changes to the task, which the demonstrations are made of."""
     from pipelinerl.tasks.source import Split, make_source
 
@@ -167,7 +167,7 @@ def _task(recipe: Recipe, share: TaskShare) -> Iterator[FieldError]:
         except FieldError as error:
             yield FieldError("model.warmstart.task_config", changes, f"with task.config: {error}")
     try:
-        make_source(task, recipe.seed).problem(Split.HELDOUT, 0)
+        make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture).problem(Split.HELDOUT, 0)
     except FieldError as error:
         yield error
     except MissingPackage as error:
@@ -176,7 +176,7 @@ def _task(recipe: Recipe, share: TaskShare) -> Iterator[FieldError]:
         yield FieldError("task.path", task.path, str(error))
 
 
-def _code(recipe: Recipe, share: TaskShare) -> Iterator[FieldError]:
+def _code(recipe: Recipe, share: ProblemSet) -> Iterator[FieldError]:
     """What the verifier imports or starts."""
     task, scorer = share.task, share.reward.scorer
     imported = [("reward.scorer", scorer)] if ":" in scorer else []

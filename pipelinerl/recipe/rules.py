@@ -65,11 +65,14 @@ def _tasks(recipe: Recipe) -> Broken:
         yield "task", "a recipe needs this section, or several in tasks"
     if recipe.task is not None and recipe.tasks:
         yield "tasks", "stands in place of task; give one of the two"
-    names = [share.name for share in recipe.tasks_by_place.values()]
-    for place, share in recipe.tasks_by_place.items():
-        if place and (not share.name or names.count(share.name) > 1):
-            yield f"{place}name", "each of several tasks needs a name of its own here, by which its reward is found"
-        yield from ((f"{place}task.{field}", fix) for field, fix in _task(recipe, share.task))
+    names = [one.name for one in recipe.sets_by_place.values()]
+    for place, one in recipe.sets_by_place.items():
+        if place and (not one.name or names.count(one.name) > 1):
+            yield (
+                f"{place}name",
+                "each of several tasks and sets needs a name of its own here, by which its reward is found",
+            )
+        yield from ((f"{place}task.{field}", fix) for field, fix in _task(recipe, one.task))
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
@@ -109,7 +112,7 @@ def _is_command(text: str) -> bool:
 
 def _lengths(recipe: Recipe) -> Broken:
     context = recipe.model.max_context
-    for place, share in recipe.tasks_by_place.items():
+    for place, share in recipe.sets_by_place.items():
         longest, limit = share.max_tokens, f"{place or 'sampling.'}max_tokens"
         if share.reward.overlong.buffer_tokens > longest:
             yield f"{place}reward.overlong.buffer_tokens", f"is wider than {limit} = {longest}; use at most that"
@@ -122,7 +125,7 @@ def _lengths(recipe: Recipe) -> Broken:
 
 
 def _rewards(recipe: Recipe) -> Broken:
-    for place, share in recipe.tasks_by_place.items():
+    for place, share in recipe.sets_by_place.items():
         reward, is_judged = share.reward, share.reward.scorer == "judge"
         if is_judged and reward.judge is None:
             yield f"{place}reward.judge", "reward.scorer = 'judge' needs this section"

@@ -463,7 +463,7 @@ class _Run:
     def _evaluate(self, version: int) -> _Process:
         self.held_above = version
         yield lambda: self.served >= version
-        num_problems = sum(share.task.heldout_problems for share in self.recipe.mixture.values())
+        num_problems = sum(share.task.heldout_problems for share in self.recipe.problem_sets.values())
         problems = self.lengths.sample(self.random, num_problems * self.recipe.evaluation.samples).tolist()
         self.heldout_left = len(problems)
         for number, length in enumerate(problems):

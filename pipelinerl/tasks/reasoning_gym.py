@@ -47,7 +47,7 @@ class ReasoningGymSource:
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._family, self._config, self._seed = config.name, config.config, seed
-        self._num_heldout, self._compact = config.heldout_problems, config.prompt_style == "compact"
+        self.num_heldout, self._compact = config.heldout_problems, config.prompt_style == "compact"
         check_family(self._family)
         check_arguments(self._family, self._config)
         self._block = lru_cache(maxsize=8)(self._make_block)
@@ -66,10 +66,10 @@ class ReasoningGymSource:
     def _heldout(self) -> list[Problem]:
         """The first `num_heldout` distinct candidates."""
         found: dict[str, Problem] = {}
-        for index in range(MOST_TRIES * self._num_heldout):
+        for index in range(MOST_TRIES * self.num_heldout):
             problem = self._candidate(Split.HELDOUT, index, 0)
             found.setdefault(problem.question, problem)
-            if len(found) == self._num_heldout:
+            if len(found) == self.num_heldout:
                 return list(found.values())
         raise self._too_few()
 
@@ -107,7 +107,7 @@ class ReasoningGymSource:
     def _too_few(self) -> FieldError:
         return FieldError(
             "task.heldout_problems",
-            self._num_heldout,
+            self.num_heldout,
             f"{self._family} with {self._config} has too few distinct problems; lower it or make the task larger",
         )
 

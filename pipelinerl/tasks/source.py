@@ -45,8 +45,10 @@ class Problem:
 
 
 class Source(Protocol):
+    num_heldout: int
+
     def problem(self, split: Split, index: int) -> Problem:
-        """Training problems go on without end; held-out ones are `task.heldout_problems` in number."""
+        """Training problems go on without end; held-out ones are `num_heldout`, as a rule `task.heldout_problems`."""
         ...
 
 
@@ -71,10 +73,11 @@ class Interleaving:
         raise AssertionError("the last task takes what is left")
 
 
-def make_source(config: TaskConfig, seed: int) -> Source:
-    """Raises `FieldError` or `UserError` for what the user can mend. Imports what the source needs (about a second)."""
+def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> Source:
+    """Raises `FieldError` or `UserError` for what the user can mend. Imports what the source needs (about a second).
+    `is_trained_on`: False where a file's problems may all be evaluated."""
     if config.path:
-        return FileSource(config, seed)
+        return FileSource(config, seed, is_trained_on=is_trained_on)
     if config.is_episodic:
         return SeededSource(config)
     from pipelinerl.tasks.reasoning_gym import ReasoningGymSource
@@ -92,28 +95,31 @@ class SeededSource:
     """Problems of an environment that makes them by itself, of the episode's seed."""
 
     def __init__(self, config: TaskConfig) -> None:
-        self._name = config.name
+        self._name, self.num_heldout = config.name, config.heldout_problems
 
     def problem(self, split: Split, index: int) -> Problem:
         return Problem(f"{self._name}, problem {index}", {"row": {}})
 
 
 class FileSource:
-    """Raises `UserError` with the file and line of what is wrong. Training indices go on after its end, into another epoch."""
+    """Raises `UserError` with the file and line of what is wrong. Training indices go on after its end, into another epoch; one
+    that is not trained on has held-out problems alone, as many as the file has at most."""
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
+    def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
         distinct: dict[str, Problem] = {}
         for problem in _problems(config):
             distinct.setdefault(problem.question, problem)
         problems, num_heldout = list(distinct.values()), config.heldout_problems
-        if len(problems) <= num_heldout:
+        if not is_trained_on:
+            num_heldout = min(num_heldout, len(problems))
+        elif len(problems) <= num_heldout:
             raise FieldError(
                 "task.heldout_problems",
                 num_heldout,
                 f"{config.path} has {len(problems)} distinct problems; some must be left for training",
             )
         drawn = random.Random(f"{seed}/heldout").sample(range(len(problems)), num_heldout)
-        self._heldout = [problems[number] for number in drawn]
+        self._heldout, self.num_heldout = [problems[number] for number in drawn], num_heldout
         self._train = [problems[number] for number in sorted(set(range(len(problems))) - set(drawn))]
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self._seed = seed

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from pipelinerl.episodes.environment import Done, Environment, Messages, ToolCall, Turn
 from pipelinerl.episodes.tools import Tool, tool_of
 from pipelinerl.errors import FieldError, UserError
-from pipelinerl.recipe.fields import TaskShare
+from pipelinerl.recipe.fields import ProblemSet
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import (
     VERIFY_STATUS_BAD_REWARD,
@@ -313,7 +313,7 @@ def _read_now(descriptor: int) -> bytes | None:
         return None
 
 
-def load_play(share: TaskShare, search_path: str) -> Play:
+def load_play(share: ProblemSet, search_path: str) -> Play:
     """Imports the user's code. Raises `UserError` for what is not there or cannot be used."""
     task, reward = share.task, share.reward
     if task.source == "environment":

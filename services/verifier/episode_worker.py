@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from pipelinerl.errors import UserError
-from pipelinerl.recipe.fields import Recipe, TaskShare
+from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest
 from services.verifier.confinement import (
     MIB,
@@ -75,7 +75,7 @@ def main() -> int:
 class Template:
     def __init__(
         self,
-        tasks: Mapping[str, TaskShare],
+        tasks: Mapping[str, ProblemSet],
         plays: Mapping[str, Play],
         orders: socket.socket,
         pipes: tuple[Connection, Connection],
@@ -159,7 +159,7 @@ class Template:
             os._exit(0)  # nothing of the template's is tidied up, and no thread keeps the process
 
 
-def _episode(tasks: Mapping[str, TaskShare], plays: Mapping[str, Play], verifier: Connection) -> None:
+def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifier: Connection) -> None:
     """Consumes one request and produces its result."""
     pid = os.getpid()
     request = EpisodeRequest.FromString(verifier.recv_bytes())

@@ -105,7 +105,7 @@ class RewardPool:
 
     def __init__(self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int) -> None:
         self._recipe, self._metrics, self._readiness = recipe, metrics, readiness
-        self._timeouts_s = {name: share.reward.timeout_s for name, share in recipe.mixture.items()}
+        self._timeouts_s = {name: share.reward.timeout_s for name, share in recipe.problem_sets.items()}
         self.max_queue = max_queue
         self._jobs: deque[Job] = deque()
         self._filled = asyncio.Event()

@@ -88,7 +88,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         pool: RewardPool | JudgedPool | None,
         episodes: EpisodePool | None,
     ) -> None:
-        self._tasks = {name: share.task.is_episodic for name, share in recipe.mixture.items()}
+        self._tasks = {name: share.task.is_episodic for name, share in recipe.problem_sets.items()}
         """Whether samples of the task are episodes."""
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
@@ -167,19 +167,19 @@ async def _servicer(
     recipe: Recipe, settings: VerifierSettings, registry: RunRegistry, readiness: Readiness
 ) -> AsyncIterator[VerifierServicer]:
     """With the processes that the recipe's tasks need."""
-    metrics, episodes = VerifierMetrics(registry, recipe.mixture), None
+    metrics, episodes = VerifierMetrics(registry, recipe.problem_sets), None
     pool: RewardPool | JudgedPool | None = None
     workers, max_queue = settings.workers, settings.max_queue
     async with AsyncExitStack() as stack:
         if recipe.episodic_tasks:
             running = run_episode_pool(recipe, metrics, readiness, settings.max_episodes)
             episodes = await stack.enter_async_context(running)
-        if len(recipe.episodic_tasks) < len(recipe.mixture):
+        if len(recipe.episodic_tasks) < len(recipe.problem_sets):
             rewards = run_pool(recipe, metrics, readiness, workers=workers, max_queue=max_queue)
             pool = scorers = await stack.enter_async_context(rewards)
             judges = {
                 name: await stack.enter_async_context(Judge(share.reward, api_key(share.reward.judge), metrics))
-                for name, share in recipe.mixture.items()
+                for name, share in recipe.problem_sets.items()
                 if share.reward.judge is not None
             }
             if judges:
@@ -207,7 +207,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         ) as grpc_port,
     ):
         where = {"grpc_port": grpc_port, "http_port": http_port, "workers": settings.workers}
-        log.info("serving %s", ", ".join(recipe.mixture), extra=where)
+        log.info("serving %s", ", ".join(recipe.problem_sets), extra=where)
         announce(settings, grpc_port, http_port)
         await stop.wait()
         readiness.reason = "stopping"

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from pipelinerl.errors import UserError
-from pipelinerl.recipe.fields import Recipe, TaskShare
+from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.confinement import (
     MIB,
@@ -100,7 +100,7 @@ def main() -> int:
     requests, results = take_pipes()
     try:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
-        tasks = {name: share for name, share in recipe.mixture.items() if not share.task.is_episodic}
+        tasks = {name: share for name, share in recipe.problem_sets.items() if not share.task.is_episodic}
         rewards = {name: make_reward(share.reward, share.task) for name, share in tasks.items()}
     except UserError as error:
         results.send_bytes(str(error).encode())
@@ -113,7 +113,7 @@ def main() -> int:
 
 
 def _serve(
-    rewards: Mapping[str, ComposedReward], tasks: Mapping[str, TaskShare], requests: Connection, results: Connection
+    rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
     """Item by item. Returns `RETIRED` when the process is no longer as good as new. Raises `EOFError` at the pipe's end."""
     pid, own = os.getpid(), address_space()

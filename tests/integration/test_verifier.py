@@ -35,14 +35,14 @@ from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifi
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
 
-TASK, EXACT = "misdeeds", "exact"
+TASK, EXACT, FURTHER = "misdeeds", "exact", "further"
 
 
 # --- a verifier process
 
 
 def recipe(**reward: Any) -> dict[str, Any]:
-    """Of the task of misdeeds and of one that compares texts."""
+    """Of the task of misdeeds, one that compares texts, and a set of problems that are only evaluated."""
     return {
         "name": "test",
         "model": {"source": "path", "name": "unused"},
@@ -54,6 +54,15 @@ def recipe(**reward: Any) -> dict[str, Any]:
                 "reward": {"scorer": "exact", "memory_mib": 256},
             },
         ],
+        "evaluation": {
+            "sets": [
+                {
+                    "name": FURTHER,
+                    "task": {"source": "jsonl", "path": "unused.jsonl"},
+                    "reward": {"scorer": "regex", "memory_mib": 256},
+                }
+            ]
+        },
         "reward": {"scorer": "hostile_rewards:score", "timeout_s": 2.4, "memory_mib": 256} | reward,
     }
 
@@ -206,10 +215,11 @@ async def test_what_a_reward_prints_is_in_the_log(hostile: Verifier) -> None:
 
 async def test_another_task_is_unknown_and_mixes_with_known_ones(hostile: Verifier) -> None:
     mixed = [*items(["say 1"]), *items(["say 2"], task="arithmetic"), *items(["say 3"]), *items(["1"], task=EXACT)]
+    mixed += items(["2"], task=FURTHER)
     async with VerifierClient(hostile.address.grpc) as client:
         scored = await client.verify(mixed)
-    assert [status_name(outcome.status) for outcome in scored] == ["ok", "unknown_task", "ok", "ok"]
-    assert [outcome.reward for outcome in scored] == [1, 0, 3, 1]
+    assert [status_name(outcome.status) for outcome in scored] == ["ok", "unknown_task", "ok", "ok", "ok"]
+    assert [outcome.reward for outcome in scored] == [1, 0, 3, 1, 0]
     assert "'arithmetic'" in scored[1].message
 
 

@@ -153,18 +153,22 @@ async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_m
     assert of_task.pass_at[2].value == 1.0
 
 
-async def test_each_of_several_tasks_has_its_limit_its_reward_and_its_accuracy() -> None:
+async def test_each_task_and_set_has_its_limit_its_reward_and_its_accuracy_and_sets_do_not_count_with_the_tasks() -> (
+    None
+):
     updater, actor = FakeUpdater(), FakeActor()
     verifier: Any = FakeVerifier()  # every answer earns 1
-    strict = make_problem(name="strict", max_tokens=9, reward={"correct": 2.0})
+    strict: dict[str, Any] = {"name": "strict", "task": {}, "max_tokens": 9, "reward": {"correct": 2.0}}
+    recipe = make_recipe(task=None, tasks=[{"task": {}}, strict], evaluation={"sets": [strict | {"name": "further"}]})
+    asked = [*problems(3), make_problem(**strict), make_problem(**strict | {"name": "further"})]
     async with serving(a=actor) as addresses:
         updater.serve(addresses)
-        asked = [*problems(3), strict]
-        result = await Evaluator(make_recipe(), asked, 20, updater, verifier, incarnation=1).evaluate(0)  # type: ignore[arg-type]
-    sent = {len(request.prompts): request.sampling.max_tokens for request in actor.requests}
-    assert sent == {3: 16, 1: 9}
+        result = await Evaluator(recipe, asked, 20, updater, verifier, incarnation=1).evaluate(0)  # type: ignore[arg-type]
+    sent = [(len(request.prompts), request.sampling.max_tokens) for request in actor.requests]
+    assert sorted(sent) == [(1, 9), (1, 9), (3, 16)]
     assert result.accuracy == 0.75
-    assert {name: one.mean.value for name, one in result.sets.items()} == {"chain_sum": 1.0, "strict": 0.0}
+    accuracies = {name: one.mean.value for name, one in result.sets.items()}
+    assert accuracies == {"chain_sum": 1.0, "strict": 0.0, "further": 0.0}
 
 
 async def test_completions_of_another_version_do_not_count() -> None:

@@ -321,13 +321,29 @@ def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
         ("tasks.1.task.source=jsonl", "tasks.1.task.path", "is empty"),
         ("tasks.1.weight=0", "tasks.1.weight", "use a number, above 0"),
         ("tasks.weight=2", "--set tasks.weight", "say which one, from 0: tasks.0.weight"),
-        ("tasks.0.wieght=2", "--set tasks.0.wieght", "allowed here: name, weight"),
+        ("tasks.0.wieght=2", "--set tasks.0.wieght", "allowed here: name, task"),
         ("tasks.2.weight=2", "--set tasks.2.weight", "the list has 2, from 0"),
     ],
 )
 def test_a_wrong_field_of_one_of_several_tasks_is_named_by_its_position(override: str, field: str, said: str) -> None:
     found = problems(minimal(**TWO), override)
     assert said in found[field]
+
+
+def test_sets_that_are_evaluated_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
+    sets = [{"name": "hard", "task": {"heldout_problems": 9}}, {"task": {"name": "gcd"}, "max_tokens": 5}]
+    changes = ["sampling.max_tokens=9", "reward.correct=2", "evaluation.sets.0.reward.correct=3"]
+    recipe = recipe_from_data(minimal(evaluation={"sets": sets}), "x", changes)
+    assert list(recipe.mixture) == ["chain_sum"]
+    assert [(name, one.max_tokens, one.reward.correct) for name, one in recipe.problem_sets.items()] == [
+        ("chain_sum", 9, 2), ("hard", 9, 3), ("gcd", 5, 2),
+    ]  # fmt: skip
+    assert recipe.max_tokens == 9
+    again = Recipe.model_validate_json(recipe.model_dump_json())
+    assert again == recipe
+    found = problems(minimal(evaluation={"sets": [{"task": {}, "max_tokens": 2048}]}))
+    assert list(found) == ["evaluation.sets.0.name", "evaluation.sets.0.max_tokens"]
+    assert "a name of its own" in found["evaluation.sets.0.name"]
 
 
 def test_all_broken_rules_are_listed_at_once() -> None:

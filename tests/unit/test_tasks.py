@@ -194,6 +194,15 @@ def test_a_file_is_shuffled_per_epoch_and_what_the_seed_draws_is_held_out(
     assert len(set(map(frozenset, drawn))) > 1, "not the file's end"
 
 
+def test_a_file_that_is_only_evaluated_needs_no_other_problems(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(f'{{"prompt": "q{number}", "answer": "{number}"}}\n' for number in range(3)))
+    for heldout, expected in ((5, 3), (2, 2)):
+        source = make_source(file_task(path, heldout=heldout), seed=0, is_trained_on=False)
+        drawn = {source.problem(Split.HELDOUT, index).question for index in range(source.num_heldout)}
+        assert (source.num_heldout, len(drawn)) == (expected, expected)
+
+
 def test_other_field_names(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"q": f"{number}?", "a": "yes"} for number in range(3)])
     source = make_source(file_task(path, heldout=1, prompt_field="q", answer_field="a"), seed=0)

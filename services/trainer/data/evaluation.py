@@ -311,7 +311,7 @@ class Evaluator:
             verdict = verdicts.get(answer)
             right = verdict is not None and is_right(verdict, problem.share.reward.correct)
             of_set[-1].append(None if answer in reasons else right)
-        overall = accuracy_of(problem for of_set in by_set.values() for problem in of_set)
+        overall = accuracy_of(problem for name in self._recipe.mixture for problem in by_set.get(name, ()))
         if overall is None:
             raise ServiceError(f"no held-out problem has a verdict: {told}")
         if told:

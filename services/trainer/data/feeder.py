@@ -25,7 +25,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds, encode_group
-from pipelinerl.recipe.fields import Recipe, TaskConfig, TaskShare
+from pipelinerl.recipe.fields import ProblemSet, Recipe, TaskConfig
 from pipelinerl.rl.groups import IssueBounds
 from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.retry import retry_forever
@@ -72,7 +72,7 @@ class EncodedProblem:
     """A problem as the actor and the verifier need it: `index` of the task's split. `prompt_token_ids` int32[tokens];
     `stop_token_ids`: what ends an answer, beside what the recipe and the model say."""
 
-    share: TaskShare
+    share: ProblemSet
     index: int
     prompt_token_ids: TokenIds
     prompt_text: str
@@ -294,16 +294,16 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:
-    """The evaluator's problems. One that does not fit the context stays without a verdict."""
+    """The evaluator's problems, of tasks and of further sets. One that does not fit the context stays without a verdict."""
     found = list[EncodedProblem]()
-    for share in recipe.mixture.values():
-        source = make_source(share.task, recipe.seed)
-        for index in range(share.task.heldout_problems):
+    for name, share in recipe.problem_sets.items():
+        source = make_source(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
+        for index in range(source.num_heldout):
             found.append(encode(source.problem(Split.HELDOUT, index), share, index, tokenizer))
     return found
 
 
-def encode(problem: Problem, share: TaskShare, index: int, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
+def encode(problem: Problem, share: ProblemSet, index: int, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
     """Prompt tokens int32[tokens] in the task's style; none of an episode, whose environment makes the prompt.
     Raises `FieldError` when the tokenizer has no chat template."""
     config = share.task

@@ -157,7 +157,7 @@ class StepMetrics:
             key: metrics.reading(name, f"{text} {of_tasks}", task, unit="".join(unit))
             for key, (name, text, *unit) in OF_TASK.items()
         }
-        sets = {"set": "a task's name"}
+        sets = {"set": "the name of a task, or of one of evaluation.sets"}
         self._accuracy = metrics.reading(
             "heldout_set_accuracy_ratio", "Held-out accuracy of one set of problems, last evaluation.", sets
         )
