@@ -34,10 +34,15 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `reference` is JSON-able: `answer`, and for reasoning-gym `dataset` and `entry` (what its scorer needs)."""
+    """One problem. `reference` is JSON-able: `answer`; `row`, all of a line that has more than prompt and answer; for
+    reasoning-gym `dataset` and `entry` (what its scorer needs).
+
+    `messages`: the prompt as an OpenAI-compatible server takes it, of a file that has it so; `question` is then its JSON.
+    """
 
     question: str
     reference: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def reference_json(self) -> str:
@@ -146,19 +151,40 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
         if config.source in ("environment", "agent"):  # what they read of a row is theirs
             yield Problem(json.dumps(row, ensure_ascii=False, default=str), _reference(row, config))
             continue
-        for name in (config.prompt_field, config.answer_field):
+        messages: Any = row.get(config.prompt_field)
+        in_messages = isinstance(messages, list) and config.source == "jsonl"
+        for name in (config.prompt_field, config.answer_field)[in_messages:]:
             if not isinstance(row.get(name), str | int | float) or isinstance(row.get(name), bool):
                 raise UserError(f"{where}: field {name!r} is {row.get(name)!r}; it must be a text or a number")
+        if in_messages:
+            if wrong := _wrong_with(messages, config):
+                raise UserError(f"{where}: field {config.prompt_field!r} {wrong}")
+            question = json.dumps(messages, ensure_ascii=False)
+            yield Problem(question, _reference(row, config), tuple(messages))
+            continue
         question = str(row[config.prompt_field])
         if not question.strip():
             raise UserError(f"{where}: field {config.prompt_field!r} is empty")
-        reference = _reference(row, config) if config.is_episodic else {"answer": str(row[config.answer_field])}
-        yield Problem(question, reference)
+        yield Problem(question, _reference(row, config))
+
+
+def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
+    """What keeps a prompt of messages from being used; empty when nothing does."""
+    if config.prompt_style != "chat":
+        return f"is a list of messages, which task.prompt_style = {config.prompt_style!r} does not take; use chat"
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            return f"has {message!r:.100}, which is no message: an object with the texts role and content"
+    if not messages or messages[-1]["role"] == "assistant":
+        return "must end with a message that the policy answers, not one of its own"
+    return ""
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
+    """The whole row too, where somebody may read more of it than prompt and answer."""
     answer = {"answer": str(row[config.answer_field])} if config.answer_field in row else {}
-    return {**answer, "row": dict(row)}
+    has_more = config.is_episodic or bool(row.keys() - {config.prompt_field, config.answer_field})
+    return {**answer, "row": dict(row)} if has_more else answer
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -13,7 +13,7 @@ from pipelinerl.rl.ledger import Outcome
 from pipelinerl.tasks.source import Problem
 from pipelinerl.v1 import sequence_pb2
 from services.actor.finishing import FinishedSample, verify_item
-from services.trainer.data.feeder import EncodedProblem, answer_end, encode
+from services.trainer.data.feeder import EncodedProblem, answer_end, encode, prompt_text
 from services.trainer.warmstart.supervised import character_tokenizer
 from services.verifier.rewards.compose import ComposedReward
 from services.verifier.rewards.item import Score
@@ -399,6 +399,33 @@ async def conventional_run(seed: int) -> tuple[list[str], int]:
 async def test_the_same_seed_issues_the_same_prompts_in_the_same_order() -> None:
     assert await conventional_run(seed=7) == await conventional_run(seed=7)
     assert (await conventional_run(seed=7))[0] != (await conventional_run(seed=8))[0]
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ((), "system: S|user: q!|"),
+        (({"role": "user", "content": "u"},), "system: S|user: u!|"),
+        (
+            (
+                {"role": "system", "content": "T"},
+                {"role": "assistant", "content": "a"},
+                {"role": "user", "content": "u"},
+            ),
+            "system: T|assistant: a|user: u!|",
+        ),
+    ],
+)
+def test_prompts_are_texts_or_messages(messages: tuple[dict[str, str], ...], prompt: str) -> None:
+    tokenizer = character_tokenizer(64)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content | replace('\n', '') }}|{% endfor %}"
+        "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    )
+    config = TaskConfig(prompt_style="chat", system_prompt="S", instruction="!")
+    assert prompt_text(Problem("q", messages=messages), config, tokenizer) == prompt
+    with pytest.raises(UserError, match=r"chat template refuses .*no tools"):
+        prompt_text(Problem("q", messages=({"role": "tool", "content": "4"},)), config, tokenizer)
 
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

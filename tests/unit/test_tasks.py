@@ -210,13 +210,24 @@ def test_other_field_names(tmp_path: Path) -> None:
     assert (problem.question in ("0?", "1?", "2?"), problem.reference) == (True, {"answer": "yes"})
 
 
+def test_all_fields_of_a_line_are_there_for_rewards(tmp_path: Path) -> None:
+    rows = [{**row, "unit": "m", "tests": [1, 2]} for row in ROWS]
+    source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows)), seed=0)
+    reference = source.problem(Split.TRAIN, 0).reference
+    assert reference == {"answer": str(reference["row"]["answer"]), "row": rows[reference["row"]["answer"]]}
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ('{"prompt": "q"', "line 2: not JSON: Expecting ',' delimiter at character 15"),
         ('["q", "a"]', "line 2: list where an object"),
         ({"prompt": "q"}, "line 2: field 'answer' is None"),
-        ({"prompt": ["q"], "answer": "a"}, "line 2: field 'prompt' is "),
+        ({"prompt": {"q": 1}, "answer": "a"}, "line 2: field 'prompt' is "),
+        ({"prompt": ["q"], "answer": "a"}, "line 2: field 'prompt' has 'q', which is no message"),
+        ({"prompt": [{"role": "user"}], "answer": "a"}, "line 2: field 'prompt' has {'role': 'user'}, which is no"),
+        ({"prompt": [{"role": "assistant", "content": "a"}], "answer": "a"}, "line 2: field 'prompt' must end with a"),
+        ({"prompt": [], "answer": "a"}, "line 2: field 'prompt' must end with a message"),
         ({"prompt": "q", "answer": True}, "line 2: field 'answer' is True"),
         ({"prompt": " ", "answer": "a"}, "line 2: field 'prompt' is empty"),
     ],
@@ -224,7 +235,7 @@ def test_other_field_names(tmp_path: Path) -> None:
 def test_a_bad_line_is_named_by_file_line_and_field(row: Any, said: str, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [ROWS[0], row, *ROWS[1:]])
     with pytest.raises(UserError) as info:
-        make_source(file_task(path), seed=0)
+        make_source(file_task(path, prompt_style="chat"), seed=0)
     assert f"{path}, {said}" in str(info.value)
 
 
@@ -232,6 +243,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("prompt,answer\n")
     with pytest.raises(FieldError, match=r"task\.path.*\.jsonl or a \.parquet"):
         make_source(file_task(tmp_path / "p.csv"), seed=0)
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "answer": "a"}])
+    with pytest.raises(UserError, match=r"line 1: field 'prompt' is a list of messages, .* use chat"):
+        make_source(file_task(path), seed=0)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9t\xe9", "answer": "a"}\n')
     with pytest.raises(UserError, match=r"latin\.jsonl: not a UTF-8 text file"):
         make_source(file_task(tmp_path / "latin.jsonl"), seed=0)

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -313,7 +313,7 @@ def encode(problem: Problem, share: ProblemSet, index: int, tokenizer: PreTraine
     if config.is_episodic:
         nothing: TokenIds = np.empty(0, np.int32)
         return EncodedProblem(share, index, nothing, problem.question, problem.reference_json, stop)
-    text = prompt_text(problem.question, config, tokenizer)
+    text = prompt_text(problem, config, tokenizer)
     # A chat template writes its own special tokens.
     token_ids = tokenizer(text, add_special_tokens=config.prompt_style != "chat")["input_ids"]
     return EncodedProblem(share, index, np.array(token_ids, dtype=np.int32), text, problem.reference_json, stop)
@@ -343,11 +343,20 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return next((int(token) for token in first if token not in known), None)
 
 
-def prompt_text(question: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    asked = f"{question}\n{config.instruction}" if config.instruction else question
+def prompt_text(problem: Problem, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The instruction follows what is asked last. The system prompt comes first, unless the problem has one of its own."""
+    *before, last = problem.messages or ({"role": "user", "content": problem.question},)
+    asked = f"{last['content']}\n{config.instruction}" if config.instruction else last["content"]
     if config.prompt_style != "chat":
-        return asked
-    messages = [{"role": "user", "content": asked}]
-    if config.system_prompt:
+        return str(asked)
+    messages: list[Any] = [*before, {**last, "content": asked}]
+    if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        raise FieldError(
+            "task.prompt_style", "chat", f"the chat template refuses {messages!r:.200}: {error}"
+        ) from error
