@@ -44,7 +44,6 @@ def test_turns_that_extend_each_other_are_one_branch_with_the_observations_betwe
     assert lists(branch) == ([1, 2], [3, 4, 8, 9, 6], [-5, -5, -7])
     assert branch.spans == (VersionSpan(5, 0, 2), VersionSpan(7, 4, 5))
     assert branch.turns == (Turn(0, 2, STOP), Turn(4, 5, LENGTH))
-    assert branch.sampled.tolist() == [0, 1, 4]
     assert dropped == 0
 
 
