@@ -135,6 +135,8 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
     if last is not None:
         bound = f"; {percent(newest.get('lower_bound'))} with unanswered problems as wrong"
         yield f"  held-out accuracy  {percent(first)} -> {percent(last)}{bound if newest.get('unanswered') else ''}"
+        if len(sets := newest.get("sets") or {}) > 1:
+            yield from (f"    {name:<17}{percent(of['accuracy']['value'])}" for name, of in sets.items())
     if lag.get("mean") is not None:
         span = "" if multi is None else f"; {percent(multi)} of the sequences span several policy versions"
         formula = "" if summary.get("largest_lag") is None else f", by the formula {summary['largest_lag']}"

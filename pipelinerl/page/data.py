@@ -183,7 +183,7 @@ def shown_sample(sample: Record) -> dict[str, Any]:
     """One line of samples.jsonl, its texts clipped and with them its tokens, of which `num_tokens` says how many there were.
     Older lines lack `tokens` and `weights`."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion")}
-    known = ("step", "version", "reward", "spans", "heldout")
+    known = ("step", "version", "task", "reward", "spans", "heldout")
     tokens, weights = _clipped_tokens(sample)
     spans = sample.get("spans") or []
     num_tokens = max((span[2] for span in spans), default=len(tokens or ()))

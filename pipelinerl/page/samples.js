@@ -1,6 +1,6 @@
 /* Sample completions: which policy version sampled which token, seen in the text itself, and what each token weighed.
  *
- * Samples are model output: they are set as text, never as HTML. sample: {step, version, prompt, completion, reward, spans:
+ * Samples are model output: they are set as text, never as HTML. sample: {step, version, task, prompt, completion, reward, spans:
  * [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens}; docs/run-directory.md, and
  * pipelinerl/page/data.py: long completions are clipped with their tokens, of which there were num_tokens. An episode has branches:
  * [{prompt, spans, parts, num_parts}], and these turns and observations: {role, start, end, text, finish_reason, tokens, weights}. */
@@ -151,9 +151,9 @@ const PrlSamples = (() => {
     return [head, colored({ ...part, spans, version: sample.version, completion: part.text, num_tokens: tokens }, name)];
   }
 
-  function sampleRow(sample, names) {
+  function sampleRow(sample, names, ofSeveral) {
     const cells = names.map((name, i) => node("td", i === 3 ? { class: "num", "data-label": name } : { "data-label": name }));
-    cells[0].append(`${sample.step ?? "–"}${sample.heldout ? " held-out" : ""}`);
+    cells[0].append(`${sample.step ?? "–"}${sample.heldout ? " held-out" : ""}${ofSeveral ? ` ${sample.task}` : ""}`);
     cells[1].append(node("div", { class: "text scroll", tabindex: 0, role: "group", "aria-label": "Prompt" }, sample.prompt));
     cells[2].append(completion(sample));
     cells[3].append(number(sample.reward));
@@ -171,7 +171,8 @@ const PrlSamples = (() => {
     const names = ["Step", "Prompt", "Completion", "Reward", "Sampled by"];
     names.forEach((name, i) => head.append(node("th", i === 3 ? { class: "num", scope: "col" } : { scope: "col" }, name)));
     top.append(head);
-    for (const one of rows) body.append(sampleRow(one, names));
+    const ofSeveral = new Set(rows.map((one) => one.task)).size > 1;
+    for (const one of rows) body.append(sampleRow(one, names, ofSeveral));
     table.append(top, body);
     const box = node("div", { class: "table" });
     box.append(table);

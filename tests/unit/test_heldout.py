@@ -169,6 +169,7 @@ async def test_each_task_and_set_has_its_limit_its_reward_and_its_accuracy_and_s
     assert result.accuracy == 0.75
     accuracies = {name: one.mean.value for name, one in result.sets.items()}
     assert accuracies == {"chain_sum": 1.0, "strict": 0.0, "further": 0.0}
+    assert [sample.task for sample in result.samples] == ["chain_sum", "strict", "further", "chain_sum"]
 
 
 async def test_completions_of_another_version_do_not_count() -> None:

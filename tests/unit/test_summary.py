@@ -127,6 +127,10 @@ def test_without_one_the_steps_speak_and_the_error_is_kept(tmp_path: Path, capsy
     assert capsys.readouterr().err == "pipelinerl: the run failed: trainer died\n"
 
 
+def accuracy(value: float) -> dict[str, Any]:
+    return {"accuracy": {"value": value, "low": 0.0, "high": 1.0}, "pass_at": {}}
+
+
 def test_closing_lines(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     run = RunDir(tmp_path, "tiny-run")
@@ -134,6 +138,12 @@ def test_closing_lines(tmp_path: Path) -> None:
     text = "\n".join(lines)
     assert "done after 1m 15s: 3 optimizer steps" in text
     assert "held-out accuracy  25.0% -> 75.0%; 70.0% with unanswered problems as wrong" in text
+    steps = [*records()[:2], records()[2] | {"heldout_sets": {"sums": accuracy(0.9), "words": accuracy(0.6)}}]
+    of_sets = closing_lines(summary_from_metrics(recipe(), steps), run, Ending(75.0))
+    assert [line for line in of_sets if line not in lines] == [
+        "    sums             90.0%",
+        "    words            60.0%",
+    ]
     assert "mean 1.02, p95 2, max 10, by the formula 7; 60.0% of the sequences span several policy versions" in text
     assert "trainer            160 tokens/s while it computes, MFU 25.0%" in text
     assert "cut short          36.0% of the sequences" in text

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import grpc
@@ -169,6 +170,7 @@ class HeldoutSample:
     """None: no verdict."""
     spans: tuple[tuple[int, int, int], ...]
     token_ids: TokenIds
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -322,9 +324,15 @@ class Evaluator:
             overall.lower_bound,
             overall.num_unanswered,
             sum(len(tokens_of(completion)) for completion in completions.values()),
-            tuple(self._sample(completion, verdicts) for _, completion in sorted(completions.items())[:4]),
+            tuple(self._sample(completions[answer], verdicts) for answer in self._shown(completions)),
             {name: known for name, of_set in by_set.items() if (known := accuracy_of(of_set)) is not None},
         )
+
+    def _shown(self, completions: Mapping[str, actor_pb2.GenerateResult]) -> list[str]:
+        """The first answers of every set by turns, up to four or one of each."""
+        by_set = self._by_task(sorted(completions))
+        in_turn = [answer for answers in zip_longest(*by_set) for answer in answers if answer is not None]
+        return in_turn[: max(4, len(by_set))]
 
     def _without_verdict(
         self, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
@@ -350,6 +358,7 @@ class Evaluator:
             reward=verdict.reward if verdict is not None and verdict.status == VERIFY_STATUS_OK else None,
             spans=tuple((span.version, span.start, span.end) for span in completion.spans),
             token_ids=tokens_of(completion),
+            task=self._problems[completion.id].share.name,
         )
 
     def _item(self, completion: actor_pb2.GenerateResult) -> VerifyItem:

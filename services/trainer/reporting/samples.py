@@ -45,6 +45,7 @@ def trained_sample(
     sample = {
         "step": step,
         "version": step - 1,
+        "task": sequence.task,
         "prompt": sequence.prompt_text,
         "completion": sequence.completion_text,
         "reward": sequence.reward,
@@ -105,6 +106,7 @@ def heldout_sample(version: int, sample: HeldoutSample, tokenizer: PreTrainedTok
     return {
         "step": version,
         "version": version,
+        "task": sample.task,
         "prompt": sample.prompt,
         "completion": sample.completion,
         "reward": sample.reward,
