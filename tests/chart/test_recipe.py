@@ -42,10 +42,13 @@ def test_every_case_has_a_recipe_that_loads(rendered: Rendered, tmp_path: Path) 
 
 
 def test_the_chart_knows_the_tasks_that_have_episodes() -> None:
+    """Whichever of several it is, and where one is only evaluated."""
+    one = {"name": "two", "model": {"name": "a/b"}, "task": {"name": "chain_sum"}}
     for source in get_args(TaskConfig.model_fields["source"].annotation):
-        tasks = [{"task": {"name": "chain_sum"}}, {"name": "second", "task": {"source": source}}]
-        rendered = render({"recipe": {"inline": {"name": "two", "model": {"name": "a/b"}, "tasks": tasks}}})
-        assert ("episodes" in rendered.pod("actor").ports) == (source in EPISODIC), source
+        second = {"name": "second", "task": {"source": source}}
+        for more in ({"task": None, "tasks": [{"task": one["task"]}, second]}, {"evaluation": {"sets": [second]}}):
+            rendered = render({"recipe": {"inline": {**one, **more}}})
+            assert ("episodes" in rendered.pod("actor").ports) == (source in EPISODIC), (source, more)
 
 
 PROMPT = 'Put it in \\boxed{}: "yes"\n  and: no # really\n{{ .Values }}'

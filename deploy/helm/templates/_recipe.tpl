@@ -42,11 +42,11 @@
 {{- if has (default "hub" $recipe.model.source) (list "warmstart" "smollm2") -}}true{{- end -}}
 {{- end -}}
 
-{{/* Whether samples of a task are episodes, which run in the verifier's pods and ask the actors for their turns. "true" or nothing. */}}
+{{/* Whether samples of a task, or of a set of problems that is evaluated, are episodes, which run in the verifier's pods and ask the actors for their turns. "true" or nothing. */}}
 {{- define "pipelinerl.hasEpisodes" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- $tasks := list (default dict $recipe.task) -}}
-{{- range $recipe.tasks -}}
+{{- range concat (default list $recipe.tasks) (dig "evaluation" "sets" list $recipe) -}}
 {{- $tasks = append $tasks .task -}}
 {{- end -}}
 {{- $found := "" -}}
