@@ -115,7 +115,8 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         assert "the actors –: they outrun the trainer and idle rather than stockpile" in await busy.inner_text()
         assert (await lag.inner_text()).endswith("largest by the formula 1; bound 1")
         board.state(STATE)
-        cut = {"grad_norm": 0.5, "clipped": False}
+        tasks = {name: {"reward_mean": reward} for name, reward in (("sums", 0.75), ("words", 0.25))}
+        cut = {"grad_norm": 0.5, "clipped": False, "tasks": tasks}
         probed = {"logprob_mismatch": 0.25, "parity_failures": 2}
         board.step(record(3, largest_lag=2, max_lag_too_small=True, **cut, **probed))
         await page.clock.run_for(2000)
@@ -128,6 +129,8 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
             "0.25",
             "2 PROBES FAILED: actors serve another policy",
         ]
+        legend = page.locator("figure:has(.title:text-is('Train reward')) .legend")
+        assert [name in await legend.inner_text() for name in ("sums", "words")] == [True, True]
         await page.get_by_text("Gradient norm").scroll_into_view_if_needed()
         await page.get_by_text("Before clipping, which cut 50% of the steps").wait_for()
 
