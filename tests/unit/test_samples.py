@@ -17,7 +17,16 @@ from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import to_json
 from services.trainer.reporting.samples import MOST_TOKENS, heldout_sample, token_pieces, trained_sample, without_tokens
-from tests.support.learner import fast_tokenizer, group_of, letters_tokenizer, model_of, plain_logprobs, sequences_of
+from tests.support.learner import (
+    EPISODES,
+    episodes_of,
+    fast_tokenizer,
+    group_of,
+    letters_tokenizer,
+    model_of,
+    plain_logprobs,
+    sequences_of,
+)
 from tests.unit.builders import make_episode, make_group, make_sequence
 
 
@@ -58,14 +67,21 @@ def test_weights_are_unclamped_and_may_be_infinite() -> None:
     assert np.isinf(sampled_weights({"a": [slice(0, 1)]}, np.array([1000.0], dtype=np.float32))["a"]).all()
 
 
+SINGLE_TURNS = groups_of([(2, 9), (5, 3), (1, 4), (4, 17), (3, 2), (6, 8)], size=2)
+OF_EPISODES = [group_of([one]) for one in episodes_of(EPISODES[1:])]
+
+
+@pytest.mark.parametrize("groups", [SINGLE_TURNS, OF_EPISODES], ids=["single turns", "episodes"])
 @pytest.mark.parametrize("budget", [24, 512])
-def test_weights_of_a_step_are_those_of_each_sequence_alone(budget: int) -> None:
+def test_weights_of_a_step_are_those_of_each_branch_alone(budget: int, groups: list[TrainingGroup]) -> None:
     """In several micro-batches or one: exp(log π − log μ) at the version whose gradient is taken."""
-    groups = groups_of([(2, 9), (5, 3), (1, 4), (4, 17), (3, 2), (6, 8)], size=2)
     model = model_of("llama-tied")
     sampled = [groups[0].sequences[0], groups[1].sequences[0]]
     expected = {
-        one.sequence_id: np.exp(plain_logprobs(model, one).detach().numpy() - one.behaviour_logprobs) for one in sampled
+        one.sequence_id: np.concatenate(
+            [np.exp(plain_logprobs(model, own).detach().numpy() - own.behaviour_logprobs) for own in one.all_branches]
+        )
+        for one in sampled
     }
     learner = Learner(wrap_model(model), AlgorithmConfig(clamp=1.5), TrainerConfig(tokens_per_microbatch=budget))
     outcome = learner.train_step(groups, version=1)
