@@ -60,7 +60,7 @@ class LightEngine:
 
     def __init__(self, recipe: Recipe, model_dir: str, on_step: OnStep | None, bind_host: str | None) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, recipe.model.dtype)).eval()
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._max_context, self._on_step = recipe.model.max_context, on_step or (lambda seconds, used: None)
         self._random = torch.Generator().manual_seed(recipe.seed)
         self._running: dict[str, Running] = {}
@@ -107,7 +107,7 @@ class LightEngine:
 
     def _finish_reason(self, one: Running) -> FinishReason | None:
         sampling = one.request.sampling
-        if one.tokens[-1] in (self._tokenizer.eos_token_id, *sampling.stop_token_ids):
+        if one.tokens[-1] in (self.tokenizer.eos_token_id, *sampling.stop_token_ids):
             return FinishReason.STOP
         if sampling.stop and stop_in(self.decode(one.tokens), sampling.stop):
             return FinishReason.STOP
@@ -158,7 +158,7 @@ class LightEngine:
         return logprobs_TV.gather(1, tokens[1:, None])[:, 0].numpy()
 
     def decode(self, token_ids: Sequence[int] | TokenIds) -> str:
-        return str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
+        return str(self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
 
     async def check_health(self) -> None:
         return

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import Branch, PromptGroup, SamplingParams, Sequence, TokenIds
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, status_name
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.service.retry import Backoff
+from pipelinerl.service.retry import LOG_EVERY_S, Backoff
 from pipelinerl.tasks.source import Split, episode_seed
 from pipelinerl.telemetry.spans import Trace, headers_of
 from pipelinerl.v1.actor_pb2 import GeneratePrompt
@@ -41,6 +43,7 @@ class EpisodeRunner:
         self, book: EpisodeBook, verifier: VerifierClient, metrics: ActorMetrics, recipe: Recipe, address: str
     ) -> None:
         self._book, self._verifier, self._metrics, self._recipe = book, verifier, metrics, recipe
+        self._told_at_s = -math.inf
         self._address, self._tasks = address, {name: share.task for name, share in recipe.episodic_tasks.items()}
 
     def request(
@@ -93,13 +96,20 @@ class EpisodeRunner:
                     return await self._verifier.run_episode(request, timeout_s)
                 except VerifierAway as error:
                     tries, lost = tries + 1, lost + bool(episode.record.served)
-                    log.log(logging.WARNING if episode.record.served else logging.DEBUG, "run again: %s", error)
+                    self._tell(error)
                     failure = f"{lost} verifiers were lost while they ran it, the last one with: {error}"
                 except (ServiceError, MessageError) as error:
                     return _refused(request, str(error))
             if lost >= MOST_RUNS:
                 return _refused(request, failure)
             await asyncio.sleep(_BACKOFF.delay_s(tries))
+
+    def _tell(self, error: VerifierAway) -> None:
+        """One line a minute for all episodes."""
+        now_s = time.monotonic()
+        if now_s - self._told_at_s >= LOG_EVERY_S:
+            self._told_at_s = now_s
+            log.warning("episodes are run again: %s", error)
 
 
 def _refused(request: EpisodeRequest, failure: str) -> VerifyResult:
