@@ -148,19 +148,17 @@ async def test_an_agent_on_openais_client_calls_a_tool_and_goes_on() -> None:
 
 async def test_a_stream_has_the_same_message_and_stop_strings_end_a_turn_that_keeps_its_tokens() -> None:
     async with stage("one STOP", CALL) as s, s.environment() as client:
-        stream = await client.chat.completions.create(
-            model="m", messages=ASK, stream=True, stop="STOP", stream_options={"include_usage": True}
-        )
+        uncalled = {"model": "m", "tools": [LOOK_UP], "tool_choice": "none", "stream": True, "stop": "STOP"}
+        stream = await client.chat.completions.create(messages=ASK, stream_options={"include_usage": True}, **uncalled)
         chunks = [chunk async for chunk in stream]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "one "
         assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, "stop"]
         assert chunks[-1].usage.completion_tokens == len(s.episode.result()[0].completion_token_ids)
         assert s.sampler.asked[0][1].stop == ("STOP",)
         goes_on = [*ASK, {"role": "assistant", "content": "one "}, {"role": "user", "content": "more"}]
-        stream = await client.chat.completions.create(model="m", messages=goes_on, tools=[], stream=True, stop="STOP")
-        async for chunk in stream:
-            last = chunk
-        assert last.choices[0].finish_reason == "stop"  # without tools a call is text
+        chunks = [chunk async for chunk in await client.chat.completions.create(messages=goes_on, **uncalled)]
+        assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "stop"]
+        assert (chunks[0].choices[0].delta.content, chunks[0].choices[0].delta.tool_calls) == (CALL, None)
         ((_, said),) = s.told()
         assert said.startswith("one STOP<|im_end|>\n<|im_start|>user\nmore")
 
@@ -187,7 +185,7 @@ async def test_tokens_in_and_tokens_out_as_verifiers_clients_ask() -> None:
 
 
 async def test_limits_are_told_as_openais_errors_are() -> None:
-    async with stage("a", "b", max_turns=2, max_context=60) as s, s.environment() as client:
+    async with stage("a", "b", "c", max_turns=2, max_context=60) as s, s.environment() as client:
         long = [{"role": "user", "content": "x" * 80}]
         with pytest.raises(openai.BadRequestError) as error:
             await client.chat.completions.create(model="m", messages=long)

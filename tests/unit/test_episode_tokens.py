@@ -189,6 +189,33 @@ def test_a_rewritten_history_is_a_branch_and_one_that_is_only_cut_off_is_not(nam
     check_exact(conversation)
 
 
+@pytest.mark.parametrize(
+    ("name", "end", "asks"),
+    [
+        ("plain", "<end>", "more"),
+        ("template", "<|im_end|>", "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"),
+        ("qwen3", "<|im_end|>", "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_a_turn_that_was_cut_off_is_ended_by_what_comes_after_it(name: str, end: str, asks: str) -> None:
+    chat, tokenizer = format_of(name)
+    conversation = Conversation(chat, tokenizer, has_tools=False)
+    conversation.play([("more", "one", False), ("more", "two", True), ("", "three", True)])
+    (branch,), _ = conversation.record.result()
+    assert tokenizer.decode(branch.completion_token_ids) == f"one{end}{asks}two{end}{asks}three{end}"
+    sampled = [branch.completion_token_ids[turn.start : turn.end] for turn in branch.turns]
+    assert [tokenizer.decode(tokens) for tokens in sampled] == ["one", f"two{end}", f"three{end}"]
+
+
+def test_other_tools_than_before_make_a_branch() -> None:
+    conversation = Conversation(*format_of("template"), has_tools=False)
+    conversation.play([("more", "one", True)])
+    conversation.has_tools = True
+    messages = [{"role": "user", "content": "Begin."}, {"role": "assistant", "content": "one"}]
+    conversation.turn([*messages, {"role": "user", "content": "more"}], "two", ends=True)
+    assert len(conversation.record.result()[0]) == 2
+
+
 def test_thoughts_that_the_format_drops_make_a_branch_and_turns_without_any_do_not() -> None:
     chat, tokenizer = format_of("qwen3")
     for sampled, num_branches in (("one \n", 1), ("<think>\nhm\n</think>\n\none", 2)):

@@ -33,7 +33,7 @@ class RecordedTurn:
     served: bool = False
     """A request of this run of the environment has it, or waits for it."""
     messages: Any = None
-    """What a request said that had it in this run, with the answer; None: it asked with tokens. `rendering` reads it."""
+    """What the request that had it said, with the answer; None: it asked with tokens. `rendering` reads it."""
 
     @property
     def is_finished(self) -> bool:
@@ -74,7 +74,7 @@ class EpisodeRecord:
     def restart(self) -> None:
         """The environment is run anew: no turn is served yet."""
         for turn in self.turns:
-            turn.served, turn.messages = False, None
+            turn.served = False
 
     def take(self, context_token_ids: TokenIds, max_tokens: int) -> RecordedTurn:
         """The first recorded turn that saw these tokens, has at most `max_tokens` and is not served in this run; or a new one.
