@@ -121,7 +121,7 @@ async def serve(
             serving = serve_http(endpoint, settings.episode_host, settings.episode_port, on_this_loop=True)
             episode_port = await stack.enter_async_context(serving)
             address_of_turns = host_port(settings.advertise_host, episode_port)
-            episodes = EpisodeRunner(book, verifier, metrics, recipe, address_of_turns)
+            episodes = EpisodeRunner(book, verifier, metrics, recipe, address_of_turns, engine.decode)
             log.info("environments ask for turns at %s", address_of_turns)
         actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes)
         credentials = server_credentials(settings.tls_dir)

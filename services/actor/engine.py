@@ -13,7 +13,7 @@ from collections import abc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -193,31 +193,32 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
     return text if found is None else text[: found[0]]
 
 
-def cut_at_stop(
-    sample: PartialSequence, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]
-) -> PartialSequence:
-    """The sample as it is, or ended at the token that completes a stop text which began in its first `carried` tokens.
+_Made = TypeVar("_Made", Generation, PartialSequence)
+
+
+def cut_at_stop(made: _Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> _Made:
+    """A sample or turn as it is, or ended at the token that completes a stop text which began in its first `carried` tokens.
 
     An engine looks for stop texts only in what it samples itself. What it has sampled after such a token is dropped, which
     changes no probability: the rest is what an actor that knew the whole text would have sampled.
     """
-    tokens = sample.completion_token_ids
+    tokens = made.completion_token_ids
     if not stop or not carried:
-        return sample
+        return made
     most = len(decode(tokens[:carried])) + max(map(len, stop))
     for end in range(carried + 1, len(tokens) + 1):
         text = decode(tokens[:end])
         if stop_in(text, stop):
             return replace(
-                sample,
+                made,
                 completion_token_ids=tokens[:end],
-                behaviour_logprobs=sample.behaviour_logprobs[:end],
-                spans=tuple(replace(span, end=min(span.end, end)) for span in sample.spans if span.start < end),
+                behaviour_logprobs=made.behaviour_logprobs[:end],
+                spans=tuple(replace(span, end=min(span.end, end)) for span in made.spans if span.start < end),
                 finish_reason=FinishReason.STOP,
             )
         if len(text) >= most:  # from here on a stop text lies in what the engine has seen
             break
-    return sample
+    return made
 
 
 def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: str = "", failure: str = "") -> Sequence:

@@ -109,15 +109,17 @@ class Judge:
 
     async def _ask(self, key: bytes, text: str) -> Answer:
         self.num_waiting += 1
+        is_kept = False
         try:
             async with self._places:
                 answer = await self._answer_in_time(text)
+            is_kept = answer.is_there
+            return answer
         finally:
             self.num_waiting -= 1
-        self._calls.labels("answered" if answer.is_there else "failed").inc()
-        if not answer.is_there:
-            self._answers.pop(key, None)
-        return answer
+            self._calls.labels("answered" if is_kept else "failed").inc()
+            if not is_kept:
+                self._answers.pop(key, None)
 
     async def _answer_in_time(self, text: str) -> Answer:
         """After as many tries as the time allows; the wait for the first one's turn does not count."""

@@ -68,6 +68,18 @@ async def test_two_ranks_survive_a_fault_of_each_service_and_a_dead_rank(
     assert summary.keys() ^ described("summary.json") <= {"restarts", "error"}
 
 
+LONGER = {
+    "name": "longer",
+    "task": {
+        "name": "chain_sum",
+        "config": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+        "prompt_style": "compact",
+        "heldout_problems": 8,
+    },
+    "max_tokens": 8,
+}
+
+
 async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_two_ranks_stop_together(
     tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -75,6 +87,8 @@ async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_tw
         "algorithm": {"max_lag": None, "conventional_g": 4},
         "trainer": {**TWO_RANKS, "steps": 100_000},
         "checkpoint": {"every_steps": 100_000},
+        "sampling": {"stop": ["7", "no such text"]},
+        "evaluation": {"samples": 2, "temperature": 1.0, "sets": [LONGER]},
     }
     recipe = write_tiny_recipe(tiny_model, tmp_path, changes, mode="conventional")
     async with local_run(tmp_path, recipe, LIGHT) as (run_dir, running, out):
@@ -91,5 +105,11 @@ async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_tw
     assert summary["sequences_multi_version_fraction"] == 0
     assert summary["interrupted"]
     assert summary["steps"] == len(records)
+    evaluated = summary["heldout"][0]
+    assert {name: one["unanswered"] for name, one in evaluated["sets"].items()} == {"chain_sum": 0, "longer": 0}
+    assert evaluated["accuracy"] == evaluated["sets"]["chain_sum"]["accuracy"]["value"]
+    assert all(set(one["pass_at"]) == {"2"} for one in evaluated["sets"].values())
+    samples = [json.loads(line) for line in run_dir.samples.read_text().splitlines()]
+    assert not any("7" in one["completion"] or "7" in (one["tokens"] or [])[:-1] for one in samples)
     assert (run_dir.path / "checkpoint" / "config.json").is_file()
     audit(run_dir.path)

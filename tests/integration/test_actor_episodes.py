@@ -60,7 +60,8 @@ def episodes(address: str, data: dict[str, Any] = DATA) -> Episodes:
         book, rendering = EpisodeBook(), Rendering(TemplateFormat(TOKENIZER))
         app = episode_app(book, rendering, metrics, model="m", vocab_size=VOCAB_SIZE)
         async with serve_http(app, "127.0.0.1", 0, on_this_loop=True) as port, VerifierClient(address) as client:
-            yield EpisodeRunner(book, client, metrics, Recipe.model_validate(data), host_port("127.0.0.1", port))
+            recipe, here = Recipe.model_validate(data), host_port("127.0.0.1", port)
+            yield EpisodeRunner(book, client, metrics, recipe, here, engine.decode)
 
     return running
 

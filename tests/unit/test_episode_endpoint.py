@@ -15,7 +15,7 @@ from pipelinerl.messages.sequences import FinishReason, SamplingParams, TokenIds
 from pipelinerl.service.http import serve_http
 from services.actor.engine import EngineError, Generation
 from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
-from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits, base_path
+from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits, Refused, base_path
 from services.actor.episodes.rendering import Rendering, TemplateFormat
 from services.actor.metrics import ActorMetrics
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
@@ -100,7 +100,7 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     registry, book, sampler = CollectorRegistry(), EpisodeBook(), Sampler(list(says))
     metrics, limits = ActorMetrics(registry), EpisodeLimits(max_turns, max_context, timeout_s)
-    episode = Episode("group.1", SamplingParams(0.7, max_tokens=max_tokens), limits, sampler, metrics)
+    episode = Episode("group.1", SamplingParams(0.7, max_tokens=max_tokens), limits, sampler, metrics, TOKENIZER.decode)
     sampler.open.set()
     rendering = Rendering(TemplateFormat(TOKENIZER))
     app = episode_app(book, rendering, metrics, model="org/model", vocab_size=VOCAB_SIZE)
@@ -275,6 +275,19 @@ async def test_the_end_of_a_run_refuses_its_open_requests_and_leaves_the_turn_to
         await s.episode.end()
         assert s.sampler.under_way == 0
         assert [said for _, said in s.told()] == ["once<|im_end|>"]
+
+
+async def test_a_stop_text_that_began_before_an_interruption_ends_the_turn_after_it() -> None:
+    async with stage("go", "by") as s:
+        context, stop = np.array([1, 2], np.int32), ("end|>b",)
+        s.sampler.is_interrupted = True
+        with pytest.raises(Refused):
+            await s.episode.turn(context, stop=stop)
+        s.sampler.is_interrupted = False
+        s.episode.restart()
+        made = (await s.episode.turn(context, stop=stop)).made
+    assert (TOKENIZER.decode(made.completion_token_ids), made.finish_reason) == ("go<|im_end|>b", STOP)
+    assert len(made.behaviour_logprobs) == made.spans[-1].end == len(made.completion_token_ids)
 
 
 async def test_what_the_actor_cannot_do_fails_the_episode_and_an_interruption_does_not() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.messages.sequences import Branch, FinishReason, SamplingParams, TokenIds
-from services.actor.engine import EngineError, Generation, defect_of
+from services.actor.engine import EngineError, Generation, cut_at_stop, defect_of
 from services.actor.episodes.record import EpisodeRecord, RecordedTurn
 from services.actor.metrics import ActorMetrics
 
@@ -49,7 +49,7 @@ class EpisodeLimits:
 
 class Episode:
     """One episode under way. `name`: in request ids and logs; `sampling`: the group's, whose `max_tokens` bounds a turn;
-    `carried`: what another actor has recorded of it.
+    `decode`: the engine's; `carried`: what another actor has recorded of it.
 
     A turn is sampled to its end even where the client that asked has hung up: one that asks the same again gets it.
     """
@@ -61,6 +61,7 @@ class Episode:
         limits: EpisodeLimits,
         sample: Sample,
         metrics: ActorMetrics,
+        decode: Callable[[TokenIds], str],
         carried: Iterable[Branch] = (),
     ) -> None:
         self.name, self.sampling, self.limits = name, sampling, limits
@@ -71,7 +72,7 @@ class Episode:
         """The first of `POLICY_FAULTS` that this run of the environment was told."""
         self.idle_since_s: float | None = time.monotonic()
         """Since when its environment has no turn to wait for, on `time.monotonic()`; None: it waits for one."""
-        self._sample, self._metrics = sample, metrics
+        self._sample, self._metrics, self._decode = sample, metrics, decode
         self._waiting = self._run = 0
         self._requests = itertools.count()
         self._sampling: dict[RecordedTurn, asyncio.Task[None]] = {}
@@ -178,6 +179,7 @@ class Episode:
             self._fail(turn, defect)
         else:
             self.record.sampled(turn, made)
+            turn.made = cut_at_stop(turn.made, carried, sampling.stop, self._decode)
 
     def _fail(self, turn: RecordedTurn, failure: str) -> None:
         self.failure = self.failure or failure

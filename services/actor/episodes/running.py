@@ -37,11 +37,19 @@ _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
 
 class EpisodeRunner:
-    """Of one recipe's tasks. `address`: `host:port` at which environments reach this actor's endpoint."""
+    """Of one recipe's tasks. `address`: `host:port` at which environments reach this actor's endpoint;
+    `decode`: the engine's."""
 
     def __init__(
-        self, book: EpisodeBook, verifier: VerifierClient, metrics: ActorMetrics, recipe: Recipe, address: str
+        self,
+        book: EpisodeBook,
+        verifier: VerifierClient,
+        metrics: ActorMetrics,
+        recipe: Recipe,
+        address: str,
+        decode: Callable[[TokenIds], str],
     ) -> None:
+        self._decode = decode
         self._book, self._verifier, self._metrics, self._recipe = book, verifier, metrics, recipe
         self._told_at_s = -math.inf
         self._address, self._tasks = address, {name: share.task for name, share in recipe.episodic_tasks.items()}
@@ -75,7 +83,7 @@ class EpisodeRunner:
         """
         task, max_context = self._tasks[request.task], self._recipe.model.max_context
         limits = EpisodeLimits(task.max_turns, max_context, task.turn_timeout_s)
-        episode = Episode(request.sequence_id, sampling, limits, sample, self._metrics, carried)
+        episode = Episode(request.sequence_id, sampling, limits, sample, self._metrics, self._decode, carried)
         running = asyncio.create_task(self._run(episode, request, task.episode_timeout_s + CALL_SLACK_S))
         stopping = asyncio.create_task(stopped.wait())
         try:
