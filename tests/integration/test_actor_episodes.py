@@ -10,23 +10,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion, Sequence, VersionSpan
+from pipelinerl.errors import ServiceError
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, Sequence, VersionSpan, spans_from_proto
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.address import host_port
+from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import serve_http
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from services.actor import app
 from services.actor.engine import Generation, GenerationRequest
 from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import EpisodeBook
 from services.actor.episodes.rendering import Rendering, TemplateFormat
 from services.actor.episodes.running import EpisodeRunner
 from services.actor.metrics import ActorMetrics
+from services.trainer.data.evaluation import ActorClient
 from tests.integration.test_episodes import NAME, recipe
 from tests.support.generation import ScriptedEngine, Stage, stage
-from tests.support.memory_bus import MemoryServer
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.support.tokenizers import CHATML, byte_tokenizer
 from tests.support.verifier import Verifier, verifier
+from tests.unit.builders import RUN
+from tests.unit.test_actor_app import CONTEXT, SAMPLING, settings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="episodes are confined with Linux's means")
 
@@ -58,8 +66,8 @@ def episodes(address: str, data: dict[str, Any] = DATA) -> Episodes:
     async def running(engine: ScriptedEngine, metrics: ActorMetrics) -> AsyncIterator[EpisodeRunner]:
         engine.answer = lambda request: half()
         book, rendering = EpisodeBook(), Rendering(TemplateFormat(TOKENIZER))
-        app = episode_app(book, rendering, metrics, model="m", vocab_size=VOCAB_SIZE)
-        async with serve_http(app, "127.0.0.1", 0, on_this_loop=True) as port, VerifierClient(address) as client:
+        endpoint = episode_app(book, rendering, metrics, model="m", vocab_size=VOCAB_SIZE)
+        async with serve_http(endpoint, "127.0.0.1", 0, on_this_loop=True) as port, VerifierClient(address) as client:
             recipe, here = Recipe.model_validate(data), host_port("127.0.0.1", port)
             yield EpisodeRunner(book, client, metrics, recipe, here, engine.decode)
 
@@ -181,6 +189,37 @@ async def test_what_an_environment_does_wrong_costs_its_own_episode(environments
             assert len(sequence.turns) == (0 if failure else num_turns)
         assert [stored[f"g{number:08d}"].reward for number in (2, 3)] == [0.75, 0.0]
         await one.all_acknowledged()
+
+
+async def test_heldout_problems_of_such_a_task_are_episodes_that_come_back_with_their_verdict(
+    environments: Verifier,
+) -> None:
+    engine, metrics = ScriptedEngine(), ActorMetrics(CollectorRegistry())
+    engine.open.set()
+    prompts = [
+        actor_pb2.GeneratePrompt(id=name, task=NAME, reference_json=f'{{"row": {{{row}}}}}', problem_index=3)
+        for name, row in (("good", '"turns": 2'), ("bad", '"in_start": "raise"'))
+    ]
+    runner = episodes(environments.address.grpc)
+    async with MemoryBus(RUN, server=MemoryServer()) as bus, runner(engine, metrics) as plays:
+        recipe = Recipe.model_validate(DATA)
+        parts = (settings(), recipe, engine, bus, None, metrics, CONTEXT, asyncio.Event(), plays)
+        actor = app.Actor(*parts)  # type: ignore[arg-type]
+        register = lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(actor, server)  # noqa: E731
+        async with (
+            serve_grpc(register, [app.SERVICE], "127.0.0.1", 0, stop_grace_s=0.1) as port,
+            ActorClient("a", f"127.0.0.1:{port}") as client,
+        ):
+            answers = {one.id: one async for one in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)}
+            with pytest.raises(ServiceError, match="no episodic tasks"):
+                _ = [one async for one in client.generate([actor_pb2.GeneratePrompt(task="x")], SAMPLING, 1, 60)]
+    good, bad = answers["good"], answers["bad"]
+    assert (good.failure, good.verdict.sequence_id, good.verdict.reward) == ("", "good", 0.75)
+    assert spans_from_proto(good.spans)[-1].end * 4 == len(good.completion_token_ids)
+    assert len(good.behaviour_logprobs) == 2 * len(HALF) * 4
+    assert len({request.seed for request in engine.requests.values()}) == 2
+    assert bad.failure.startswith("episode_crashed")
+    assert not bad.HasField("verdict")
 
 
 AGENT = """
