@@ -221,6 +221,7 @@ _DATA = Section(
             "At sampling.max_tokens (answers are cut off), or collapsing to a few tokens.",
             (
                 Query(gauge("trainer_completion_length_tokens"), "{{run}} trained, mean"),
+                Query(gauge("trainer_task_completion_length_tokens", "task"), "{{run}} {{task}}, mean"),
                 Query(mean("actor_completion_tokens"), "{{run}} finished, mean"),
                 Query(quantile(0.95, "actor_completion_tokens"), "{{run}} finished, 95%"),
             ),
@@ -231,7 +232,10 @@ _DATA = Section(
             "Share of the step's sequences that reached sampling.max_tokens, or filled model.max_context with their prompt.",
             "Near 0.",
             "A tenth and more: raise the limit, or look at samples for endless repetition.",
-            (Query(gauge("trainer_truncated_ratio")),),
+            (
+                Query(gauge("trainer_truncated_ratio")),
+                Query(gauge("trainer_task_truncated_ratio", "task"), "{{run}} {{task}}"),
+            ),
             unit="percentunit",
             low=0,
             high=1,

@@ -23,6 +23,7 @@ NOT_SHOWN = {
     "pipelinerl_trainer_checkpoint_version": "its age is shown",
     "pipelinerl_trainer_trainer_busy_ratio": "of the whole run; rates of busy seconds are shown",
     "pipelinerl_trainer_actor_busy_ratio": "the same",
+    "pipelinerl_trainer_task_sequences": "the tasks' weights",
 }
 """Metrics without a panel, and why."""
 
