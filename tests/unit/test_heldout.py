@@ -13,6 +13,7 @@ from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion, sampling_from_proto
 from pipelinerl.rl.accuracy import accuracy_of
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT, VerifyResult
+from services.trainer.data import evaluation
 from services.trainer.data.evaluation import (
     JUDGE_BATCH,
     Evaluator,
@@ -170,6 +171,14 @@ async def test_each_task_and_set_has_its_limit_its_reward_and_its_accuracy_and_s
     accuracies = {name: one.mean.value for name, one in result.sets.items()}
     assert accuracies == {"chain_sum": 1.0, "strict": 0.0, "further": 0.0}
     assert [sample.task for sample in result.samples] == ["chain_sum", "strict", "further", "chain_sum"]
+
+
+async def test_many_answers_are_asked_for_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "MOST_ASKED", 3)
+    actor = FakeActor()
+    result = await evaluate(FakeVerifier(), count=7, a=actor)
+    assert [len(request.prompts) for request in actor.requests] == [3, 3, 1]
+    assert (result.accuracy, result.num_unanswered) == (1.0, 0)
 
 
 async def test_completions_of_another_version_do_not_count() -> None:

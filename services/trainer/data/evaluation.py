@@ -156,6 +156,8 @@ async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: flo
     return verdicts
 
 
+MOST_ASKED = 10_000
+"""Answers to one task's problems that are asked of an actor in one call, which must not be too large."""
 GENERATION_SHARE = 0.9
 """Of the evaluation's time; what generation leaves of it is the verifier's."""
 EMPTY = "empty_completion"
@@ -255,7 +257,7 @@ class Evaluator:
                     async with asyncio.TaskGroup() as tasks:
                         for position, (name, member) in enumerate(members):
                             for asked in self._by_task(missing[position :: len(members)]):
-                                tasks.create_task(ask(name, member.grpc_address, asked))
+                                tasks.create_task(ask(name, member.grpc_address, asked[:MOST_ASKED]))
                     if len(done) == before:
                         log.warning("%d actors answered none of %d held-out problems", len(members), len(missing))
                         break
