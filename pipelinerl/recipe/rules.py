@@ -92,6 +92,8 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
             yield "prompt_style", f"{policy} reads compact prompts only; use compact, or {other}"
     if task.source in ("jsonl", "tools", "agent") and not task.path:
         yield "path", f"is empty: task.source = {task.source!r} needs a .jsonl or .parquet file here"
+    if task.source == "verifiers":
+        yield "source", "environments of the package verifiers cannot be run yet; use environment, tools or agent"
     if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):
         yield "name", "task.source = 'environment' needs its class here: pkg.module:Class"
     if bool(task.tools) != (task.source == "tools"):

@@ -319,8 +319,6 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
     if task.source == "environment":
         kind = imported("task.name", task.name)
         return play_environment(lambda: kind(**task.config), reward.correct)
-    if task.source == "verifiers":
-        raise FieldError("task.source", task.source, "is not there yet; use environment, tools or agent")
     score = make_reward(reward, task)
 
     def scored(request: EpisodeRequest, answer: str, turn: Turn | None = None, num_tokens: int = 0) -> VerifyResult:

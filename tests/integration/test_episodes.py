@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipelinerl.errors import UserError
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, status_name
@@ -21,7 +22,7 @@ from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier.confinement import children
 from tests.support.fake_endpoint import FakeEndpoint, calls, fake_endpoint, refuses, says
 from tests.support.machine import ends_within
-from tests.support.verifier import HERE, START_S, Verifier, sample, serving, verifier
+from tests.support.verifier import HERE, ROOT, START_S, Verifier, sample, serving, verifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="episodes are confined with Linux's means")
 
@@ -353,3 +354,14 @@ async def test_code_that_is_not_there_is_the_users_mistake(
 ) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         await served(tmp_path, recipe(task=task))
+
+
+async def test_the_agent_of_the_examples_is_a_plain_openai_program(tmp_path: Path) -> None:
+    turns = iter([calls("calculate", '{"expression": "6 * 7"}'), says("It is 42.")])
+    data = yaml.safe_load((ROOT / "examples/agent/recipe.yaml").read_text())
+    with fake_endpoint(lambda _: next(turns)) as endpoint:
+        request = episode(endpoint, {"prompt": "What is 6 * 7?"}, answer="42", task="sums")
+        (result,) = await served(tmp_path, data, request)
+    assert (status_name(result.status), result.reward, result.answer) == ("ok", 1.0, "It is 42.\n")
+    assert [tool["function"]["name"] for tool in endpoint.requests[0]["tools"]] == ["calculate"]
+    assert endpoint.requests[1]["messages"][-1]["content"] == "42"

@@ -554,6 +554,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path) -> N
     [
         ({"source": "environment", "name": "guess"}, "task.name", "needs its class here: pkg.module:Class"),
         ({"source": "tools", "path": "p.jsonl"}, "task.tools", "needs functions here"),
+        ({"source": "verifiers", "name": "any"}, "task.source", "cannot be run yet; use environment, tools or agent"),
         ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program here"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         (
