@@ -341,12 +341,13 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         async with self._heldout_episodes:
             name, salt = f"eval-{prompt.id}-{os.urandom(4).hex()}", self._gate.cache_salt
 
-            async def sample(context: TokenIds, sampling: SamplingParams, request_id: str) -> Generation:
-                own_seed = turn_seed(seed + zlib.crc32(prompt.id.encode()), len(context)) if seed else None
-                return await self._engine.generate(GenerationRequest(request_id, context, sampling, own_seed, salt))
+            async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
+                own_seed = turn_seed(seed + zlib.crc32(prompt.id.encode()), len(context), number) if seed else None
+                request = GenerationRequest(f"{name}.{number}", context, sampling, own_seed, salt)
+                return await self._engine.generate(request)
 
-            request = self._episodes.request(name, Split.HELDOUT, prompt, sampling, trace)
-            episode, result = await self._episodes.play(request, sampling, sample, self._stop)
+            asked = self._episodes.request(name, Split.HELDOUT, prompt, sampling, trace)
+            episode, result = await self._episodes.play(asked, sampling, sample, self._stop)
         if result is None:
             return actor_pb2.GenerateResult(id=prompt.id, failure=UNFINISHED)
         failure, result = verdict_of(episode, result)

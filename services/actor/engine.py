@@ -131,9 +131,9 @@ def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> F
     return start.finish_reason
 
 
-def turn_seed(seed: int, num_context: int) -> int:
-    """For what follows `num_context` tokens of an episode: another one for each turn."""
-    return (seed + num_context * _SEED_STEP) % (1 << 63)
+def turn_seed(seed: int, num_context: int, number: int = 0) -> int:
+    """For what follows `num_context` tokens, asked for after `number` others: equal questions get answers of their own."""
+    return (seed + (num_context + (number << 32)) * _SEED_STEP) % (1 << 63)
 
 
 def request_of(group: PromptGroup, start: PartialSequence, cache_salt: str = "") -> GenerationRequest:

@@ -313,12 +313,13 @@ class GenerationLoop:
         index, began_s, salt = start.sample_index, time.monotonic(), self._gate.cache_salt
         assert self._episodes is not None, "a recipe's groups are of its tasks"
 
-        async def sample(context: TokenIds, sampling: SamplingParams, request_id: str) -> Generation:
+        async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
             async with self._holding(place=True):
                 if self._interrupted:
                     return Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
-                seed = turn_seed(group.seed + index, len(context)) if group.seed else None
-                return await self._generated(GenerationRequest(request_id, context, sampling, seed, salt))
+                seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
+                name = f"{group.sequence_id(index)}.{number}"
+                return await self._generated(GenerationRequest(name, context, sampling, seed, salt))
 
         request = self._episodes.request(group.sequence_id(index), Split.TRAIN, group, group.sampling, trace)
         episode, result = await self._episodes.play(request, group.sampling, sample, self._stop_playing, start.branches)

@@ -35,12 +35,12 @@ class Sampler:
     says: list[str | Exception] = field(default_factory=list)
     tokenizer: ByteTokenizer = TOKENIZER
     open: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
+    asked: list[tuple[list[int], SamplingParams, int]] = field(default_factory=list)
     is_interrupted: bool = False
     under_way: int = 0
 
-    async def __call__(self, context: TokenIds, sampling: SamplingParams, request_id: str) -> Generation:
-        self.asked.append((context.tolist(), sampling, request_id))
+    async def __call__(self, context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
+        self.asked.append((context.tolist(), sampling, number))
         said = self.says.pop(0)
         self.under_way += 1
         try:
@@ -100,7 +100,7 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     registry, book, sampler = CollectorRegistry(), EpisodeBook(), Sampler(list(says))
     metrics, limits = ActorMetrics(registry), EpisodeLimits(max_turns, max_context, timeout_s)
-    episode = Episode("group.1", SamplingParams(0.7, max_tokens=max_tokens), limits, sampler, metrics, TOKENIZER.decode)
+    episode = Episode(SamplingParams(0.7, max_tokens=max_tokens), limits, sampler, metrics, TOKENIZER.decode)
     sampler.open.set()
     rendering = Rendering(TemplateFormat(TOKENIZER))
     app = episode_app(book, rendering, metrics, model="org/model", vocab_size=VOCAB_SIZE)
@@ -249,6 +249,7 @@ async def test_a_client_that_hangs_up_and_asks_again_gets_the_turn_that_was_begu
         await until(lambda: s.episode.record.served)
         beside = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
         await until(lambda: len(s.sampler.asked) == 2)
+        assert [number for _, _, number in s.sampler.asked] == [0, 1]  # their seeds differ by it
         assert s.episode.idle_since_s is None
         s.sampler.open.set()
         assert [(await one).choices[0].message.content for one in (again, beside)] == ["once", "twice"]

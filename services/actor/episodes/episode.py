@@ -20,9 +20,10 @@ from services.actor.engine import EngineError, Generation, cut_at_stop, defect_o
 from services.actor.episodes.record import EpisodeRecord, RecordedTurn
 from services.actor.metrics import ActorMetrics
 
-Sample = Callable[[TokenIds, SamplingParams, str], Awaitable[Generation]]
-"""`sample(context_token_ids, sampling, request_id)`: one turn, to its end or an interruption (`finish_reason` None; it may then
-have no tokens). Waits for a place among those that decode. Cancelled, it aborts the request. Raises `EngineError`."""
+Sample = Callable[[TokenIds, SamplingParams, int], Awaitable[Generation]]
+"""`sample(context_token_ids, sampling, number)`: one turn, to its end or an interruption (`finish_reason` None; it may have no
+tokens then). `number`: calls of this episode before it. Waits for a place among those that decode. Cancelled, it aborts the
+request. Raises `EngineError`."""
 
 MAX_TURNS, CONTEXT_LENGTH = "max_turns_exceeded", "context_length_exceeded"
 POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH)
@@ -56,7 +57,6 @@ class Episode:
 
     def __init__(
         self,
-        name: str,
         sampling: SamplingParams,
         limits: EpisodeLimits,
         sample: Sample,
@@ -64,7 +64,7 @@ class Episode:
         decode: Callable[[TokenIds], str],
         carried: Iterable[Branch] = (),
     ) -> None:
-        self.name, self.sampling, self.limits = name, sampling, limits
+        self.sampling, self.limits = sampling, limits
         self.record = EpisodeRecord(carried)
         self.failure = ""
         """Why it cannot go on: the engine or a turn's deadline. No request is answered any more."""
@@ -74,7 +74,7 @@ class Episode:
         """Since when its environment has no turn to wait for, on `time.monotonic()`; None: it waits for one."""
         self._sample, self._metrics, self._decode = sample, metrics, decode
         self._waiting = self._run = 0
-        self._requests = itertools.count()
+        self._calls = itertools.count()
         self._sampling: dict[RecordedTurn, asyncio.Task[None]] = {}
 
     def restart(self) -> None:
@@ -169,7 +169,7 @@ class Episode:
         sampling = replace(sampling, max_tokens=sampling.max_tokens - carried)
         try:
             async with asyncio.timeout(self.limits.turn_timeout_s):
-                made = await self._sample(turn.token_ids, sampling, f"{self.name}.{next(self._requests)}")
+                made = await self._sample(turn.token_ids, sampling, next(self._calls))
         except (EngineError, TimeoutError) as error:
             timeout = f"turn_timeout: no turn within {self.limits.turn_timeout_s:g} s (task.turn_timeout_s)"
             self._fail(turn, f"engine: {error}"[:500] if isinstance(error, EngineError) else timeout)

@@ -83,7 +83,7 @@ class EpisodeRunner:
         """
         task, max_context = self._tasks[request.task], self._recipe.model.max_context
         limits = EpisodeLimits(task.max_turns, max_context, task.turn_timeout_s)
-        episode = Episode(request.sequence_id, sampling, limits, sample, self._metrics, self._decode, carried)
+        episode = Episode(sampling, limits, sample, self._metrics, self._decode, carried)
         running = asyncio.create_task(self._run(episode, request, task.episode_timeout_s + CALL_SLACK_S))
         stopping = asyncio.create_task(stopped.wait())
         try:
