@@ -264,8 +264,9 @@ async def test_what_an_agent_does_wrong_costs_its_own_episode(tmp_path: Path) ->
     assert (parallel.failure, parallel.reward, len(parallel.all_branches)) == ("", 1.0, 3)
     assert [branch.num_sampled_tokens for branch in parallel.all_branches] == [len(HALF)] * 3
     assert (large.failure, large.reward, len(large.all_branches)) == ("", 1.0, 1)
-    assert "still here" in text(hung_up.prompt_token_ids)
-    assert (hung_up.failure, len(hung_up.all_branches)) == ("", 1)
+    assert hung_up.failure == ""
+    # An engine as fast as this one may have answered before the actor hears that nobody reads.
+    assert "still here" in text(hung_up.all_branches[-1].prompt_token_ids)
     assert silent.failure.startswith("no_turns")
     assert long.failure.startswith("no_turns")
     assert replace(long, failure="").reward == 0.0
