@@ -65,7 +65,8 @@ from services.actor.engine import (
 )
 from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import EpisodeBook
-from services.actor.episodes.rendering import Rendering, chat_format
+from services.actor.episodes.formats import chat_format
+from services.actor.episodes.rendering import Rendering
 from services.actor.episodes.running import NO_TURNS, EpisodeRunner, verdict_of
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate

@@ -16,7 +16,8 @@ from pipelinerl.service.http import serve_http
 from services.actor.engine import EngineError, Generation
 from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
 from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits, Refused, base_path
-from services.actor.episodes.rendering import Rendering, TemplateFormat
+from services.actor.episodes.formats import TemplateFormat
+from services.actor.episodes.rendering import Rendering
 from services.actor.metrics import ActorMetrics
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
 from tests.unit.test_episode_tokens import LOOK_UP

@@ -14,18 +14,16 @@ from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
 from pipelinerl.messages.sequences import FinishReason, VersionSpan
 from services.actor.engine import Generation
-from services.actor.episodes.record import EpisodeRecord
-from services.actor.episodes.rendering import (
+from services.actor.episodes.formats import (
     ChatFormat,
     FamilyFormat,
     PlainFormat,
-    Rendering,
     TemplateFormat,
     Unrenderable,
     chat_format,
-    message_of,
-    read_messages,
 )
+from services.actor.episodes.record import EpisodeRecord
+from services.actor.episodes.rendering import Rendering, message_of, read_messages
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
 
 # Not `gpt-oss`: it brings its own tokenizer, whose vocabulary has to be fetched.

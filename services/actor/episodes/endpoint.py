@@ -23,8 +23,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.actor.episodes.episode import EpisodeBook, Refused, no_such_episode
+from services.actor.episodes.formats import Answer, Message, Tools, Unrenderable
 from services.actor.episodes.record import RecordedTurn
-from services.actor.episodes.rendering import Answer, Message, Rendering, Tools, Unrenderable, message_of, read_messages
+from services.actor.episodes.rendering import Rendering, message_of, read_messages
 from services.actor.metrics import IGNORED_FIELDS, ActorMetrics
 
 log = logging.getLogger(__name__)
