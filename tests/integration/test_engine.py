@@ -178,10 +178,11 @@ async def check_weights(run: Running, tied: bool) -> None:
     await run.update(V[9])  # the trainer's weights have moved on
     await parity.check_switch(run, V[9], V[10], recompute=True, temperature=0.7)
     await parity.check_prefix_cache(run, V[11], recompute=True)
+    await parity.check_episode(run, V[14:20])
 
     await replaced(run, force_paused=True)
     assert run.loading[-1].mode == "paused"
-    await parity.check_switch(run, V[11], V[12], recompute=False, temperature=1.5)
+    await parity.check_switch(run, V[19], V[12], recompute=False, temperature=1.5)
 
     await replaced(run, staging_buffers=1)
     assert run.loading[-1].mode == "shadow"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -25,12 +26,14 @@ from transformers import (
 
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.sequences import PolicyVersion, SamplingParams
+from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, TokenIds
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, build_manifest
-from services.actor.engine import GenerationRequest, OnStep
+from services.actor.engine import Generation, GenerationRequest, OnStep
+from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits
+from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import StagedWeights, WeightLoading, WeightUpdateClient
 from services.trainer.learn.batch import token_row
@@ -329,6 +332,45 @@ async def check_prefix_cache(run: Running, new: PolicyVersion, *, recompute: boo
         assert largest_difference(logprobs, stale if shares else fresh) <= TOLERANCE
     tokens = np.array(prompt, np.int32)
     assert largest_difference((await run.engine.score(tokens)).tolist(), reference(run.model, prompt)) <= TOLERANCE
+
+
+async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None:
+    """Turns of an episode, with switches between and within them that recompute the cache: what the actor records is token by
+    token the trainer's forward of the version that sampled it."""
+    temperature, models = 0.8, dict[int, PreTrainedModel]()
+
+    async def sample(context: TokenIds, sampling: SamplingParams, request_id: str) -> Generation:
+        return await run.engine.generate(GenerationRequest(request_id, context, sampling, cache_salt="an episode"))
+
+    limits, sampling = EpisodeLimits(len(versions), 1024, 60.0), SamplingParams(temperature, max_tokens=70)
+    metrics, decode = ActorMetrics(CollectorRegistry()), run.engine.decode
+    episode = Episode("episode", sampling, limits, sample, metrics, decode)
+    context = np.array(PROMPT, np.int32)
+    with EpisodeBook().running(episode):
+        for number, version in enumerate(versions):
+            change_strongly(run.model, seed=version.number)
+            models[version.number] = random_model_like(run.model)
+            await run.transfer(version)
+            if number % 2 == 0:  # between turns; the others within, unless the turn is short
+                await run.client.commit(version)
+            asked = asyncio.create_task(episode.turn(context))
+            while not asked.done() and not any(size >= 5 for size in run.engine.progress().values()):
+                await asyncio.sleep(0)
+            if number % 2:
+                await run.client.commit(version)
+            context = np.concatenate([(await asked).token_ids, np.arange(30, 37, dtype=np.int32)])
+    (branch,) = episode.result()
+    sampled_by = [
+        {span.version for span in branch.spans if turn.start <= span.start < turn.end} for turn in branch.turns
+    ]
+    assert len(sampled_by) == len(versions)
+    assert max(map(len, sampled_by)) == 2, "no switch within a turn"
+    tokens, recorded = [*branch.prompt_token_ids, *branch.completion_token_ids], branch.behaviour_logprobs
+    expected = {v: trainer_logprobs(model, tokens, temperature)[len(PROMPT) - 1 :] for v, model in models.items()}
+    for span in branch.spans:
+        mine, recorded = np.split(recorded, [span.end - span.start])
+        assert largest_difference(mine.tolist(), expected[span.version][span.start : span.end]) <= TOLERANCE
+    assert not len(recorded)
 
 
 async def sampled_with_salt(run: Running, prompt: list[int], salt: str) -> tuple[list[int], list[float]]:
