@@ -39,7 +39,9 @@ async def test_cost_is_the_tokens_of_all_that_is_not_stored() -> None:
     progress = {group.sequence_id(0): 5, "eval-1": 1000}
     await held.published(group, 2)
     assert work_in_hand(held.unfinished(), progress) == 3 + 5 + 7
-    assert work_in_hand([], progress) == 0
+    turns = {f"{group.sequence_id(3)}.{number}": 10 for number in (0, 1)}  # of an episode that asked for two at a time
+    assert work_in_hand(held.unfinished(), progress | turns) == 3 + 5 + 7 + 20
+    assert work_in_hand([], progress | turns) == 0
     assert work_in_hand(held.unfinished(), {group.sequence_id(3): 2**40}) == MOST
 
 
