@@ -79,6 +79,15 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "ratio_best",
         "goal",
     ),
+    "prefix_cache": (
+        "case",
+        "prompt_tokens",
+        "prompt_cached",
+        "tokens_per_s",
+        "uncached_tokens_per_s",
+        "ratio",
+        "ratio_cpu_time",
+    ),
     "observing": (
         "case",
         "goal",
