@@ -201,11 +201,14 @@ class JudgedPool:
 
 
 def api_key(config: JudgeConfig) -> str:
-    """Raises `FieldError` when the variable that the recipe names is not there."""
+    """Raises `FieldError` when the variable that the recipe names is not there or cannot be used."""
     if not config.api_key_env:
         return ""
     if not (key := os.environ.get(config.api_key_env, "").strip()):
         problem = "the verifier's environment has no such variable; set it where the verifier starts"
+        raise FieldError("reward.judge.api_key_env", config.api_key_env, problem)
+    if not (key.isascii() and key.isprintable()):  # http.client would refuse the header by an error that holds the key
+        problem = "the variable holds a line break or another character that no HTTP header takes"
         raise FieldError("reward.judge.api_key_env", config.api_key_env, problem)
     return key
 

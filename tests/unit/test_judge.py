@@ -240,4 +240,9 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         api_key(config)
     monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
     assert api_key(config) == KEY
+    for wrong in (f"{KEY}\r\n{KEY}", f"{KEY}é"):
+        monkeypatch.setenv("JUDGE_KEY", wrong)
+        with pytest.raises(FieldError, match="no HTTP header takes") as error:
+            api_key(config)
+        assert KEY not in str(error.value)
     assert api_key(config.model_copy(update={"api_key_env": ""})) == ""
