@@ -266,6 +266,8 @@ def without_arrays(sequence: Sequence, failure: str) -> Sequence:
         completion_token_ids=np.empty(0, dtype=np.int32),
         behaviour_logprobs=np.empty(0, dtype=np.float32),
         spans=(),
+        turns=(),
+        branches=(),
         failure=failure,
     )
 

@@ -188,6 +188,7 @@ class Finisher:
         bare = replace(
             without_arrays(sequence, failure),
             prompt_token_ids=np.empty(0, dtype=np.int32),
+            reward_components={},
             completion_text="",
             prompt_text="",
             reference_json="",

@@ -287,10 +287,9 @@ class GenerationLoop:
                         span.add_event("interrupted")
                     elif span.is_recording():
                         span.set_attributes(a.generated(sequence))
-                if sequence is not None:
-                    num_tokens = sum(branch.num_sampled_tokens for branch in sequence.all_branches)
-                    self._metrics.count_finished(sequence.finish_reason.value, num_tokens)
-                    await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))
+            if sequence is not None:  # without its place: a full buffer holds up no turn of an episode
+                self._metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
+                await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))
         finally:
             self._slots.release()
 

@@ -172,6 +172,15 @@ async def test_an_episode_whose_verifier_dies_is_run_again_and_nothing_is_sample
             assert one.counted("episode_turns", source="replayed") >= 2
 
 
+async def test_an_episode_too_large_for_a_message_costs_that_sequence(environments: Verifier) -> None:
+    async with stage(episodes=episodes(environments.address.grpc), max_payload_bytes=1000) as one:
+        await issue(one, 0, '{"row": {"turns": 9}}')
+        (sequence,) = await one.published(1)
+        assert sequence.failure.startswith("too_large: ")
+        assert (sequence.turns, sequence.branches, sequence.reward_components) == ((), (), {})
+        await one.all_acknowledged()
+
+
 async def test_what_an_environment_does_wrong_costs_its_own_episode(environments: Verifier) -> None:
     rows = {
         '{"in_start": "raise"}': ("episode_crashed: the environment raised RuntimeError", 0),

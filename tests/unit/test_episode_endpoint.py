@@ -279,6 +279,42 @@ async def test_the_end_of_a_run_refuses_its_open_requests_and_leaves_the_turn_to
         assert [said for _, said in s.told()] == ["once<|im_end|>"]
 
 
+async def test_a_request_whose_body_comes_after_the_end_of_its_run_gets_no_turn() -> None:
+    async with stage("never") as s:
+        begun = asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b'{"messages": '
+            begun.set()
+            await ended.wait()
+            yield b'[{"role": "user", "content": "Begin."}]}'
+
+        ended = asyncio.Event()
+        async with httpx.AsyncClient(timeout=20) as raw:
+            with s.book.running(s.episode) as key:
+                url = f"{s.address}{base_path(key)}/chat/completions"
+                asked = asyncio.create_task(raw.post(url, content=body()))
+                await begun.wait()
+                await raw.get(f"{s.address}{base_path(key)}/models")
+            ended.set()
+            assert (await asked).status_code == 404
+        assert s.episode.record.turns == []
+
+
+async def test_a_turn_is_not_served_to_a_request_with_other_limits() -> None:
+    async with stage("one", "two", "three") as s, s.environment() as client:
+        s.sampler.open.clear()
+        hurried = client.with_options(timeout=0.2, max_retries=0)
+        with pytest.raises(openai.APITimeoutError):
+            await hurried.chat.completions.create(model="m", messages=ASK)
+        await until(lambda: not s.episode.record.served)
+        s.sampler.open.set()
+        short = await client.chat.completions.create(model="m", messages=ASK, max_tokens=2)
+        assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("tw", "length")
+        stopped = await client.chat.completions.create(model="m", messages=ASK, stop="STOP")
+        assert stopped.choices[0].message.content == "three"
+
+
 async def test_a_stop_text_that_began_before_an_interruption_ends_the_turn_after_it() -> None:
     async with stage("go", "by") as s:
         context, stop = np.array([1, 2], np.int32), ("end|>b",)

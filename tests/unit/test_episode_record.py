@@ -6,6 +6,7 @@ from pipelinerl.messages.sequences import (
     Branch,
     FinishReason,
     PartialSequence,
+    SamplingParams,
     Turn,
     VersionSpan,
     decode_group,
@@ -16,6 +17,7 @@ from services.actor.episodes.record import EpisodeRecord, RecordedTurn
 from tests.support.generation import generated
 from tests.unit.builders import make_group
 
+ASKED = SamplingParams(max_tokens=10)
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
@@ -25,7 +27,7 @@ def tokens(*ids: int) -> np.ndarray:
 
 def ask(record: EpisodeRecord, context: tuple[int, ...], made: Generation | None = None) -> RecordedTurn:
     """`made` None: nothing is to be sampled."""
-    turn = record.take(tokens(*context), max_tokens=10)
+    turn = record.take(tokens(*context), ASKED)
     assert turn.is_finished == (made is None)
     if made is not None:
         record.sampled(turn, made)
@@ -59,7 +61,7 @@ def test_what_does_not_extend_and_what_extends_the_same_again_are_branches_of_th
 
 def test_parallel_calls_with_equal_tokens_are_two_conversations() -> None:
     record = EpisodeRecord()
-    first, second = record.take(tokens(1), 10), record.take(tokens(1), 10)
+    first, second = record.take(tokens(1), ASKED), record.take(tokens(1), ASKED)
     assert first is not second
     record.sampled(first, generated(2))
     record.sampled(second, generated(2))
@@ -86,16 +88,18 @@ def test_a_run_again_is_served_each_turn_once_and_what_it_does_not_ask_for_is_dr
 def test_a_recorded_turn_that_is_longer_than_now_allowed_is_not_served() -> None:
     record = EpisodeRecord()
     ask(record, (1,), generated(2, 3, 4))
+    record = EpisodeRecord(record.partial(0).branches)
+    assert not record.take(tokens(1), SamplingParams(max_tokens=2)).is_finished
+    assert record.take(tokens(1), SamplingParams(max_tokens=3)).is_finished
     record.restart()
-    assert not record.take(tokens(1), max_tokens=2).is_finished
-    assert record.take(tokens(1), max_tokens=3).is_finished
+    assert not record.take(tokens(1), SamplingParams(max_tokens=4)).is_finished
 
 
 def test_an_episode_goes_on_elsewhere_with_an_interrupted_turn() -> None:
     record = EpisodeRecord()
     ask(record, (1,), generated(2, version=3))
     ask(record, (1, 2, 7), generated(4, version=3, finish=None))
-    record.take(tokens(9), 10)  # asked for, and nothing sampled yet
+    record.take(tokens(9), ASKED)  # asked for, and nothing sampled yet
     group = make_group(partials=(record.partial(0, 1.5),), prompt_token_ids=tokens(), episodic=True)
     (handed_over,) = decode_group(encode_group(group)).partials
     assert isinstance(handed_over, PartialSequence)
@@ -104,7 +108,7 @@ def test_an_episode_goes_on_elsewhere_with_an_interrupted_turn() -> None:
     record = EpisodeRecord(handed_over.branches)
     assert record.result() == ((), 2)
     ask(record, (1,))
-    turn = record.take(tokens(1, 2, 7), 10)
+    turn = record.take(tokens(1, 2, 7), ASKED)
     assert turn.token_ids.tolist() == [1, 2, 7, 4]
     record.sampled(turn, generated(5, 6, version=4))
     (branch,), dropped = record.result()

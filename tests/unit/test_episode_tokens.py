@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
-from pipelinerl.messages.sequences import FinishReason, VersionSpan
+from pipelinerl.messages.sequences import FinishReason, SamplingParams, VersionSpan
 from services.actor.engine import Generation
 from services.actor.episodes.formats import (
     ChatFormat,
@@ -73,7 +73,7 @@ class Conversation:
         """Returns the answer as the client gets it, through JSON. `end`: which token ends it, None for the usual one."""
         rendering, tools = Rendering(self.chat), [LOOK_UP] if self.has_tools else []
         context = rendering.context(self.record, read_messages(json.loads(json.dumps(messages))), tools)
-        turn = self.record.take(context, 1_000)
+        turn = self.record.take(context, SamplingParams(max_tokens=1_000))
         if not turn.is_finished:
             sampled = self.tokenizer.encode(text, add_special_tokens=False) or [5]
             sampled = [token for token in sampled if token not in self.chat.stop_token_ids] or [5]

@@ -111,7 +111,8 @@ async def test_a_verifier_that_is_away_fills_the_buffer_and_loses_nothing() -> N
         one.verifier.up.clear()
         await one.issue(*range(15))
         # 4 workers each hold a batch of 4 at most; the buffer holds 2; 2 wait in their slots: then generation stands still.
-        await one.until(lambda: one.metrics.busy.running == 2 and one.engine.running == 0)
+        await one.until(lambda: one.loop._slots.locked() and one.engine.running == 0)
+        assert one.metrics.busy.running == 0, "what waits for the verifier keeps no turn of an episode from decoding"
         assert len(one.engine.started) <= 20
         one.verifier.up.set()
         assert len({s.sequence_id for s in await one.published(30)}) == len(one.engine.started) == 30

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from services.actor.episodes.episode import EpisodeBook, Refused, no_such_episode
+from services.actor.episodes.episode import EnvironmentRun, EpisodeBook, Refused, no_such_episode
 from services.actor.episodes.formats import Answer, Message, Tools, Unrenderable
 from services.actor.episodes.record import RecordedTurn
 from services.actor.episodes.rendering import Rendering, message_of, read_messages
@@ -82,6 +82,11 @@ def episode_app(
             raise Refused(400, "invalid_request", "the body is no JSON object")
         return body
 
+    async def received(key: str, request: Request) -> tuple[EnvironmentRun, dict[str, Any]]:
+        book[key]  # else nothing is read
+        body = await body_of(request)
+        return book[key], body  # a run may end before the body has come
+
     @app.exception_handler(Refused)
     async def refuse(_: Request, error: Refused) -> Response:
         metrics.episode_refusals.labels(error.code).inc()
@@ -103,8 +108,7 @@ def episode_app(
 
     @app.post("/episodes/{key}/v1/chat/completions")
     async def chat_completions(key: str, request: Request) -> Response:
-        run = book[key]
-        body = await body_of(request)
+        run, body = await received(key, request)
         episode = run.episode
         try:
             asked = read_chat(body)
@@ -127,8 +131,7 @@ def episode_app(
 
     @app.post("/episodes/{key}/inference/v1/generate")
     async def generate(key: str, request: Request) -> Response:
-        run = book[key]
-        body = await body_of(request)
+        run, body = await received(key, request)
         try:
             token_ids, max_tokens, stop, stop_token_ids = read_generate(body, vocab_size)
         except Unrenderable as error:

@@ -102,7 +102,7 @@ class Episode:
             stop=tuple(dict.fromkeys((*self.sampling.stop, *stop))),
             stop_token_ids=tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids))),
         )
-        turn, run = self.record.take(context_token_ids, sampling.max_tokens), self._run
+        turn, run = self.record.take(context_token_ids, sampling), self._run
         is_known = turn.is_finished or turn in self._sampling
         self._metrics.episode_turns.labels("replayed" if is_known else "sampled").inc()
         self._waiting += 1

@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.messages.sequences import Branch, FinishReason, PartialSequence, TokenIds, Turn, VersionSpan
+from pipelinerl.messages.sequences import (
+    Branch,
+    FinishReason,
+    PartialSequence,
+    SamplingParams,
+    TokenIds,
+    Turn,
+    VersionSpan,
+)
 from services.actor.engine import Generation, appended
 
 _NOTHING = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
@@ -30,6 +38,8 @@ class RecordedTurn:
     made: Generation = _NOTHING
     extends: RecordedTurn | None = None
     """The turn whose tokens, and those that it saw, are the start of what this one saw."""
+    asked: SamplingParams | None = None
+    """How it was to be sampled; None where another actor knew."""
     served: bool = False
     """A request of this run of the environment has it, or waits for it."""
     messages: Any = None
@@ -76,16 +86,19 @@ class EpisodeRecord:
         for turn in self.turns:
             turn.served = False
 
-    def take(self, context_token_ids: TokenIds, max_tokens: int) -> RecordedTurn:
-        """The first recorded turn that saw these tokens, has at most `max_tokens` and is not served in this run; or a new one.
-        It counts as served from now on; where it is not finished, it is to be sampled further."""
+    def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
+        """The first recorded turn that saw these tokens, was asked for with the same length and stops and is not served in this
+        run; or a new one. Of one that another actor began, only the length is known. It counts as served from now on; where it
+        is not finished, it is to be sampled further."""
         for turn in self.turns:
-            fits = not turn.served and len(turn.made.completion_token_ids) <= max_tokens
+            is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
+            fits = not turn.served and (is_short if turn.asked is None else turn.asked == sampling)
             if fits and np.array_equal(turn.context_token_ids, context_token_ids):
                 break
         else:
             turn = RecordedTurn(context_token_ids)
             self.turns.append(turn)
+        turn.asked = sampling
         turn.extends, turn.served = self._extended_by(context_token_ids), True
         return turn
 
