@@ -104,6 +104,8 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
     if on_gpu:
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
     else:
+        # Whole prompts only: after a part of one, vLLM sets back its seeded generator, which a CPU's does not know.
+        arguments["enable_chunked_prefill"] = False
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 1024**3)
         # A shared prompt is shared in whole blocks, and vLLM's 128 on CPU are more than many prompts have. It decodes as fast.
         arguments["block_size"] = 32

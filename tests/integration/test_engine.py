@@ -69,6 +69,7 @@ async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(
         beside.cancel()
         assert max(gaps) < max(4.0, start_s / 2), f"the loop stood still; {start_s:.1f} s to start"
         await check_generation(run, steps)
+        await check_seeded_prompts(run)
         await check_stops(run)
         await check_adapters(run, tmp_path)
         await check_weights(run, tied)
@@ -88,6 +89,20 @@ async def check_generation(run: Running, steps: list[tuple[float | None, float]]
     assert steps[0][0] is None  # nothing came before it
     assert all(decode_s is not None and decode_s > 0 for decode_s, _ in steps[1 : len(generation.completion_token_ids)])
     assert all(0 <= kv_cache <= 1 for _, kv_cache in steps)
+
+
+async def check_seeded_prompts(run: Running) -> None:
+    """More of them at once than a step of the engine takes: none is taken in parts, which would end vLLM on a CPU."""
+    prompts = [np.random.default_rng(number).integers(0, 256, 500, dtype=np.int32) for number in range(40)]
+    sampling = SamplingParams(max_tokens=2)
+    made = await asyncio.gather(
+        *(
+            run.engine.generate(GenerationRequest(f"p{n}", prompt, sampling, seed=n))
+            for n, prompt in enumerate(prompts, 1)
+        )
+    )
+    assert all(len(one.completion_token_ids) for one in made)
+    await run.engine.check_health()
 
 
 async def check_stops(run: Running) -> None:

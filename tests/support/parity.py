@@ -339,12 +339,12 @@ async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None
     token the trainer's forward of the version that sampled it."""
     temperature, models = 0.8, dict[int, PreTrainedModel]()
 
-    async def sample(context: TokenIds, sampling: SamplingParams, request_id: str) -> Generation:
-        return await run.engine.generate(GenerationRequest(request_id, context, sampling, cache_salt="an episode"))
+    async def sample(context: TokenIds, sampling: SamplingParams, call: int) -> Generation:
+        return await run.engine.generate(GenerationRequest(f"turn {call}", context, sampling, cache_salt="an episode"))
 
     limits, sampling = EpisodeLimits(len(versions), 1024, 60.0), SamplingParams(temperature, max_tokens=70)
     metrics, decode = ActorMetrics(CollectorRegistry()), run.engine.decode
-    episode = Episode("episode", sampling, limits, sample, metrics, decode)
+    episode = Episode(sampling, limits, sample, metrics, decode)
     context = np.array(PROMPT, np.int32)
     with EpisodeBook().running(episode):
         for number, version in enumerate(versions):

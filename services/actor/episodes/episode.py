@@ -49,7 +49,7 @@ class EpisodeLimits:
 
 
 class Episode:
-    """One episode under way. `name`: in request ids and logs; `sampling`: the group's, whose `max_tokens` bounds a turn;
+    """One episode under way. `sampling`: the group's, whose `max_tokens` bounds a turn;
     `decode`: the engine's; `carried`: what another actor has recorded of it.
 
     A turn is sampled to its end even where the client that asked has hung up: one that asks the same again gets it.
