@@ -176,7 +176,7 @@ class EpisodePool:
                 with contextlib.suppress(OSError):  # the template is gone, and so is this one
                     if not ended.done():
                         await template.order(KILL, number)
-                await ended
+                await asyncio.shield(ended)  # whose end is told to it also when this call is cancelled again
 
     async def _exchange(
         self, request: EpisodeRequest, connection: socket.socket, ended: asyncio.Future[int | None]

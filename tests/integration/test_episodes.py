@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,11 +16,15 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import UserError
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, status_name
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier.confinement import children
+from services.verifier.episode_pool import EpisodePool, Template
+from services.verifier.metrics import VerifierMetrics
 from tests.support.fake_endpoint import FakeEndpoint, calls, fake_endpoint, refuses, says
 from tests.support.machine import ends_within
 from tests.support.verifier import HERE, ROOT, START_S, Verifier, sample, serving, verifier
@@ -184,6 +189,27 @@ async def test_a_call_that_is_cancelled_ends_its_episode(hostile: Verifier) -> N
         waits.set()
     while await sample(hostile.address, "episodes"):
         await asyncio.sleep(0.01)
+
+
+async def test_a_call_that_is_cancelled_twice_keeps_no_verifier_from_its_end(policy: FakeEndpoint) -> None:
+    class Process:
+        async def kill(self) -> None: ...
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    known = Recipe.model_validate(recipe())
+    pool, template = (
+        EpisodePool(known, VerifierMetrics(CollectorRegistry(), known.problem_sets), 2),
+        Template(Process(), ours),
+    )  # type: ignore[arg-type]
+    pool._template = template
+    with theirs:
+        calling = asyncio.create_task(pool.run(episode(policy, {})))
+        for _ in range(2):  # its caller left, and the server stops before the process has ended
+            await asyncio.sleep(0.05)
+            calling.cancel()
+        await asyncio.wait([calling])
+        await template.close()
+    assert (calling.cancelled(), template.ended) == (True, {})
 
 
 async def test_when_the_template_dies_its_episodes_may_be_run_again(hostile: Verifier, policy: FakeEndpoint) -> None:
