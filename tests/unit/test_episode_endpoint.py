@@ -383,5 +383,7 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
                     answer = await raw.post(url, json=wrong)
                     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request"), wrong
                 assert s.episode.record.turns == []
+                with pytest.raises(httpx.TransportError):
+                    await raw.get(url, headers={"x-long": "a" * 5_000_000})
                 unknown = {"messages": ASK, "store": True, "metadata": {"a": "b"}, "seed": None, "user": "me"}
                 assert (await raw.post(url, json=unknown)).status_code == 200
