@@ -137,6 +137,8 @@ def _rewards(recipe: Recipe) -> Broken:
             yield f"{place}reward.scorer", f"scores completions, not episodes (task.source = {share.task.source!r})"
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
+        if share.task.source in ("environment", "agent") and reward.truncated == "zero":
+            yield f"{place}reward.truncated", "the reward does not know which turns were cut here; use score or mask"
 
 
 def _groups(recipe: Recipe) -> Broken:

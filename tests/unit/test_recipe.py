@@ -562,11 +562,20 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path) -> N
             "reward.overlong.buffer_tokens",
             "an agent's answer has no length in tokens; use 0",
         ),
+        (
+            {"source": "agent", "command": "python agent.py", "path": "p.jsonl"},
+            "reward.truncated",
+            "the reward does not know which turns were cut here; use score or mask",
+        ),
         ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a .jsonl or .parquet file here"),
     ],
 )
 def test_what_the_sources_of_episodes_need(task: dict[str, Any], field: str, said: str) -> None:
-    reward = {"overlong": {"buffer_tokens": 4}} if field.startswith("reward") else {}
+    wrong = {
+        "reward.overlong.buffer_tokens": {"overlong": {"buffer_tokens": 4}},
+        "reward.truncated": {"truncated": "zero"},
+    }
+    reward = wrong.get(field, {})
     with pytest.raises(RecipeError) as raised:
         recipe_from_data(minimal(task=task, reward=reward), "x")
     assert f"{field} = " in str(raised.value)
