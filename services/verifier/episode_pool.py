@@ -29,7 +29,7 @@ from pipelinerl.v1.verifier_pb2 import (
     VerifyResult,
     VerifyStatus,
 )
-from services.verifier.episode_worker import BEGIN, ENDED, KILL, ORDER, WAITS, WORKS
+from services.verifier.episode_worker import BEGIN, ENDED, KILL, NOT_FORKED, ORDER, WAITS, WORKS
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerProcess, how_ended, start_worker
 
@@ -211,6 +211,8 @@ class EpisodePool:
                     return _failed(request, VERIFY_STATUS_CRASHED, "closed its socket", began_s)
                 if (code := ended.result()) is None:
                     raise EpisodeLost("the process from which episodes are forked died")
+                if code == NOT_FORKED:
+                    raise EpisodeLost("no process could be forked for it; the verifier's log says why")
                 return _failed(request, VERIFY_STATUS_CRASHED, f"died with {how_ended(code)}", began_s)
             if frame in (WAITS, WORKS):
                 works = frame == WORKS

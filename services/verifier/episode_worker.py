@@ -47,7 +47,8 @@ ORDER = struct.Struct("!cQ")
 """What, and the number of an episode."""
 BEGIN, KILL = b"B", b"K"
 ENDED = struct.Struct("!Qi")
-"""Number of an episode, and how its process ended, as `os.waitstatus_to_exitcode` says it."""
+"""Number of an episode, and how its process ended, as `os.waitstatus_to_exitcode` says it; `NOT_FORKED`: it never began."""
+NOT_FORKED = -(1 << 31)
 WAITS, WORKS = b"W", b"E"
 """The episode waits for the policy; it is the environment's turn."""
 
@@ -113,12 +114,17 @@ class Template:
             for pid in [pid for pid, running in self._running.items() if running == number]:
                 kill_tree(pid)
             return True
-        pid = os.fork()
-        if pid == 0:
-            ready.close()
-            self._become_episode(descriptors[0])
+        try:
+            pid = os.fork()
+        except OSError as error:  # a limit of processes or memory: the others go on
+            print(f"no process for an episode: {error}", file=sys.stderr)
+            self._orders.sendall(ENDED.pack(number, NOT_FORKED))
+        else:
+            if pid == 0:
+                ready.close()
+                self._become_episode(descriptors[0])
+            self._running[pid] = number
         os.close(descriptors[0])
-        self._running[pid] = number
         return True
 
     def _reap(self) -> None:

@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import re
+import selectors
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
+from services.verifier import episode_worker
 from services.verifier.confinement import children
 from services.verifier.episode_pool import EpisodePool, Template
 from services.verifier.metrics import VerifierMetrics
@@ -230,6 +233,19 @@ async def test_when_the_template_dies_its_episodes_may_be_run_again(hostile: Ver
             except VerifierAway:
                 await asyncio.sleep(0.02)
     assert result.reward == 0.75
+
+
+def test_an_episode_for_which_there_is_no_process_is_told_and_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    its_end, verifiers_end = socket.socketpair()
+    monkeypatch.setattr(os, "fork", lambda: (_ for _ in ()).throw(BlockingIOError("no processes left")))
+    with ours, theirs, its_end, verifiers_end, selectors.DefaultSelector() as ready:
+        worker = episode_worker.Template({}, {}, theirs, Pipe())
+        socket.send_fds(ours, [episode_worker.ORDER.pack(episode_worker.BEGIN, 7)], [its_end.fileno()])
+        its_end.close()
+        assert worker._take_order(ready)
+        assert episode_worker.ENDED.unpack(ours.recv(64)) == (7, episode_worker.NOT_FORKED)
+        assert verifiers_end.recv(1) == b""  # nobody holds the episode's end
 
 
 async def test_another_task_is_unknown(hostile: Verifier, policy: FakeEndpoint) -> None:

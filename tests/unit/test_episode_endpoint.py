@@ -251,18 +251,17 @@ async def test_a_client_that_hangs_up_and_asks_again_gets_the_turn_that_was_begu
         beside = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
         await until(lambda: len(s.sampler.asked) == 2)
         assert [number for _, _, number in s.sampler.asked] == [0, 1]  # their seeds differ by it
-        assert s.episode.idle_since_s is None
         s.sampler.open.set()
         assert [(await one).choices[0].message.content for one in (again, beside)] == ["once", "twice"]
         assert [said for _, said in s.told()] == ["once<|im_end|>", "twice<|im_end|>"]
         assert s.count("episode_refusals_total", code="hung_up") == 1
-        assert s.episode.idle_since_s is not None
 
 
 async def test_the_end_of_a_run_refuses_its_open_requests_and_leaves_the_turn_to_the_next() -> None:
-    async with stage("once", "never") as s:
+    """And what is sampled for nobody may fail."""
+    async with stage("once", EngineError("late"), "never") as s:
         s.sampler.open.clear()
-        async with s.environment() as first, s.environment() as second:
+        async with s.environment() as first, s.environment() as second, s.environment() as third:
             asked = asyncio.create_task(first.chat.completions.create(model="m", messages=ASK))
             await until(lambda: s.sampler.under_way)
             await s.end_run(first, asked)
@@ -270,10 +269,15 @@ async def test_the_end_of_a_run_refuses_its_open_requests_and_leaves_the_turn_to
             await until(lambda: s.episode.record.served)
             s.sampler.open.set()
             assert (await asked).choices[0].message.content == "once"
-            s.sampler.open.clear()
-            asked = asyncio.create_task(second.chat.completions.create(model="m", messages=ASK))
-            await until(lambda: s.sampler.under_way)
-            await s.end_run(second, asked)
+            for run in (second, third):
+                s.sampler.open.clear()
+                asked = asyncio.create_task(run.chat.completions.create(model="m", messages=ASK))
+                await until(lambda: s.sampler.under_way)
+                await s.end_run(run, asked)
+                if run is second:
+                    s.sampler.open.set()
+                    await until(lambda: not s.sampler.under_way)
+            assert s.episode.failure == ""
         await s.episode.end()
         assert s.sampler.under_way == 0
         assert [said for _, said in s.told()] == ["once<|im_end|>"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -49,8 +48,8 @@ class EpisodeLimits:
 
 
 class Episode:
-    """One episode under way. `sampling`: the group's, whose `max_tokens` bounds a turn;
-    `decode`: the engine's; `carried`: what another actor has recorded of it.
+    """One episode under way. `sampling`: the group's, whose `max_tokens` bounds a turn; `decode`: the engine's; `carried`: what
+    another actor has recorded of it.
 
     A turn is sampled to its end even where the client that asked has hung up: one that asks the same again gets it.
     """
@@ -70,10 +69,8 @@ class Episode:
         """Why it cannot go on: the engine or a turn's deadline. No request is answered any more."""
         self.policy_fault = ""
         """The first of `POLICY_FAULTS` that this run of the environment was told."""
-        self.idle_since_s: float | None = time.monotonic()
-        """Since when its environment has no turn to wait for, on `time.monotonic()`; None: it waits for one."""
         self._sample, self._metrics, self._decode = sample, metrics, decode
-        self._waiting = self._run = 0
+        self._run = 0
         self._calls = itertools.count()
         self._sampling: dict[RecordedTurn, asyncio.Task[None]] = {}
 
@@ -81,7 +78,7 @@ class Episode:
         """Its environment is run anew."""
         self.record.restart()
         self._run += 1
-        self.policy_fault, self.idle_since_s = "", time.monotonic()
+        self.policy_fault = ""
 
     async def turn(
         self,
@@ -105,17 +102,12 @@ class Episode:
         turn, run = self.record.take(context_token_ids, sampling), self._run
         is_known = turn.is_finished or turn in self._sampling
         self._metrics.episode_turns.labels("replayed" if is_known else "sampled").inc()
-        self._waiting += 1
-        self.idle_since_s = None
         try:
             if not turn.is_finished:
                 await asyncio.shield(self._sampled(turn, sampling))
         except asyncio.CancelledError:
             turn.served = turn.served and run != self._run  # another run may have it by now
             raise
-        finally:
-            self._waiting -= 1
-            self.idle_since_s = None if self._waiting else time.monotonic()
         if turn.is_finished:
             return turn
         if self.failure:
@@ -182,7 +174,9 @@ class Episode:
             turn.made = cut_at_stop(turn.made, carried, sampling.stop, self._decode)
 
     def _fail(self, turn: RecordedTurn, failure: str) -> None:
-        self.failure = self.failure or failure
+        """One that nobody waits for any more, since an earlier run asked for it, is dropped and costs no more than itself."""
+        if turn.served:
+            self.failure = self.failure or failure
         self.record.drop(turn)
 
 
