@@ -325,9 +325,8 @@ class GenerationLoop:
         elapsed_s = start.generation_s + time.monotonic() - began_s
         self._held.keep(group, episode.record.partial(index, elapsed_s))
         failure, result = verdict_of(episode, result) if result is not None else ("", None)
-        is_cut = any(
-            not turn.is_finished for turn in episode.record.served
-        )  # what the environment made of that is nobody's fault
+        # What the environment made of a turn that was cut is nobody's fault.
+        is_cut = any(not turn.is_finished for turn in episode.record.served)
         if result is None or (self._interrupted and (failure or is_cut)):
             return None
         if failure:
