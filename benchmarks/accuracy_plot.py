@@ -61,9 +61,7 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 (row[key], row["samples_per_s"], row["side"]) for row in rows if row["side"].partition("-")[0] == mode
             )
             colour = OUR_SHADES[0] if mode == "pipeline" else OTHER_SHADES[-1]
-            axis.plot(
-                [lag for lag, *_ in points], [rate for _, rate, _ in points], marker="o", label=mode, color=colour
-            )
+            axis.plot([lag for lag, *_ in points], [rate for _, rate, _ in points], marker="o", label=mode, color=colour)
             for lag, rate, side in points:
                 text = _label(side).rpartition(", ")[2] if "-" in side else "recipe"
                 axis.annotate(text, (lag, rate), (3, 4), textcoords="offset points", fontsize=7)

@@ -33,13 +33,7 @@ from benchmarks.result_files import write_result
 from pipelinerl.bus import jetstream
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import Launch, ServiceProcess
-from pipelinerl.local.services import (
-    ServiceLaunches,
-    ThreadPlan,
-    available_cores,
-    initial_model,
-    plan_threads,
-)
+from pipelinerl.local.services import ServiceLaunches, ThreadPlan, available_cores, initial_model, plan_threads
 from pipelinerl.messages.sequences import PromptGroup
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import recipe_yaml

@@ -26,9 +26,7 @@ MOST_LOGITS = 2**31
 class BareLoop:
     """One optimizer step on `batches`, again and again."""
 
-    def __init__(
-        self, model: PreTrainedModel, attention: str, batches: Sequence[MicroBatch], trainer: TrainerConfig
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str, batches: Sequence[MicroBatch], trainer: TrainerConfig) -> None:
         model.set_attn_implementation(attention)
         self.model, self.attention, self.batches, self.trainer = model.train(), attention, batches, trainer
         self._piece = max(1, MOST_LOGITS // model.config.vocab_size)

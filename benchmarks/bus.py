@@ -88,10 +88,7 @@ async def publish_all(count: int, concurrency: int, publish: Callable[[int], Awa
 async def ours(url: str, run: str, load: Load, concurrency: int) -> float:
     """Seconds."""
     sequences = build(load, run)
-    async with (
-        jetstream.connect(url, run, limits=LIMITS) as actor,
-        jetstream.connect(url, run, limits=LIMITS) as trainer,
-    ):
+    async with jetstream.connect(url, run, limits=LIMITS) as actor, jetstream.connect(url, run, limits=LIMITS) as trainer:
         await trainer.create_streams()
 
         async def publish(number: int) -> None:
@@ -121,9 +118,7 @@ async def bare(url: str, run: str, load: Load, concurrency: int) -> float:
             while left:
                 left -= len(await subscription.fetch(min(BATCH, left), timeout=30))
 
-        elapsed_s = await timed(
-            publish_all(load.count, concurrency, lambda number: js.publish(run, payloads[number])), read()
-        )
+        elapsed_s = await timed(publish_all(load.count, concurrency, lambda number: js.publish(run, payloads[number])), read())
         await reader.delete_stream(run)
     return elapsed_s
 

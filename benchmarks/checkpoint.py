@@ -103,9 +103,7 @@ class Rounds:
         began_s = time.perf_counter()
         write_tensors = self.trainer.begin_checkpoint(self.version)
         self.blocking_s.append(time.perf_counter() - began_s)
-        job: Future[WrittenCheckpoint] = self.thread.submit(
-            write_checkpoint, self.run_dir, 2, write_tensors, self._state()
-        )
+        job: Future[WrittenCheckpoint] = self.thread.submit(write_checkpoint, self.run_dir, 2, write_tensors, self._state())
         for _ in range(EVERY_STEPS - 1):
             self._step()
         written = job.result()

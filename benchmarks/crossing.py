@@ -100,9 +100,7 @@ def crossing_estimates(
     times = {side: np.array([medians[side] for medians in found]) for side in runs}
     with np.errstate(invalid="ignore"):
         ratios = {side: times[side] / times[base] for side in runs} if base in runs else {}
-    return {
-        side: CrossingEstimate(_estimate(times[side]), _estimate(ratios[side]) if ratios else None) for side in runs
-    }
+    return {side: CrossingEstimate(_estimate(times[side]), _estimate(ratios[side]) if ratios else None) for side in runs}
 
 
 def _medians(

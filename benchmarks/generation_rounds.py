@@ -127,13 +127,7 @@ class Actor:
     """The service's own parts, wired as it wires them, for `num_sequences` sequences."""
 
     def __init__(
-        self,
-        engine: VllmEngine,
-        recipe: Recipe,
-        bus: Bus,
-        verifier: VerifierClient,
-        num_sequences: int,
-        metrics: ActorMetrics,
+        self, engine: VllmEngine, recipe: Recipe, bus: Bus, verifier: VerifierClient, num_sequences: int, metrics: ActorMetrics
     ) -> None:
         gate = ServingGate(recipe.algorithm.max_lag)
         gate.serve(VERSION)

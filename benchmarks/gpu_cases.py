@@ -47,9 +47,7 @@ class GpuCase:
         return make_groups(self.lengths(), vocabulary, min(PROMPT_TOKENS, self.shortest // 2))
 
     def trainer(self) -> TrainerConfig:
-        return TrainerConfig(
-            tokens_per_microbatch=self.row_tokens, gradient_checkpointing=self.recomputed, learning_rate=1e-6
-        )
+        return TrainerConfig(tokens_per_microbatch=self.row_tokens, gradient_checkpointing=self.recomputed, learning_rate=1e-6)
 
 
 @dataclass(frozen=True)

@@ -126,9 +126,7 @@ def _peak(device: torch.device, told: list[dict[str, Any]]) -> int | None:
     """A learner that tells its peak has begun a new one with that."""
     if device.type != "cuda":
         return None
-    return max(
-        [torch.cuda.max_memory_allocated(device), *(round(figures["memory_peak_gib"] * 1024**3) for figures in told)]
-    )
+    return max([torch.cuda.max_memory_allocated(device), *(round(figures["memory_peak_gib"] * 1024**3) for figures in told)])
 
 
 def _phases(told: list[dict[str, Any]]) -> dict[str, float]:

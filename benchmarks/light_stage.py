@@ -106,21 +106,13 @@ class LightStage:
     async def start(self, name: str, breaks: Break | None = None, **spec: str) -> LightMember:
         """`spec`: further fields of a `MemberSpec`."""
         whole = MemberSpec(
-            self.server.url,
-            RUN,
-            name,
-            self.bus.limits,
-            breaks,
-            stall_timeout_s=self.settings.stall_timeout_s,
-            **spec,
+            self.server.url, RUN, name, self.bus.limits, breaks, stall_timeout_s=self.settings.stall_timeout_s, **spec
         )
         member = await self.stack.enter_async_context(light_member(whole))
         self.members.append(member)
         return member
 
-    async def start_all(
-        self, *names: str, breaks: dict[str, Break] | None = None, pods: bool = False
-    ) -> list[LightMember]:
+    async def start_all(self, *names: str, breaks: dict[str, Break] | None = None, pods: bool = False) -> list[LightMember]:
         """Returns when all have registered. `pods`: in pods of their names."""
         started = await asyncio.gather(
             *(self.start(name, (breaks or {}).get(name), pod_uid=f"uid-{name}" if pods else "") for name in names)
@@ -196,12 +188,7 @@ async def light_stage(
         stall_timeout_s, history = settings.stall_timeout_s, StageRecorder()
         sender = WeightSender(manifest, stall_timeout_s=stall_timeout_s, store=GroupStore(host), host=host)
         updater = WeightUpdater(
-            bus,
-            sender,
-            history,
-            incarnation=1,
-            deadline_s=settings.deadline_s,
-            join_timeout_s=2 * within_s,
+            bus, sender, history, incarnation=1, deadline_s=settings.deadline_s, join_timeout_s=2 * within_s
         )
         running = asyncio.create_task(updater.run())
         stage = kind(server, settings, bus, updater, sender, stack, running, weights_of, within_s, history)

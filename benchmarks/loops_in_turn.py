@@ -32,9 +32,7 @@ def timed(step: Callable[[], Any]) -> Timing:
     return Timing(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def in_turn(
-    ours: Callable[[], Any], bare: Callable[[], Any], pairs: int, meet: Callable[[], Any] = lambda: None
-) -> Timings:
+def in_turn(ours: Callable[[], Any], bare: Callable[[], Any], pairs: int, meet: Callable[[], Any] = lambda: None) -> Timings:
     """`pairs` steps of each, the order swapped each time. `meet`: called before each step, and not timed."""
     timings = Timings()
     for pair in range(pairs):

@@ -98,8 +98,7 @@ async def block(trainer: Trainer, llm: Any, way: Way, versions: Any, groups: Any
     epoch = next(groups)
     spec = GroupSpec(HOST, trainer.store.port, f"epoch-{epoch}", 0, 2, "gloo", HOST)
     group, _ = await asyncio.gather(
-        asyncio.to_thread(WeightGroup.connect, spec, TIMEOUT_S),
-        client.join_group(replace(spec, rank=1), TIMEOUT_S),
+        asyncio.to_thread(WeightGroup.connect, spec, TIMEOUT_S), client.join_group(replace(spec, rank=1), TIMEOUT_S)
     )
     done = []
     for _ in range(UPDATES + 1):
@@ -164,9 +163,7 @@ def place(row: dict[str, Any]) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs="+", choices=list(CASES), default=list(CASES), help="some models instead of all"
-    )
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="some models instead of all")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     cores = available_cores()
@@ -177,11 +174,7 @@ def main() -> None:
         rows = [one | {"load_before": load} for one in asyncio.run(measure(name))]
         print(*map(json.dumps, rows), sep="\n", flush=True)
         rows += kept_rows(path, "model", [row["model"] for row in rows])
-        result = {
-            "benchmark": "lora_update",
-            "machine": {"cores": cores},
-            "rows": sorted(rows, key=place),
-        }
+        result = {"benchmark": "lora_update", "machine": {"cores": cores}, "rows": sorted(rows, key=place)}
         write_result(path, result)
 
 

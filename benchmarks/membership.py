@@ -195,9 +195,7 @@ def main() -> None:
     arguments = parser.parse_args()
     repeats, updates = (1, 3) if arguments.quick else (REPEATS, UPDATES)
     counts = arguments.members if arguments.members is not None else (2, 4) if arguments.quick else COUNTS
-    simulated = (
-        arguments.simulated if arguments.simulated is not None else (50,) if arguments.quick else (100, SIMULATED)
-    )
+    simulated = arguments.simulated if arguments.simulated is not None else (50,) if arguments.quick else (100, SIMULATED)
     rows = []
     for count in counts:
         rows.append(asyncio.run(measure_members(count, repeats, updates)))

@@ -185,9 +185,7 @@ def timed(runner: asyncio.Runner, block: Awaitable[None]) -> Timing:
     return Timing(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def cost_of_observing(
-    runner: asyncio.Runner, loop: Observed, figures: dict[str, Any], step_s: float, steps: int
-) -> float:
+def cost_of_observing(runner: asyncio.Runner, loop: Observed, figures: dict[str, Any], step_s: float, steps: int) -> float:
     """Processor seconds of one step's observers: steps that only wait, with them and without."""
 
     def wait() -> dict[str, Any]:

@@ -26,9 +26,7 @@ async def take(url: str, file: Path, *, width: int, height: int, scheme: str, at
         tokens = page.locator(".tokens:has(.change ~ .change)").first
         if await tokens.count():
             await tokens.locator(".change").nth(1).hover()
-        await page.evaluate(
-            "(at) => scrollTo(0, scrollY + document.querySelector(at).getBoundingClientRect().top - 20)", at
-        )
+        await page.evaluate("(at) => scrollTo(0, scrollY + document.querySelector(at).getBoundingClientRect().top - 20)", at)
         await page.screenshot(path=file)
         await browser.close()
 

@@ -31,16 +31,7 @@ from typing import Any
 from benchmarks.accuracy_plot import plot, plot_frontier
 from benchmarks.result_files import kept_rows, write_result
 from benchmarks.saved_runs import Run, run_recipe
-from benchmarks.side_comparison import (
-    PIPELINE,
-    SideRun,
-    add_arguments,
-    compared,
-    comparison_rows,
-    measure,
-    median,
-    parsed,
-)
+from benchmarks.side_comparison import PIPELINE, SideRun, add_arguments, compared, comparison_rows, measure, median, parsed
 from benchmarks.table import COLUMNS, table
 from pipelinerl.errors import FieldError
 from pipelinerl.local.services import available_cores
@@ -95,10 +86,7 @@ class Side:
             algorithm = {"max_lag": self.number}
         engine = recipe.actor.engine.model_copy(update={"threads": self.threads or recipe.actor.engine.threads})
         actor = {"sequences_in_progress": self.places or recipe.actor.sequences_in_progress, "engine": engine}
-        changes = {
-            "algorithm": recipe.algorithm.model_copy(update=algorithm),
-            "actor": recipe.actor.model_copy(update=actor),
-        }
+        changes = {"algorithm": recipe.algorithm.model_copy(update=algorithm), "actor": recipe.actor.model_copy(update=actor)}
         return recipe.model_copy(update={"mode": self.mode, **changes})
 
 
@@ -130,9 +118,7 @@ def best_at_lags(found: Mapping[str, Sequence[SideRun]], recipe: Recipe, accurac
     time_s = {name: compared(runs, (), accuracy)[0].value for name, runs in found.items()}
     rows = []
     for bound in [*bounds, math.inf]:
-        of_mode = {
-            mode: [name for name, lag in lag_of.items() if name.startswith(mode) and lag <= bound] for mode in MODES
-        }
+        of_mode = {mode: [name for name, lag in lag_of.items() if name.startswith(mode) and lag <= bound] for mode in MODES}
         if not all(of_mode.values()):
             continue
         fastest = {mode: max(names, key=throughput.__getitem__) for mode, names in of_mode.items()}

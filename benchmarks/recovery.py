@@ -62,9 +62,7 @@ async def recover(phase: Phase, how: How, settings: Settings) -> Recovery:
             return outcome(stage, b, [a, c], version, sum(r.kind == "joined" for r in a.reports[before:]))
 
 
-def outcome(
-    stage: LightStage, broken: LightMember, survivors: Sequence[LightMember], version: int, meetings: int
-) -> Recovery:
+def outcome(stage: LightStage, broken: LightMember, survivors: Sequence[LightMember], version: int, meetings: int) -> Recovery:
     at_s = next(report.at_s for report in broken.reports if report.kind == "breaks")
     serves = [report for member in survivors for report in member.served if report.number == version]
     return Recovery(
@@ -112,9 +110,7 @@ async def measure(phases: Sequence[Phase], repeats: int) -> list[dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two phases, one repeat")
-    parser.add_argument(
-        "--phases", nargs="+", choices=PHASES, help="some phases; the file keeps its rows of the others"
-    )
+    parser.add_argument("--phases", nargs="+", choices=PHASES, help="some phases; the file keeps its rows of the others")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     repeats = 1 if arguments.quick else REPEATS

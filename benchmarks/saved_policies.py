@@ -140,11 +140,7 @@ def _decode_rows(
     cache, positions = DynamicCache(config=model.config), (mask.cumsum(-1) - 1).clamp(min=0)
     for _ in range(max_tokens):
         logits = model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            logits_to_keep=1,
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
         ).logits[:, -1]
         tokens = sampled(logits, temperature, generator)
         for row, token in zip(rows[decoding].tolist(), tokens[decoding].tolist(), strict=True):

@@ -117,10 +117,7 @@ def product_code(root: Path = ROOT) -> str:
     return digest.hexdigest()[:8]
 
 
-BESIDE_PRODUCT = (
-    "requirements/trl.txt",
-    *(f"benchmarks/{name}.py" for name in ("saving_trainer", "trl_run", "versus_trl")),
-)
+BESIDE_PRODUCT = ("requirements/trl.txt", *(f"benchmarks/{name}.py" for name in ("saving_trainer", "trl_run", "versus_trl")))
 """What else decides what a kept run is."""
 
 Run = Callable[[Path], tuple[dict[int, float], dict[str, Any]]]

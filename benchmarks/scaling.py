@@ -40,8 +40,7 @@ def planned(case: str, num_accelerators: int) -> dict[str, Any]:
     """One row: seconds, tokens/s, optimizer steps of lag."""
     batch_of, max_lag = CASES[case]
     recipe = load_recipe(
-        "gsm",
-        [f"trainer.batch_size={batch_of(num_accelerators)}", f"algorithm.max_lag={json.dumps(max_lag)}"],
+        "gsm", [f"trainer.batch_size={batch_of(num_accelerators)}", f"algorithm.max_lag={json.dumps(max_lag)}"]
     )
     lengths = Lengths.of_bars(BARS)
     plan = make_plan(recipe, MODEL, estimated(ACCELERATORS["H100"], MODEL, recipe, lengths), lengths, num_accelerators)
@@ -105,18 +104,9 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         handles = [Line2D([], [], color="0.2", label=solid), Line2D([], [], color="0.2", linestyle=":", label=dotted)]
         if axis is update:
             handles += [
-                Line2D(
-                    [], [], color="k", marker="s", markersize=4, label="measured: messages of an update, on 2 cores"
-                ),
+                Line2D([], [], color="k", marker="s", markersize=4, label="measured: messages of an update, on 2 cores"),
                 Line2D([], [], color="k", linestyle="--", label="extended in proportion"),
-                Line2D(
-                    [],
-                    [],
-                    color="0.5",
-                    marker="^",
-                    markersize=4,
-                    label="measured: a small update over Gloo, on 2 cores",
-                ),
+                Line2D([], [], color="0.5", marker="^", markersize=4, label="measured: a small update over Gloo, on 2 cores"),
             ]
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")

@@ -48,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser, sides: Sequence[str], seeds: 
     parser.add_argument("--problems", type=int, default=PROBLEMS, help="held-out problems that policies are judged on")
     parser.add_argument("--every", type=int, default=2, help="optimizer steps between two saved policies")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="as for a run")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no run that would end after so many; 0: none"
-    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end after so many; 0: none")
     parser.add_argument("--work", type=Path, default=WORK, help="folder in which finished runs are kept")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK['steps']} steps of one seed; writes no result")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
@@ -141,9 +139,7 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, make_run: MakeRun) ->
     return {side: of_side for side, of_side in found.items() if of_side}
 
 
-def compared(
-    runs: Sequence[SideRun], base: Sequence[SideRun], accuracy: float
-) -> tuple[Estimate, Estimate | None, list[int]]:
+def compared(runs: Sequence[SideRun], base: Sequence[SideRun], accuracy: float) -> tuple[Estimate, Estimate | None, list[int]]:
     """Seconds to the accuracy, these divided by those of `base`, and the seeds that both have, of which alone the ratio is.
 
     The ratio is None where they have none in common. Pure.
@@ -192,12 +188,7 @@ def curve(run: JudgedRun, batch_size: int) -> list[dict[str, Any]]:
     """A point for each judged policy."""
     points = zip(run.versions.tolist(), run.times_s.tolist(), run.accuracies.tolist(), strict=True)
     return [
-        {
-            "version": version,
-            "time_s": round(time_s, 3),
-            "samples": version * batch_size,
-            "accuracy": round(accuracy, 4),
-        }
+        {"version": version, "time_s": round(time_s, 3), "samples": version * batch_size, "accuracy": round(accuracy, 4)}
         for version, time_s, accuracy in points
     ]
 

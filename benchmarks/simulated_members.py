@@ -87,9 +87,7 @@ class SimulatedMember:
         match order:
             case EpochStart() if any(member.actor == self._name for member in order.members):
                 self._epoch = order.epoch
-                await self._say(
-                    "joined", EpochJoined(actor=self._name, incarnation=order.incarnation, epoch=order.epoch)
-                )
+                await self._say("joined", EpochJoined(actor=self._name, incarnation=order.incarnation, epoch=order.epoch))
             case Announce() if order.epoch == self._epoch:
                 staged = Staged(
                     actor=self._name,
@@ -107,11 +105,7 @@ class SimulatedMember:
                 await self._say(
                     "serving",
                     Serving(
-                        actor=self._name,
-                        incarnation=order.incarnation,
-                        epoch=order.epoch,
-                        version=order.version,
-                        stall_s=0.0,
+                        actor=self._name, incarnation=order.incarnation, epoch=order.epoch, version=order.version, stall_s=0.0
                     ),
                 )
 

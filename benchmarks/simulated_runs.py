@@ -56,11 +56,7 @@ def decode_curve(steps: Mapping[str, Sequence[float]]) -> DecodeCurve:
             sums[place] += value
     enough = RARE * sum(count for count, _ in steps.values())
     return DecodeCurve(
-        tuple(
-            (total / count, total / seconds)
-            for _, (count, total, seconds) in sorted(buckets.items())
-            if count >= enough
-        )
+        tuple((total / count, total / seconds) for _, (count, total, seconds) in sorted(buckets.items()) if count >= enough)
     )
 
 

@@ -84,10 +84,7 @@ async def sample(engine: VllmEngine, name: str, prompt: TokenIds, sampling: Samp
     parameters = vllm_sampling(sampling, seed).clone()
     parameters.logprobs = count = min(CANDIDATES, engine.vocab_size)
     final: Any = None
-    request = {
-        "prompt_token_ids": prompt.tolist(),
-        "cache_salt": name,
-    }  # nothing is shared with other policies' samples
+    request = {"prompt_token_ids": prompt.tolist(), "cache_salt": name}  # nothing is shared with other policies' samples
     async for output in engine.llm.generate(request, parameters, name):
         final = output
     completion = final.outputs[0]
@@ -127,8 +124,7 @@ class PolicyArrivals:
         self._client = WeightUpdateClient(self._engine.llm, recompute_kv=recompute_kv, bind_host=HOST)
         await self._client.prepare(self._sender.manifest)
         self._group, _ = await asyncio.gather(
-            asyncio.to_thread(WeightGroup.connect, spec, TIMEOUT_S),
-            self._client.join_group(replace(spec, rank=1), TIMEOUT_S),
+            asyncio.to_thread(WeightGroup.connect, spec, TIMEOUT_S), self._client.join_group(replace(spec, rank=1), TIMEOUT_S)
         )
 
     async def begin_again(self) -> None:
@@ -170,8 +166,7 @@ async def sample_batch(
     await arrivals.begin_again()
     await engine.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
     tasks = [
-        asyncio.create_task(sample(engine, f"{arm}-{number}", prompt, sampling, seed=number + 1))
-        for number, prompt in prompts
+        asyncio.create_task(sample(engine, f"{arm}-{number}", prompt, sampling, seed=number + 1)) for number, prompt in prompts
     ]
     await until(lambda: len(engine.progress()) == len(prompts))  # all are in the engine's queue
     await engine.llm.resume_generation()
@@ -250,9 +245,7 @@ def divergence(sampling: NDArray[np.float64], newest: NDArray[np.float64]) -> ND
     return found
 
 
-def mean_by_position(
-    divergences: Sequence[NDArray[np.float64]], between: int, buckets: int
-) -> list[tuple[float, float, int]]:
+def mean_by_position(divergences: Sequence[NDArray[np.float64]], between: int, buckets: int) -> list[tuple[float, float, int]]:
     """(mean, standard error, tokens) of each bucket of `between` positions; the last one has all positions after it. Pure.
 
     `divergences`: of each sequence, by token. Sequences are independent, tokens of one sequence are not: the error is that of a
@@ -327,9 +320,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="arithmetic", help="recipe file or name")
     parser.add_argument("--start", type=int, default=16, help="optimizer steps of the first policy, at least 1")
     parser.add_argument("--updates", type=int, default=8, help="policies that arrive while sequences go on")
-    parser.add_argument(
-        "--between", type=int, default=0, help="tokens between two updates; 0 = spread over the lengths"
-    )
+    parser.add_argument("--between", type=int, default=0, help="tokens between two updates; 0 = spread over the lengths")
     parser.add_argument("--sequences", type=int, default=512, help="of each arm")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="as for a run")
     parser.add_argument("--work", type=Path, default=WORK, help="folder in which the run is kept")
@@ -338,9 +329,7 @@ def main() -> None:
     if arguments.start < 1:
         raise FieldError("--start", arguments.start, "the run saves policies from its first step on: give 1 or more")
     # Before torch is imported anywhere: vLLM's engine process inherits it.
-    os.environ.update(
-        plan_threads(available_cores(), 1, take_turns=True).actor_env() | {"VLLM_LOGGING_LEVEL": "WARNING"}
-    )
+    os.environ.update(plan_threads(available_cores(), 1, take_turns=True).actor_env() | {"VLLM_LOGGING_LEVEL": "WARNING"})
     steps = arguments.start + arguments.updates
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, f"trainer.steps={steps}", "mode=pipeline"])
     initial = initial_policy(recipe)

@@ -295,9 +295,7 @@ def conditions(data: Mapping[str, Any]) -> str:
     """Where it was measured, as far as the result says."""
     found = {**{key: data[key] for key in _CONDITIONS if key in data and key != "machine"}, **data.get("machine", {})}
     return (
-        "Measured with " + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.items()) + "."
-        if found
-        else ""
+        "Measured with " + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.items()) + "." if found else ""
     )
 
 

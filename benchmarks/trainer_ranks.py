@@ -22,12 +22,7 @@ from benchmarks.loops_in_turn import Timings, compared, in_turn, of_all_ranks, t
 from benchmarks.trainer_cases import Case
 from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
-from services.trainer.distributed.world import (
-    World,
-    join_ranks,
-    leave_ranks,
-    world_of_ranks,
-)
+from services.trainer.distributed.world import World, join_ranks, leave_ranks, world_of_ranks
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import SAMPLED_WEIGHTS

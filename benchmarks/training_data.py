@@ -36,17 +36,14 @@ def long_tailed_lengths(shortest: int, longest: int, total: int, seed: int = 0) 
         lengths.append(drawn)
 
 
-def make_groups(
-    lengths: list[int], vocabulary: int, prompt_tokens: int = PROMPT_TOKENS, seed: int = 0
-) -> list[TrainingGroup]:
+def make_groups(lengths: list[int], vocabulary: int, prompt_tokens: int = PROMPT_TOKENS, seed: int = 0) -> list[TrainingGroup]:
     """Sequences of `lengths` tokens, prompts included, of two policy versions each, in groups of up to `GROUP_SIZE`.
 
     Each has a prompt of its own, so that a learner computes as many tokens as a bare loop does.
     """
     generator = np.random.default_rng(seed)
     sequences = [
-        _sequence(generator, index, length - prompt_tokens, prompt_tokens, vocabulary)
-        for index, length in enumerate(lengths)
+        _sequence(generator, index, length - prompt_tokens, prompt_tokens, vocabulary) for index, length in enumerate(lengths)
     ]
     groups = [sequences[first : first + GROUP_SIZE] for first in range(0, len(sequences), GROUP_SIZE)]
     return [TrainingGroup(tuple(group), generator.normal(size=len(group))) for group in groups]
@@ -57,9 +54,7 @@ def of_one_prompt(groups: list[TrainingGroup]) -> list[TrainingGroup]:
     return [
         replace(
             group,
-            sequences=tuple(
-                replace(each, prompt_token_ids=group.sequences[0].prompt_token_ids) for each in group.sequences
-            ),
+            sequences=tuple(replace(each, prompt_token_ids=group.sequences[0].prompt_token_ids) for each in group.sequences),
         )
         for group in groups
     ]

@@ -85,9 +85,7 @@ class SendingPeer(Peer):
         self._sender = WeightSender(manifest, stall_timeout_s=TIMEOUT_S)
         generator = torch.Generator().manual_seed(0)
         self._weights = {
-            spec.name: torch.empty(tuple(spec.shape), dtype=getattr(torch, spec.dtype)).normal_(
-                0, 0.02, generator=generator
-            )
+            spec.name: torch.empty(tuple(spec.shape), dtype=getattr(torch, spec.dtype)).normal_(0, 0.02, generator=generator)
             for spec in manifest.parameters
         }
         self._stream = self._sender.snapshot(PolicyVersion(0, 0), self._weights).stream

@@ -37,9 +37,7 @@ def trl_python() -> Path:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             said = "\n".join(done.stdout.splitlines()[-_SHOWN_LINES:])
-            raise UserError(
-                f"TRL cannot be installed from {REQUIREMENTS.relative_to(ROOT)}: {' '.join(command)}\n{said}"
-            )
+            raise UserError(f"TRL cannot be installed from {REQUIREMENTS.relative_to(ROOT)}: {' '.join(command)}\n{said}")
     shutil.copyfile(REQUIREMENTS, installed)
     return python
 

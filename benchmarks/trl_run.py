@@ -118,9 +118,7 @@ def reward_function(recipe: Recipe, end_token: int | None) -> Callable[..., list
                     task=recipe.task.name,
                 )
             ).value
-            for prompt, completion, token_ids, about in zip(
-                prompts, completions, completion_ids, reference, strict=True
-            )
+            for prompt, completion, token_ids, about in zip(prompts, completions, completion_ids, reference, strict=True)
         ]
 
     return score
@@ -160,9 +158,7 @@ def main() -> None:
         model,
         reward_function(recipe, tokenizer.eos_token_id),
         trainer_settings(recipe, job),
-        train_dataset=Dataset.from_list(
-            [{key: one[key] for key in ("prompt", "reference")} for one in job["problems"]]
-        ),
+        train_dataset=Dataset.from_list([{key: one[key] for key in ("prompt", "reference")} for one in job["problems"]]),
         processing_class=tokenizer,
         callbacks=[saver],
         optimizers=optimizer_of(model, recipe, job),

@@ -145,11 +145,7 @@ def trl_job(recipe: Recipe, initial: str, settings: TrlSettings, every: int, out
         "loss_scale": loss_scale(recipe),
         "learning_rates": [learning_rate(step, recipe.trainer) for step in range(recipe.trainer.steps)],
         "problems": [
-            {
-                "prompt": problem.prompt_text,
-                "token_ids": problem.prompt_token_ids.tolist(),
-                "reference": problem.reference_json,
-            }
+            {"prompt": problem.prompt_text, "token_ids": problem.prompt_token_ids.tolist(), "reference": problem.reference_json}
             for problem in map(problems, range(number))
         ],
     }

@@ -195,10 +195,7 @@ def run(case: Case, profile: Profile, folder: Path) -> dict[str, Any]:
     paces = {"actor": folder / "decoding.json", "trainer": folder / "training.json"}
     accelerators = {"actor": case.num_actors, "trainer": case.num_ranks}
     commands = {
-        kind: (
-            *(sys.executable, "-m", f"benchmarks.virtual_{kind}"),
-            *(profile.of(accelerators[kind]).to_json(), str(file)),
-        )
+        kind: (*(sys.executable, "-m", f"benchmarks.virtual_{kind}"), *(profile.of(accelerators[kind]).to_json(), str(file)))
         for kind, file in paces.items()
     }
     load_before = round(os.getloadavg()[0], 2)
@@ -336,12 +333,8 @@ def plot(rows: Sequence[Mapping[str, Any]], lines: Mapping[str, Sequence[Mapping
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cases", nargs="*", default=list(CASES), choices=list(CASES), help="others keep their results"
-    )
-    parser.add_argument(
-        "--flash-ms", type=float, default=PROFILE.flash_s * 1e3, help="milliseconds that a flash lasts here"
-    )
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="others keep their results")
+    parser.add_argument("--flash-ms", type=float, default=PROFILE.flash_s * 1e3, help="milliseconds that a flash lasts here")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     profile, file = replace(PROFILE, flash_s=arguments.flash_ms / 1e3), arguments.output / f"{NAME}.json"
@@ -357,12 +350,7 @@ def main() -> None:
         "pipeline": [expected(best_split(in_progress, profile), profile) for in_progress in PIPELINE_H],
     }
     ordered = compared([rows[name] for name in CASES if name in rows])
-    result = {
-        "benchmark": NAME,
-        "times": "modelled",
-        "flash_s": profile.flash_s,
-        "machine": {"cores": available_cores()},
-    }
+    result = {"benchmark": NAME, "times": "modelled", "flash_s": profile.flash_s, "machine": {"cores": available_cores()}}
     write_result(file, {**result, "rows": ordered, "lines": lines})
     plot(ordered, lines, arguments.output / f"{NAME}.svg")
 

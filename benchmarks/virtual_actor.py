@@ -57,10 +57,7 @@ class RowCache(DynamicCache):
         """[R, vocabulary], after one more token of each row."""
         visible_RT = torch.arange(self._num_tokens) <= self.at_R[:, None]
         logits = model(
-            input_ids=tokens_R1,
-            position_ids=self.at_R[:, None],
-            attention_mask=visible_RT[:, None, None],
-            past_key_values=self,
+            input_ids=tokens_R1, position_ids=self.at_R[:, None], attention_mask=visible_RT[:, None, None], past_key_values=self
         ).logits
         self.at_R = (self.at_R + 1).clamp(max=self._num_tokens - 1)  # rows without a sequence go on and on
         return torch.softmax(logits[:, 0].float(), dim=-1)
@@ -114,9 +111,7 @@ class Accelerator:
 class VirtualEngine(LightEngine):
     """An `InferenceEngine` of `profile.accelerators` virtual accelerators."""
 
-    def __init__(
-        self, profile: Profile, recipe: Recipe, model_dir: str, on_step: OnStep | None, bind_host: str | None
-    ) -> None:
+    def __init__(self, profile: Profile, recipe: Recipe, model_dir: str, on_step: OnStep | None, bind_host: str | None) -> None:
         super().__init__(recipe, model_dir, on_step, bind_host)
         self.pace, self._profile, self._curve = Pace(), profile, profile.curve
         self._lengths, self._random_lengths = profile.completions, np.random.default_rng(recipe.seed)

@@ -235,9 +235,7 @@ def main() -> None:
         updates, bandwidth = asyncio.run(measure(case))
         for row in (*updates, bandwidth):
             row |= load
-            print(
-                json.dumps({key: value for key, value in row.items() if not isinstance(value, list | dict)}), flush=True
-            )
+            print(json.dumps({key: value for key, value in row.items() if not isinstance(value, list | dict)}), flush=True)
         write("weight_update", updates, machine, arguments.output)
         write("weight_bandwidth", [bandwidth], machine, arguments.output)
 

@@ -141,9 +141,7 @@ def _make_empty(run: RunDir, option: str) -> None:
         raise FieldError(option, value, f"holds another run; {fix}")
     if held:
         some = ", ".join([*held[:3], *(["..."] if held[3:] else [])])
-        raise FieldError(
-            option, value, f"is not empty, and what it holds is no run ({some}); give a new or empty folder"
-        )
+        raise FieldError(option, value, f"is not empty, and what it holds is no run ({some}); give a new or empty folder")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -161,13 +161,7 @@ class RunTotals:
             "heldout_accuracy_first": self.heldout[0][1] if self.heldout else None,
             "heldout_accuracy_last": self.heldout[-1][1] if self.heldout else None,
             "heldout": [
-                {
-                    "version": version,
-                    "accuracy": accuracy,
-                    "unanswered": missing,
-                    "lower_bound": lower_bound,
-                    "sets": sets,
-                }
+                {"version": version, "accuracy": accuracy, "unanswered": missing, "lower_bound": lower_bound, "sets": sets}
                 for version, accuracy, missing, lower_bound, sets in self.heldout
             ],
             "heldout_tokens": self.heldout_tokens,

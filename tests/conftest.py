@@ -30,9 +30,7 @@ def seed_of_commit() -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     seed = seed_of_commit()
     parser.addoption("--histories", type=int, default=5, help="random fault histories, and breaks, to play")
-    parser.addoption(
-        "--first-seed", type=int, default=seed, help="of the random fault histories; by default the commit's"
-    )
+    parser.addoption("--first-seed", type=int, default=seed, help="of the random fault histories; by default the commit's")
     parser.addoption("--fault-seed", type=int, default=seed, help="of a run's faults; by default the commit's")
     parser.addoption("--all-releases", action="store_true", help="run the chart's releases though nothing changed")
     parser.addoption("--fault-table", default="", help="JSON file to keep recovery times of the fault matrix in")

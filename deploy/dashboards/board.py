@@ -78,9 +78,7 @@ def _link(board: Board, other: Board) -> dashboard.DashboardLink:
     return link.url(f"/d/{other.uid}?{chosen}").icon("dashboard").keep_time(True)
 
 
-def _variables(
-    board: Board,
-) -> Iterator[dashboard.DatasourceVariable | dashboard.QueryVariable | dashboard.IntervalVariable]:
+def _variables(board: Board) -> Iterator[dashboard.DatasourceVariable | dashboard.QueryVariable | dashboard.IntervalVariable]:
     yield dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
     namespace = _query_variable("namespace", f"label_values({KNOWN_BY}, namespace)")
     everything = choices.VariableOption(selected=True, text="All", value="$__all")
@@ -89,9 +87,7 @@ def _variables(
     if board.several_runs:
         run.multi(True).include_all(True).all_value(".*").current(everything)
     else:
-        run.sort(
-            choices.VariableSort.ALPHABETICAL_DESC
-        )  # names that end with a date or number: the newest is chosen first
+        run.sort(choices.VariableSort.ALPHABETICAL_DESC)  # names that end with a date or number: the newest is chosen first
     yield run
     window = dashboard.IntervalVariable(WINDOW_VARIABLE).label("Window of rates").values(",".join(WINDOWS))
     options = [choices.VariableOption(selected=value == WINDOWS[1], text=value, value=value) for value in WINDOWS]

@@ -114,10 +114,7 @@ _COST = Section(
             "Share of tokens whose weight the loss bounded, within each bucket of token lag.",
             "Near 0 at low lag.",
             "Several percent: the loss discards what those tokens would teach.",
-            (
-                Query(gauge("trainer_clip_by_lag_ratio", "lag"), "lag {{lag}}"),
-                Query(gauge("trainer_clip_ratio"), "all tokens"),
-            ),
+            (Query(gauge("trainer_clip_by_lag_ratio", "lag"), "lag {{lag}}"), Query(gauge("trainer_clip_ratio"), "all tokens")),
             unit="percentunit",
             low=0,
         ),

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from deploy.dashboards.board import Board, Section
 from deploy.dashboards.panels import Panel, Query
-from deploy.dashboards.queries import (
-    actor_gauge,
-    actor_mean,
-    actor_rate,
-    gauge,
-    in_range,
-    increase,
-    mean,
-    quantile,
-    rate,
-)
+from deploy.dashboards.queries import actor_gauge, actor_mean, actor_rate, gauge, in_range, increase, mean, quantile, rate
 
 _WHO_WAITS = Section(
     "Who waits",
@@ -55,12 +45,7 @@ _WHO_WAITS = Section(
             "Sequences in progress over actor.sequences_in_progress, by actor.",
             "Near 1; less where actors outrun the trainer: they idle rather than stockpile.",
             "Low for all, little in flight: nothing is issued (see allowance). Low for one: it is starved, leaving or stuck.",
-            (
-                Query(
-                    f"{actor_gauge('sequences_in_progress')} / ({actor_gauge('sequences_in_progress_max')} > 0)",
-                    "{{actor}}",
-                ),
-            ),
+            (Query(f"{actor_gauge('sequences_in_progress')} / ({actor_gauge('sequences_in_progress_max')} > 0)", "{{actor}}"),),
             unit="percentunit",
             low=0,
         ),
@@ -69,10 +54,7 @@ _WHO_WAITS = Section(
             "Groups that may be issued now within the lag bound, and groups complete for the next steps.",
             "Allowance small and positive, some groups ready.",
             "Allowance at 0 and actors idle: the lag bound holds generation back. Ready at 0: the trainer waits.",
-            (
-                Query(gauge("trainer_feeder_allowance_groups"), "allowance"),
-                Query(gauge("trainer_ready_groups"), "ready"),
-            ),
+            (Query(gauge("trainer_feeder_allowance_groups"), "allowance"), Query(gauge("trainer_ready_groups"), "ready")),
         ),
         Panel(
             "In flight",
@@ -363,10 +345,7 @@ _ACTORS = Section(
             "Prompt groups in hand at each actor, and groups given up as dead letters within the time range shown.",
             "A few in hand; none given up.",
             "Given up: `pipelinerl dead-letters` shows which prompts, and why.",
-            (
-                Query(actor_gauge("prompts_held_groups"), "{{actor}}"),
-                Query(in_range("actor_dead_letters_total"), "given up"),
-            ),
+            (Query(actor_gauge("prompts_held_groups"), "{{actor}}"), Query(in_range("actor_dead_letters_total"), "given up")),
             low=0,
         ),
         Panel(
@@ -388,10 +367,7 @@ _LOCAL = Section(
             "Processes of a local run that live, and actors asked for. Empty in a cluster.",
             "One trainer, verifier and nats, and as many actors as are wanted.",
             "Fewer: one is being started again; the run directory's logs say why.",
-            (
-                Query(gauge("runner_processes", "process"), "{{process}}"),
-                Query(gauge("runner_actors_wanted"), "actors wanted"),
-            ),
+            (Query(gauge("runner_processes", "process"), "{{process}}"), Query(gauge("runner_actors_wanted"), "actors wanted")),
             low=0,
         ),
         Panel(
@@ -414,6 +390,4 @@ _LOCAL = Section(
     ),
 )
 
-PIPELINE = Board(
-    "pipeline", "Pipeline", "Who waits for whom?", (_WHO_WAITS, _FLOW, _EPISODES, _TRAINER, _ACTORS, _LOCAL)
-)
+PIPELINE = Board("pipeline", "Pipeline", "Who waits for whom?", (_WHO_WAITS, _FLOW, _EPISODES, _TRAINER, _ACTORS, _LOCAL))

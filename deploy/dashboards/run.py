@@ -24,10 +24,7 @@ _LEARNING = Section(
             "Policy version, and how many steps are planned.",
             "The first number moves towards the second.",
             "It stands still while the phase is not finished.",
-            (
-                Query(gauge("trainer_policy_version"), "{{run}} taken"),
-                Query(gauge("trainer_planned_steps"), "{{run}} planned"),
-            ),
+            (Query(gauge("trainer_policy_version"), "{{run}} taken"), Query(gauge("trainer_planned_steps"), "{{run}} planned")),
             unit="none",
             kind="number",
             width=6,
@@ -183,10 +180,7 @@ _STABLE = Section(
             "Share of tokens whose weight the loss bounded, and share that a mask left out.",
             "Below one percent clipped with the default loss.",
             "Rising: the data gets old, see the Freshness dashboard.",
-            (
-                Query(gauge("trainer_clip_ratio"), "{{run}} clipped"),
-                Query(gauge("trainer_mask_ratio"), "{{run}} masked"),
-            ),
+            (Query(gauge("trainer_clip_ratio"), "{{run}} clipped"), Query(gauge("trainer_mask_ratio"), "{{run}} masked")),
             unit="percentunit",
             low=0,
         ),
@@ -232,10 +226,7 @@ _DATA = Section(
             "Share of the step's sequences that reached sampling.max_tokens, or filled model.max_context with their prompt.",
             "Near 0.",
             "A tenth and more: raise the limit, or look at samples for endless repetition.",
-            (
-                Query(gauge("trainer_truncated_ratio")),
-                Query(gauge("trainer_task_truncated_ratio", "task"), "{{run}} {{task}}"),
-            ),
+            (Query(gauge("trainer_truncated_ratio")), Query(gauge("trainer_task_truncated_ratio", "task"), "{{run}} {{task}}")),
             unit="percentunit",
             low=0,
             high=1,
@@ -275,9 +266,5 @@ _DATA = Section(
 )
 
 RUN = Board(
-    "run",
-    "Run",
-    "Is the policy learning, and is the optimization stable?",
-    (_LEARNING, _STABLE, _DATA),
-    several_runs=True,
+    "run", "Run", "Is the policy learning, and is the optimization stable?", (_LEARNING, _STABLE, _DATA), several_runs=True
 )

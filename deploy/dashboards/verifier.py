@@ -37,10 +37,7 @@ _CALLS = Section(
             "The same with network and retries.",
             "Close to the verifier's own.",
             "Much longer: network, retries, or a verifier that is away.",
-            (
-                Query(mean("actor_verify_seconds"), "{{run}} mean"),
-                Query(quantile(0.95, "actor_verify_seconds"), "{{run}} 95%"),
-            ),
+            (Query(mean("actor_verify_seconds"), "{{run}} mean"), Query(quantile(0.95, "actor_verify_seconds"), "{{run}} 95%")),
             unit="s",
             low=0,
         ),

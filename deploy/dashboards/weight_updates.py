@@ -76,10 +76,7 @@ _UPDATES = Section(
             "Per second: of versions that were served, counted once for all actors, and received whole by each actor.",
             "All lines at one height: size of what is trained (with LoRA as it is sent) times versions served per second.",
             "An actor's line above the trainer's: it receives transfers that are thrown away. Below it: it misses versions.",
-            (
-                Query(rate("trainer_weight_update_bytes_total"), "sent"),
-                Query(actor_rate("received_bytes_total"), "{{actor}}"),
-            ),
+            (Query(rate("trainer_weight_update_bytes_total"), "sent"), Query(actor_rate("received_bytes_total"), "{{actor}}")),
             unit="Bps",
             low=0,
         ),
@@ -194,10 +191,7 @@ _MEMBERSHIP = Section(
             "0 but for a short time after an actor's start.",
             "It stays: those actors cost and do nothing.",
             (
-                Query(
-                    f"count by (namespace, run) ({series('actor_ready')} == 0) or 0 * {gauge('actor_ready')}",
-                    "not ready",
-                ),
+                Query(f"count by (namespace, run) ({series('actor_ready')} == 0) or 0 * {gauge('actor_ready')}", "not ready"),
                 Query(by_actor(series("actor_ready"), "min"), "{{actor}} ready"),
             ),
             low=0,

@@ -35,9 +35,7 @@ def config(found: Mapping[str, str]) -> str:
 
 def volumes(found: Mapping[str, str]) -> list[str]:
     """`FROM:TO:ro` of every local file and folder that is named."""
-    return sorted(
-        {f"{path}:{CERTIFICATES if path == Path(found.get('cert', '')) else path}:ro" for path in _paths(found)}
-    )
+    return sorted({f"{path}:{CERTIFICATES if path == Path(found.get('cert', '')) else path}:ro" for path in _paths(found)})
 
 
 def _paths(found: Mapping[str, str]) -> Iterator[Path]:
@@ -49,9 +47,7 @@ def _paths(found: Mapping[str, str]) -> Iterator[Path]:
 
 
 def main(folder: Path) -> None:
-    listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True
-    ).stdout
+    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True).stdout
     found = settings(listing)
     (folder / "pip.conf").write_text(config(found))
     print(*(f"--volume {volume}" for volume in volumes(found)))

@@ -90,9 +90,7 @@ def closure(names: Iterable[str], requires: Installed) -> set[str]:
             continue
         seen.add((name, extras))
         for requirement in requires[name]:
-            if any(
-                requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in {"", *extras}
-            ):
+            if any(requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
                 todo.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
     return {name for name, _ in seen}
 
@@ -118,10 +116,7 @@ def cuda_pins(service: str, report: Mapping[str, Any]) -> list[str]:
     """Pins out of pip's installation report, and the CPU environment's for what was not asked of pip."""
     metadata = [item["metadata"] for item in report["install"]]
     requires = Installed(
-        {
-            canonicalize_name(data["name"]): [Requirement(line) for line in data.get("requires_dist", ())]
-            for data in metadata
-        }
+        {canonicalize_name(data["name"]): [Requirement(line) for line in data.get("requires_dist", ())] for data in metadata}
     )
     pins = known_pins() | {canonicalize_name(data["name"]): f"{data['name']}=={data['version']}" for data in metadata}
     return sorted((pins[name] for name in closure(roots(service, "cuda"), requires)), key=str.lower)
@@ -157,9 +152,7 @@ def write_pins(service: str, flavour: str, pins: Iterable[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--cuda-question", type=Path, metavar="FOLDER", help="only write what pip is to resolve for CUDA"
-    )
+    parser.add_argument("--cuda-question", type=Path, metavar="FOLDER", help="only write what pip is to resolve for CUDA")
     parser.add_argument("--cuda-report", type=Path, metavar="FILE", help="pip's answer; write the CUDA files from it")
     arguments = parser.parse_args()
     if arguments.cuda_question:

@@ -78,9 +78,7 @@ def _values(values: Sequence[str] | str) -> str:
     return values if isinstance(values, str) else ", ".join(f"`{value}`" for value in values)
 
 
-PART = GeneratedPart(
-    "metrics", "python -m deploy.tools.metrics_reference docs/metrics.md", lambda: reference(catalogue())
-)
+PART = GeneratedPart("metrics", "python -m deploy.tools.metrics_reference docs/metrics.md", lambda: reference(catalogue()))
 
 if __name__ == "__main__":
     PART.main()

@@ -61,10 +61,7 @@ def main() -> int:
     if write:
         SCHEMA.write_text(wanted, encoding="utf-8")
     elif now != wanted:
-        print(
-            f"{SCHEMA} is not what the recipe's models say: python -m deploy.tools.recipe_schema --write",
-            file=sys.stderr,
-        )
+        print(f"{SCHEMA} is not what the recipe's models say: python -m deploy.tools.recipe_schema --write", file=sys.stderr)
         return 1
     return 0
 

@@ -79,9 +79,7 @@ def _type(schema: dict[str, Any]) -> str:
     return {"boolean": "true / false", "string": "text", "object": "mapping", "array": "list"}.get(kind, kind)
 
 
-PART = GeneratedPart(
-    "values", "python -m deploy.tools.values_reference docs/kubernetes.md", lambda: reference(read_schema())
-)
+PART = GeneratedPart("values", "python -m deploy.tools.values_reference docs/kubernetes.md", lambda: reference(read_schema()))
 
 if __name__ == "__main__":
     PART.main()

@@ -16,11 +16,7 @@ TOOLS = [
         "function": {
             "name": "calculate",
             "description": "Value of an expression of numbers with +, - and *.",
-            "parameters": {
-                "type": "object",
-                "properties": {"expression": {"type": "string"}},
-                "required": ["expression"],
-            },
+            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
         },
     }
 ]
@@ -43,10 +39,7 @@ def calculate(expression: str) -> str:
 
 
 def answer(client: OpenAI, question: str) -> str:
-    messages = [
-        {"role": "system", "content": "Answer with a number only."},
-        {"role": "user", "content": question},
-    ]
+    messages = [{"role": "system", "content": "Answer with a number only."}, {"role": "user", "content": question}]
     while True:
         reply = client.chat.completions.create(model="gpt-4o-mini", messages=messages, tools=TOOLS)
         message = reply.choices[0].message

@@ -18,17 +18,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed
 
 from pipelinerl.audit.journal import JOURNAL, reserved_groups
-from pipelinerl.audit.replay import (
-    Check,
-    Findings,
-    History,
-    Replay,
-    Start,
-    events,
-    group_number,
-    read_history,
-    split_id,
-)
+from pipelinerl.audit.replay import Check, Findings, History, Replay, Start, events, group_number, read_history, split_id
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.link import is_stream_missing
 from pipelinerl.bus.protocol import LogEntry, StreamInfo, group_id_of

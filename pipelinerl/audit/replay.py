@@ -236,9 +236,7 @@ class Start:
     keep: int
     incarnation: int
     version: int
-    undid: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("steps", "groups", "trained", "ended_otherwise"), 0)
-    )
+    undid: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("steps", "groups", "trained", "ended_otherwise"), 0))
 
     def undo(self, event: Event) -> None:
         kind, ids = event["event"], event.get("ids")

@@ -95,9 +95,7 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
 
 def equation(counts: Mapping[str, int]) -> str:
     """`issued 24 = trained 16 + dropped stale 0 + dropped filtered 0 + failed 0 + in flight 8`"""
-    ended = " + ".join(
-        f"{name.replace('_', ' ')} {number(count)}" for name, count in counts.items() if name != "issued"
-    )
+    ended = " + ".join(f"{name.replace('_', ' ')} {number(count)}" for name, count in counts.items() if name != "issued")
     return f"issued {number(counts['issued'])} = {ended}"
 
 

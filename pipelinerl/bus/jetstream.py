@@ -18,24 +18,9 @@ from typing import Any
 
 import nats.js.errors
 from nats.aio.msg import Msg
-from nats.js.api import (
-    AckPolicy,
-    ConsumerConfig,
-    DiscardPolicy,
-    KeyValueConfig,
-    RetentionPolicy,
-    StorageType,
-    StreamConfig,
-)
+from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, KeyValueConfig, RetentionPolicy, StorageType, StreamConfig
 
-from pipelinerl.bus.link import (
-    AckSubject,
-    Connection,
-    bus_errors,
-    is_cluster_forming,
-    is_stream_full,
-    is_stream_missing,
-)
+from pipelinerl.bus.link import AckSubject, Connection, bus_errors, is_cluster_forming, is_stream_full, is_stream_missing
 from pipelinerl.bus.protocol import (
     ACTORS,
     NO_HEADERS,
@@ -275,9 +260,7 @@ class Bus:
         removal comes once."""
         return MemberWatch(self.connection, self._subjects, self.limits.member_ttl_s)
 
-    async def _store_once(
-        self, stream: str, subject: str, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS
-    ) -> int:
+    async def _store_once(self, stream: str, subject: str, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         try:
             return await self._store(subject, payload, {**headers, MSG_ID: msg_id})
         except BusError as error:
@@ -294,9 +277,7 @@ class Bus:
             raise PayloadTooLarge(subject, size, self.max_payload_bytes)
         await self.connection.wait_connected()
         with bus_errors(f"publishing {len(payload)} bytes on {subject}"):
-            acknowledgement = json.loads(
-                (await self.connection.request(subject, payload, headers=headers or None)).data
-            )
+            acknowledgement = json.loads((await self.connection.request(subject, payload, headers=headers or None)).data)
             if "error" in acknowledgement:
                 raise nats.js.errors.APIError.from_error(acknowledgement["error"])
             return int(acknowledgement["seq"])
@@ -388,11 +369,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
             max_bytes=limits.sequences_max_bytes,
         ),
         config(
-            subjects.control_stream,
-            subjects.control_all,
-            DiscardPolicy.OLD,
-            max_consumers=_MAX_ACTORS,
-            max_msgs_per_subject=1,
+            subjects.control_stream, subjects.control_all, DiscardPolicy.OLD, max_consumers=_MAX_ACTORS, max_msgs_per_subject=1
         ),
         config(subjects.dead_stream, subjects.dead, DiscardPolicy.OLD, max_msgs=limits.dead_max_messages),
     ]

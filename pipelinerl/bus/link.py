@@ -196,9 +196,7 @@ class Connection(Client):
         self._login, self._context = read_login(credentials), tls_context(tls_dir)
         self.user = self._login.get("user") or _user_in(url)
         """Who this is; empty where a .creds file says it, or nobody asks."""
-        self._requires_tls = tls_dir is not None or any(
-            server.strip().lower().startswith("tls://") for server in self._urls
-        )
+        self._requires_tls = tls_dir is not None or any(server.strip().lower().startswith("tls://") for server in self._urls)
         self.js = self.jetstream(timeout=request_timeout_s)
         self.pullers: set[Puller] = set()
         self._connected, self._was_connected, self._last_error = asyncio.Event(), False, ""

@@ -100,11 +100,7 @@ def _actor(subjects: Subjects) -> list[str]:
 
 def _reading(stream: str) -> tuple[str, ...]:
     """An ephemeral consumer of its own, as `OrderedReader` makes it."""
-    return (
-        f"{_API}.CONSUMER.CREATE.{stream}",
-        f"{_API}.CONSUMER.MSG.NEXT.{stream}.*",
-        f"{_API}.CONSUMER.DELETE.{stream}.*",
-    )
+    return (f"{_API}.CONSUMER.CREATE.{stream}", f"{_API}.CONSUMER.MSG.NEXT.{stream}.*", f"{_API}.CONSUMER.DELETE.{stream}.*")
 
 
 def main() -> int:

@@ -145,9 +145,7 @@ class Puller(ABC):
 
     async def _subscribe(self, tokens: str = "") -> None:
         self._inbox = self._connection.new_inbox()
-        self._subscription = await self._connection.subscribe(
-            self._inbox + tokens, cb=self._on_message, pending_bytes_limit=0
-        )
+        self._subscription = await self._connection.subscribe(self._inbox + tokens, cb=self._on_message, pending_bytes_limit=0)
         self._connection.pullers.add(self)
 
     async def _ask(self, expires_s: float, token: str = "", **more: int) -> None:
@@ -220,9 +218,7 @@ class OrderedReader(Puller, Generic[_Item]):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         await self._detach()
 
     def __aiter__(self) -> OrderedReader[_Item]:
@@ -258,9 +254,7 @@ class OrderedReader(Puller, Generic[_Item]):
         self._outstanding += count
         try:
             with bus_errors(f"reading {self._stream}"):
-                await self._ask(
-                    _PULL_EXPIRES_S, batch=count, max_bytes=_PULL_BYTES, idle_heartbeat=int(_HEARTBEAT_S * _NS)
-                )
+                await self._ask(_PULL_EXPIRES_S, batch=count, max_bytes=_PULL_BYTES, idle_heartbeat=int(_HEARTBEAT_S * _NS))
         except BusError:
             if self._connection.is_closed:
                 raise

@@ -21,9 +21,7 @@ _REASON_CHARACTERS, _PROMPT_CHARACTERS = 60, 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not"
-    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not")
     add_server_arguments(parser)
     parser.add_argument("--run", metavar="NAME", default="", help="name of that run")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the whole prompt")

@@ -29,9 +29,7 @@ _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="recipe file, or the name of one under recipes/")
-    parser.add_argument(
-        "--parameters", metavar="SIZE", required=True, help="of the model with all its experts, such as 7.6B"
-    )
+    parser.add_argument("--parameters", metavar="SIZE", required=True, help="of the model with all its experts, such as 7.6B")
     parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="for actors and trainer together")
     parser.add_argument(
         "--accelerator", metavar="NAME|FILE", default="H100",
@@ -46,10 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequences-in-progress", metavar="H", type=int, help="on each actor; otherwise the best number is found"
     )
     parser.add_argument(
-        "--kv-kib-per-token",
-        metavar="KIB",
-        type=float,
-        help="of the model; otherwise what models of its size usually need",
+        "--kv-kib-per-token", metavar="KIB", type=float, help="of the model; otherwise what models of its size usually need"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.add_argument(

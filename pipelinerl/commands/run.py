@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of the run (default: runs/<name>)")
     parser.add_argument("--name", metavar="NAME", help="name of the run (default: <recipe>-<date>-<time>)")
     page = parser.add_mutually_exclusive_group()
-    page.add_argument(
-        "--page-port", metavar="PORT", type=int, default=0, help="port of the live page (default: any free one)"
-    )
+    page.add_argument("--page-port", metavar="PORT", type=int, default=0, help="port of the live page (default: any free one)")
     page.add_argument("--no-page", action="store_true", help="serve no live page")
     parser.add_argument(
         "--resume", metavar="DIR", type=Path,
@@ -76,9 +74,7 @@ def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
     page_port = None if args.no_page else free_port("--page-port", args.page_port)
     metrics_port = free_port("--metrics-port", args.metrics_port)
     if metrics_port and metrics_port == page_port:
-        raise FieldError(
-            "--metrics-port", metrics_port, "is the port of --page-port; give another, or 0 for any free one"
-        )
+        raise FieldError("--metrics-port", metrics_port, "is the port of --page-port; give another, or 0 for any free one")
     return page_port, metrics_port
 
 

@@ -36,10 +36,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
     parser.add_argument(
-        "--tls-dir",
-        metavar="DIR",
-        type=Path,
-        help="folder with ca.crt, and tls.crt and tls.key if the server requires them",
+        "--tls-dir", metavar="DIR", type=Path, help="folder with ca.crt, and tls.crt and tls.key if the server requires them"
     )
 
 
@@ -51,9 +48,7 @@ def streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
     from pipelinerl.service.settings import StreamsSettings
 
     if args.nats:
-        return partial(
-            connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir
-        )
+        return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and holds_streams(args.run_dir):
         return partial(streams_in_folder, args.run_dir)
     found = StreamsSettings()

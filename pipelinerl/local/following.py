@@ -73,9 +73,7 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
         return None
 
 
-async def _follow_steps(
-    trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]
-) -> None:
+async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
     """Every optimizer step once, in order, from the version that the trainer began with; goes on after a broken stream.
     Steps that it took before the first answer do not count for the pace."""
     begun = -1

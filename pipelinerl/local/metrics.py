@@ -30,17 +30,15 @@ class RunnerMetrics:
     """`living`: names of the processes that live, asked for at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, living: Callable[[], Collection[str]] = tuple) -> None:
-        metrics = MetricSet(
-            "pipelinerl_runner", registry
-        )  # no label `service`: the runner's targets have one, which would win
+        metrics = MetricSet("pipelinerl_runner", registry)  # no label `service`: the runner's targets have one, which would win
 
         def processes() -> dict[str, float]:
             services = Counter(service_of(name) for name in living())
             return {service: float(services[service]) for service in SERVICES}
 
-        metrics.reading(
-            "processes", "Processes of the run that live.", {"process": SERVICES}, unit="processes"
-        ).read_each(processes)
+        metrics.reading("processes", "Processes of the run that live.", {"process": SERVICES}, unit="processes").read_each(
+            processes
+        )
         self.restarts = metrics.counter(
             "restarts_total", "Processes that ended and are started again.", {"process": SERVICES}, unit="processes"
         )

@@ -59,11 +59,7 @@ class ServiceDied(ServiceError):
         """`restarts`: those in a row after which it is given up."""
         self.name, self.returncode = name, returncode
         try:
-            how = (
-                f"exited with code {returncode}"
-                if returncode >= 0
-                else f"was killed by {signal.Signals(-returncode).name}"
-            )
+            how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal.Signals(-returncode).name}"
         except ValueError:  # a real-time signal
             how = f"was killed by signal {-returncode}"
         after = f" after {restarts} restarts in a row" if restarts else ""
@@ -365,6 +361,4 @@ def running_pids(run_dir: RunDir) -> dict[str, int]:
         return pids
     known = run_dir.pids.exists()
     why = "the run has ended; start it again, or name one that goes on"
-    raise FieldError(
-        "--run-dir", str(run_dir.path), why if known else "is not the folder of a run: it has no pids.json"
-    )
+    raise FieldError("--run-dir", str(run_dir.path), why if known else "is not the folder of a run: it has no pids.json")

@@ -150,10 +150,7 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
     rewards = [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
     actors = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
     return [
-        (
-            "step",
-            f"{state.step} of {state.total_steps} ({percent(fraction_done(state))}), {_time_text(state, elapsed_s)}",
-        ),
+        ("step", f"{state.step} of {state.total_steps} ({percent(fraction_done(state))}), {_time_text(state, elapsed_s)}"),
         ("policy version", number(last.get("policy_version"))),
         ("train reward", f"{number(last.get('reward_mean'), 3)}  {sparkline(rewards, width=32)}".rstrip()),
         ("held-out accuracy", _heldout_text(state)),

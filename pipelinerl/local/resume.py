@@ -93,9 +93,7 @@ def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
         if state is not None:
             check_resumable(state["recipe"], recipe)
     except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise FieldError(
-            OPTION, str(run_dir.path), f"its newest checkpoint cannot be read: {error!r}; remove it"
-        ) from error
+        raise FieldError(OPTION, str(run_dir.path), f"its newest checkpoint cannot be read: {error!r}; remove it") from error
     if missing:
         raise FieldError(OPTION, str(run_dir.path), missing)
 

@@ -152,9 +152,7 @@ class LocalRun:
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(follow_trainer(trainer, self._state, self._elapsed_s, self._trainer_up)),
-                group.create_task(
-                    watch_actors(lambda: [self._actors[number] for number in sorted(self._actors)], self._state)
-                ),
+                group.create_task(watch_actors(lambda: [self._actors[number] for number in sorted(self._actors)], self._state)),
                 group.create_task(self._keep(nats)),
                 group.create_task(self._keep(verifier)),
                 group.create_task(self._keep_actors()),

@@ -42,12 +42,7 @@ _REQUIRED = {
     *("incarnation", "ranks", "first_rank", "world_size", "deadline_s"),
 }
 """Fields that are neither empty nor 0, wherever they occur but here."""
-_MAY_BE_EMPTY = {
-    ("Abort", "actor"),
-    ("Abort", "incarnation"),
-    ("Registration", "manifest_id"),
-    ("Registration", "incarnation"),
-}
+_MAY_BE_EMPTY = {("Abort", "actor"), ("Abort", "incarnation"), ("Registration", "manifest_id"), ("Registration", "incarnation")}
 _CHOICES = {"backend": get_args(Backend), "phase": get_args(Phase)}
 
 
@@ -82,8 +77,6 @@ def _check_ranks(start: EpochStart) -> None:
         _check_fields(member, "EpochStart", "members.")
         taken.extend(range(member.first_rank, member.first_rank + member.ranks))
     if sorted(taken) != list(range(len(taken))) or start.world_size != len(taken):
-        raise MessageError(
-            "EpochStart", "members", f"ranks {sorted(taken)} do not fill world_size = {start.world_size}"
-        )
+        raise MessageError("EpochStart", "members", f"ranks {sorted(taken)} do not fill world_size = {start.world_size}")
     if len({member.actor for member in start.members}) != len(start.members):
         raise MessageError("EpochStart", "members", "an actor is listed twice")

@@ -382,9 +382,7 @@ def _partial_from_proto(message: pb.PartialSequence) -> PartialSequence:
     unfinished = message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
     return PartialSequence(
         sample_index=message.sample_index,
-        completion_token_ids=token_ids_from_bytes(
-            message.completion_token_ids, _GROUP, "partials.completion_token_ids"
-        ),
+        completion_token_ids=token_ids_from_bytes(message.completion_token_ids, _GROUP, "partials.completion_token_ids"),
         behaviour_logprobs=logprobs_from_bytes(message.behaviour_logprobs, _GROUP, "partials.behaviour_logprobs"),
         spans=spans_from_proto(message.spans),
         finish_reason=None if unfinished else _finish_reason(message.finish_reason, _GROUP),
@@ -442,9 +440,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
             field = "completion_token_ids" if len(branch.prompt_token_ids) else "prompt_token_ids"
             raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, and the sequence names no failure")
         if any(turn.finish_reason is None for turn in branch.turns):
-            raise MessageError(
-                _SEQUENCE, f"{prefix}turns", "one is unfinished: only a sequence handed back may have such"
-            )
+            raise MessageError(_SEQUENCE, f"{prefix}turns", "one is unfinished: only a sequence handed back may have such")
     check_finite(sequence.reward, _SEQUENCE, "reward")
     for name, value in sequence.reward_components.items():
         check_finite(value, _SEQUENCE, f"reward_components[{name}]")

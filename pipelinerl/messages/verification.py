@@ -77,11 +77,7 @@ class VerifierClient:
     """
 
     def __init__(
-        self,
-        target: str,
-        *,
-        tls_dir: Path | None = None,
-        on_failed_try: Callable[[str], None] = lambda code: None,
+        self, target: str, *, tls_dir: Path | None = None, on_failed_try: Callable[[str], None] = lambda code: None
     ) -> None:
         """`tls_dir`: certificates (`pipelinerl.service.tls`); those that are renewed there are used. None = plain text.
         `on_failed_try`: takes the gRPC status (`FAILURE_CODES`) of each try that failed, the last one of a refusal included."""

@@ -108,10 +108,7 @@ def allowed(field: FieldInfo) -> str:
 def takes(field: FieldInfo) -> str:
     """The same without the field's meaning."""
     bounds = [
-        f"{words} {getattr(one, name)}"
-        for name, words in _BOUNDS.items()
-        for one in field.metadata
-        if hasattr(one, name)
+        f"{words} {getattr(one, name)}" for name, words in _BOUNDS.items() for one in field.metadata if hasattr(one, name)
     ]
     return ", ".join(filter(None, (_type_name(field.annotation), " and ".join(bounds))))
 
@@ -163,8 +160,7 @@ class WarmStartConfig(Section):
     initializer_std: float = Field(0.06, gt=0, le=1, description="Standard deviation of the initial matrices.")
 
     task_config: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Changes to task.config for the demonstrations only, such as shorter problems.",
+        default_factory=dict, description="Changes to task.config for the demonstrations only, such as shorter problems."
     )
     careful: tuple[Probability, ...] = Field(
         (0.4, 0.35, 0.3, 0.25),
@@ -176,9 +172,7 @@ class WarmStartConfig(Section):
     careful_in_lessons: Probability = Field(
         0.75, description="The same probability, for all terms, in the lessons that come first."
     )
-    lessons: Probability = Field(
-        0.85, description="Share of the steps that are lessons; the habit of `careful` follows."
-    )
+    lessons: Probability = Field(0.85, description="Share of the steps that are lessons; the habit of `careful` follows.")
 
     steps: int = Field(600, ge=1, le=1_000_000, description="Optimizer steps of supervised training.")
     batch_size: int = Field(64, ge=1, le=65_536, description="Demonstrations per optimizer step.")
@@ -204,9 +198,7 @@ class ModelConfig(Section):
     )
     name: str = Field("", description="Hugging Face id for `hub`, folder for `path`; unused otherwise.")
     revision: str = Field("", description="Commit or tag of a hub model; empty = its default branch.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Compute dtype of actor and trainer."
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = Field(
         "float32",
         description="Dtype of logits where `dtype` has 16 bits. float32: trainer and actor compute the head's product in "
@@ -246,9 +238,7 @@ class TaskConfig(Section):
     command: str = Field("", description="The program of source `agent`, with its arguments.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Turns of an episode at most.")
     episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
-    turn_timeout_s: float = Field(
-        300.0, gt=0, le=86_400, description="That of one turn, the wait for a place included."
-    )
+    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="That of one turn, the wait for a place included.")
     answer_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="That of the environment between two turns, its start and its end included."
     )
@@ -261,9 +251,7 @@ class TaskConfig(Section):
     )
     system_prompt: str = Field("", description="System message for `chat`.")
     instruction: str = Field("", description="Text appended to every question (`plain`, `chat`).")
-    heldout_problems: int = Field(
-        128, ge=1, le=100_000, description="Problems of the held-out split that are evaluated."
-    )
+    heldout_problems: int = Field(128, ge=1, le=100_000, description="Problems of the held-out split that are evaluated.")
 
     @property
     def is_episodic(self) -> bool:
@@ -351,9 +339,7 @@ class RewardConfig(Section):
     )
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; partial scores scale it.")
     binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
-    format_pattern: str = Field(
-        "", description="Regular expression the whole completion should match; empty = no term."
-    )
+    format_pattern: str = Field("", description="Regular expression the whole completion should match; empty = no term.")
     format_weight: float = Field(0.0, description="Reward added when it matches.")
     overlong: OverlongConfig = OverlongConfig()
     truncated: Literal["score", "zero", "mask"] = Field(
@@ -405,10 +391,7 @@ class SamplingConfig(Section):
     top_p: float = Field(1.0, description="1 and nothing else: see docs/learning.md.")
     top_k: int = Field(0, description="0 and nothing else, likewise.")
     max_tokens: int = Field(
-        64,
-        ge=1,
-        le=1_048_576,
-        description="Completion tokens at most; fewer where the prompt leaves less of the context.",
+        64, ge=1, le=1_048_576, description="Completion tokens at most; fewer where the prompt leaves less of the context."
     )
     stop: list[str] = Field(
         default_factory=list,
@@ -419,9 +402,7 @@ class SamplingConfig(Section):
         description="Tokens that end a completion, beside the model's end tokens and, with prompt style `chat`, the one that "
         "ends an answer in the chat template.",
     )
-    seeded: bool = Field(
-        False, description="A seed per sample: repeatable in conventional mode with one actor, and slower."
-    )
+    seeded: bool = Field(False, description="A seed per sample: repeatable in conventional mode with one actor, and slower.")
 
     @field_validator("stop")
     @classmethod
@@ -445,9 +426,7 @@ class EngineConfig(Section):
     """Settings of vLLM beyond the model."""
 
     kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="KV cache on CPU, GiB.")
-    gpu_memory_utilization: Changeable[float] = Field(
-        0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take."
-    )
+    gpu_memory_utilization: Changeable[float] = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="No CUDA graphs / compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Tokens per engine step; 0 = vLLM's default.")
@@ -461,9 +440,7 @@ class ActorConfig(Section):
     count: Changeable[int] = Field(
         1, ge=0, le=10_000, description="Actors a local run starts; on a cluster the Deployment decides."
     )
-    sequences_in_progress: Changeable[int] = Field(
-        64, ge=1, le=100_000, description="H: sequences an actor keeps in progress."
-    )
+    sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences an actor keeps in progress.")
     episodes_in_progress: Changeable[int | None] = Field(
         None,
         ge=1,
@@ -472,9 +449,7 @@ class ActorConfig(Section):
         "null = 2 H.",
     )
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Completions per verifier call at most.")
-    publish_buffer: Changeable[int] = Field(
-        1024, ge=1, description="Finished sequences that may wait for verifier or stream."
-    )
+    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or stream.")
     engine: EngineConfig = EngineConfig()
 
     def samples_in_progress(self, task: TaskConfig) -> int:
@@ -518,9 +493,7 @@ class AlgorithmConfig(Section):
     )
     mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
-    mask_kl: float = Field(
-        0.5, ge=0, description="δ: mean of log μ − log π over a sequence, nats, for `off_policy_sequence`."
-    )
+    mask_kl: float = Field(0.5, ge=0, description="δ: mean of log μ − log π over a sequence, nats, for `off_policy_sequence`.")
     advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
         "leave_one_out", description="Baseline; `value`: a learned value head (paper, eq. 4)."
     )
@@ -536,8 +509,7 @@ class AlgorithmConfig(Section):
     kl_coefficient: float = Field(0.0, ge=0, description="Weight of the k3 KL estimate to the reference policy.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     filter_equal_rewards: bool = Field(
-        False,
-        description="Drop groups whose answers are all equally right (DAPO), whatever format and length add or take.",
+        False, description="Drop groups whose answers are all equally right (DAPO), whatever format and length add or take."
     )
     max_lag: int | None = Field(None, ge=0, description="Largest token lag trained on; null = unbounded (the paper).")
     max_lag_of: Literal["oldest_token", "mean"] = Field(
@@ -616,9 +588,7 @@ class TrainerConfig(Section):
     max_skipped_steps: Changeable[int] = Field(
         10, ge=1, description="Optimizer steps skipped in a row, for a loss or gradient not finite, that end the run."
     )
-    tokens_per_microbatch: Changeable[int] = Field(
-        8192, ge=16, description="Packing budget of one forward pass, tokens."
-    )
+    tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters and nothing else; null = all weights.")
     gradient_checkpointing: Changeable[bool] = Field(
         False, description="Recompute activations in the backward pass: less memory."
@@ -663,12 +633,8 @@ class WeightUpdateConfig(Section):
         2, ge=1, le=64, description="Chunks an actor holds while it receives; 1 = receive and load in turn."
     )
     wire_dtype: Literal["model", "float32", "bfloat16", "float16"] = Field("model", description="Dtype on the wire.")
-    deadline_s: Changeable[float] = Field(
-        60.0, gt=0, description="A member that has not staged a version by then is evicted."
-    )
-    recompute_kv: Changeable[bool] = Field(
-        False, description="Recompute the KV cache of unfinished sequences at each update."
-    )
+    deadline_s: Changeable[float] = Field(60.0, gt=0, description="A member that has not staged a version by then is evicted.")
+    recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: Changeable[int] = Field(10, ge=0, description="Updates between two parity probes; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
     probe_tolerance: Changeable[float | None] = Field(
@@ -681,9 +647,7 @@ class WeightUpdateConfig(Section):
         False, description="End the run when a later version exceeds the tolerance; false = count it, and alert."
     )
     join_timeout_s: Changeable[float] = Field(
-        600.0,
-        gt=0,
-        description="How long a run waits for its first actors, and then for its first version to be served.",
+        600.0, gt=0, description="How long a run waits for its first actors, and then for its first version to be served."
     )
 
 
@@ -700,9 +664,7 @@ class EvaluationConfig(Section):
         description="Further problems that are evaluated, beside those held out of the tasks; nothing is trained on them. Of "
         "each set, `task.heldout_problems` at most.",
     )
-    timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="An evaluation ends then, with what has been answered."
-    )
+    timeout_s: Changeable[float] = Field(600.0, gt=0, description="An evaluation ends then, with what has been answered.")
 
 
 class CheckpointConfig(Section):
@@ -710,9 +672,7 @@ class CheckpointConfig(Section):
 
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = by time only.")
     every_minutes: Changeable[float] = Field(
-        0.0,
-        ge=0,
-        description="Minutes between checkpoints, at the end of a step; 0 = by steps only. Both 0: at the end only.",
+        0.0, ge=0, description="Minutes between checkpoints, at the end of a step; 0 = by steps only. Both 0: at the end only."
     )
     keep: Changeable[int] = Field(2, ge=1, description="Checkpoints kept.")
 

@@ -24,16 +24,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 import pipelinerl
 from pipelinerl.errors import FieldError, UserError
-from pipelinerl.recipe.fields import (
-    PUBLISHED,
-    Recipe,
-    allowed,
-    field_at,
-    listed_section,
-    may_change,
-    section_of,
-    unknown_field,
-)
+from pipelinerl.recipe.fields import PUBLISHED, Recipe, allowed, field_at, listed_section, may_change, section_of, unknown_field
 from pipelinerl.recipe.rules import BrokenRules
 
 
@@ -244,9 +235,7 @@ class ChangedRecipe(UserError):
         lines = ["a run that is resumed keeps its recipe; put these back, or start a new run:"]
         lines += [f"  - {change}" for change in refused]
         if any(change.new is UNKNOWN for change in refused):
-            lines.append(
-                "what this version does not know cannot be put back: resume with the version that began the run"
-            )
+            lines.append("what this version does not know cannot be put back: resume with the version that began the run")
         super().__init__("\n".join(lines))
 
 
@@ -286,9 +275,7 @@ def _as_it_was(old: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**old, **meant}
 
 
-def _differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], model: type[BaseModel], prefix: str = ""
-) -> Iterator[Change]:
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[Change]:
     for name, field in model.model_fields.items():
         default = field.get_default(call_default_factory=True, validated_data={})
         was = old.get(name, None if field.is_required() else to_jsonable_python(default))

@@ -48,9 +48,7 @@ def try_import(path: str) -> None:
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
-        raise UserError(
-            f"importing its module takes more than {_IMPORT_S:g} s; do the work when it is called"
-        ) from None
+        raise UserError(f"importing its module takes more than {_IMPORT_S:g} s; do the work when it is called") from None
     if tried.returncode == 0:
         return
     why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, and says nothing"])[-1]

@@ -270,10 +270,7 @@ class _Planner:
         """Bins of similar cost share a slot, and spread its sequences over their ranks again where that is faster."""
         padded = packed + [[] for _ in range(num_slots * self.num_ranks - len(packed))]
         falling = sorted(padded, key=lambda members: -_total(members, self.cost))
-        return [
-            self._evened_slot(falling[first : first + self.num_ranks])
-            for first in range(0, len(falling), self.num_ranks)
-        ]
+        return [self._evened_slot(falling[first : first + self.num_ranks]) for first in range(0, len(falling), self.num_ranks)]
 
     def _evened_slot(self, bins: Bins) -> Bins:
         spread, left = self._spread(_falling(self.cost, (index for members in bins for index in members)))

@@ -206,9 +206,7 @@ def make_plan(
     allowed = [one for one in splits if max_lag is None or one.largest_lag <= max_lag]
     if not allowed:
         smallest = min(one.largest_lag for one in splits)
-        fix = (
-            f"the longest sequences are at least {counted(smallest, 'step')} old in any split; use at least {smallest}"
-        )
+        fix = f"the longest sequences are at least {counted(smallest, 'step')} old in any split; use at least {smallest}"
         fix += "" if smallest == 1 else ", or raise trainer.batch_size"
         raise FieldError("algorithm.max_lag", max_lag, fix)
     while True:
@@ -308,9 +306,7 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
-def play(
-    recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float
-) -> tuple[Simulation, float]:
+def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
     """A simulation of the split, without evaluations, and the share of it that was simulated.
 
     Of a large system it is a part with as many times fewer actors, ranks and groups per batch: an actor does what it did, and

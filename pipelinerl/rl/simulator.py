@@ -166,9 +166,7 @@ class _Actor:
 
 
 class _Run:
-    def __init__(
-        self, recipe: Recipe, timing: Timing, lengths: Lengths, num_actors: int, num_ranks: float, seed: int
-    ) -> None:
+    def __init__(self, recipe: Recipe, timing: Timing, lengths: Lengths, num_actors: int, num_ranks: float, seed: int) -> None:
         self.recipe, self.timing, self.lengths, self.num_ranks = recipe, timing, lengths, num_ranks
         self.per_step, self.group_size = groups_per_step(recipe), recipe.sampling.group_size
         self.slots = recipe.actor.sequences_in_progress

@@ -40,9 +40,7 @@ class DecodeCurve:
     def __post_init__(self) -> None:
         in_progress, rates = [h for h, _ in self.points], [rate for _, rate in self.points]
         if not self.points or min(*in_progress, *rates) <= 0 or sorted(set(in_progress)) != in_progress:
-            raise FieldError(
-                "decode", self.points, "give points (sequences in progress, tokens/s), above 0 and ascending"
-            )
+            raise FieldError("decode", self.points, "give points (sequences in progress, tokens/s), above 0 and ascending")
 
     def step_time(self, in_progress: Floats | float) -> Floats:
         """Of one decode step of so many sequences: h / U(h)."""

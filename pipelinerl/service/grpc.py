@@ -32,10 +32,7 @@ CONNECTION_AGE_S = 300.0
 that were added, and both sides show renewed certificates."""
 _DETAILS_CHARACTERS = 300
 
-CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
+CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
 _SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent share of its connections
@@ -116,9 +113,7 @@ async def serve_grpc(
     reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     address = host_port(host, port)
     try:
-        bound = (
-            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
-        )
+        bound = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
     except RuntimeError as error:  # what grpcio raises for every failed bind
         raise ServiceError(
             f"grpc_port = {port}: cannot listen on {address}; is it in use? give another port, or 0 for any free one"
@@ -133,9 +128,7 @@ async def serve_grpc(
         await asyncio.shield(server.stop(stop_grace_s))
 
 
-def open_channel(
-    target: str, tls: Path | Certificates | None, name_override: str = "", options: Options = ()
-) -> aio.Channel:
+def open_channel(target: str, tls: Path | Certificates | None, name_override: str = "", options: Options = ()) -> aio.Channel:
     """A channel to `target` (host:port, or dns:///name:port), with certificates or those in a folder; None = plain text.
 
     `name_override`: the name that the server's certificate must hold, where `target` is an address.

@@ -74,9 +74,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def health_app(
-    readiness: Readiness, registry: CollectorRegistry, *, loop_watch: Callable[[], float] = lambda: 0.0
-) -> FastAPI:
+def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch: Callable[[], float] = lambda: 0.0) -> FastAPI:
     """`/healthz`: 503 when the watched loop has not run for `BLOCKED_AFTER_S`, else 200. `/readyz`: 503 with the reason
     until ready. `/metrics`: the registry, in the text format that every scraper takes.
     """
@@ -136,15 +134,12 @@ async def serve_http(
 def _bind(host: str, port: int) -> socket.socket:
     try:
         if ":" in host:  # `::` is for IPv4 too
-            return socket.create_server(
-                (host, port), family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6()
-            )
+            return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6())
         return socket.create_server((host, port))
     except (OSError, OverflowError) as error:  # the second: no port has that number
         why = (getattr(error, "strerror", "") or str(error)).partition(" (while")[0]
         raise ServiceError(
-            f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); "
-            "give another port, or 0 for any free one"
+            f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); give another port, or 0 for any free one"
         ) from error
 
 

@@ -85,9 +85,7 @@ ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
 """Serves until the event is set, then ends in order. The context takes the policy version when there is one."""
 
 
-def run_service(
-    kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None
-) -> int:
+def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:
     """Reads the settings, runs `main` to its end, returns the exit code: 0 fine, 2 the user's mistake, 1 anything else.
 
     SIGTERM or SIGINT sets the event; a second one cancels `main`. A process that has not ended `stop_within_s` after

@@ -37,9 +37,7 @@ class LogContext:
     policy_version: int | None = None
 
 
-def configure_logging(
-    context: LogContext, *, log_format: Literal["text", "json"] = "text", level: str = "info"
-) -> None:
+def configure_logging(context: LogContext, *, log_format: Literal["text", "json"] = "text", level: str = "info") -> None:
     """Sends the root logger to standard error in one format, replacing its handlers."""
     handler = logging.StreamHandler()
     handler.setFormatter(ContextFormatter(context, log_format))

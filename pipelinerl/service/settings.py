@@ -72,8 +72,7 @@ class PolicySettings(BusSettings):
 
     model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
     model_cache: Path | None = Field(
-        None,
-        description="Folder that holds initial policies which the run itself builds; used where model_dir is empty.",
+        None, description="Folder that holds initial policies which the run itself builds; used where model_dir is empty."
     )
     verifier: str = Field(description="host:port of the verifier, or dns:///name:port for all addresses of a name.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
@@ -97,9 +96,7 @@ class TrainerSettings(PolicySettings):
     run_dir: Path = Field(description="metrics.jsonl, checkpoint/ and samples go here.")
     expected_actors: int = Field(1, ge=0, description="Actors to wait for before the first step.")
     stop_checkpoint_s: float = Field(
-        4.5,
-        gt=0,
-        description="Seconds that a trainer told to stop takes for its step under way and a checkpoint, at most.",
+        4.5, gt=0, description="Seconds that a trainer told to stop takes for its step under way and a checkpoint, at most."
     )
     linger: bool = Field(
         False,
@@ -107,8 +104,7 @@ class TrainerSettings(PolicySettings):
         "what exits.",
     )
     page: bool = Field(
-        False,
-        description="Serve the live page of the run at http_port: what it trains on is shown to whoever reaches that.",
+        False, description="Serve the live page of the run at http_port: what it trains on is shown to whoever reaches that."
     )
     page_hosts: str = Field(
         "",
@@ -141,9 +137,7 @@ class RankSettings(BaseSettings):
 class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Reward processes.")
     max_queue: int = Field(4096, ge=1, description="Items waiting at most; more are refused with RESOURCE_EXHAUSTED.")
-    max_episodes: int = Field(
-        512, ge=1, le=100_000, description="Episodes under way at most; more are refused likewise."
-    )
+    max_episodes: int = Field(512, ge=1, le=100_000, description="Episodes under way at most; more are refused likewise.")
 
 
 class StreamsSettings(BaseSettings):

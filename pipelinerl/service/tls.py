@@ -75,14 +75,10 @@ def check_ca(folder: Path, field: str) -> None:
 def check_pair(folder: Path, field: str) -> None:
     """Raises `FieldError` unless tls.key is the key of tls.crt."""
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(
-            folder / CERTIFICATE, folder / KEY, password=_no_password
-        )
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
     except (OSError, ValueError) as error:  # TLS errors are OSErrors; so is a file that went while it was looked at
         reason = getattr(error, "reason", None) or error
-        raise FieldError(
-            field, str(folder / CERTIFICATE), f"and {KEY} are no pair of certificate and key: {reason}"
-        ) from error
+        raise FieldError(field, str(folder / CERTIFICATE), f"and {KEY} are no pair of certificate and key: {reason}") from error
 
 
 class RenewedCertificates:
@@ -157,9 +153,7 @@ def server_credentials(tls_dir: Path | None) -> grpc.ServerCredentials | None:
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         return _configuration(files.certificates) if files.renew() else None
 
-    return grpc.dynamic_ssl_server_credentials(
-        _configuration(files.certificates), renewed, require_client_authentication=True
-    )
+    return grpc.dynamic_ssl_server_credentials(_configuration(files.certificates), renewed, require_client_authentication=True)
 
 
 def _configuration(found: Certificates) -> grpc.ServerCertificateConfiguration:

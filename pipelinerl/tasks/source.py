@@ -196,9 +196,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 where = f"{path}, line {number}"
                 row = json.loads(line.rstrip())
                 if not isinstance(row, dict):
-                    raise UserError(
-                        f"{where}: {type(row).__name__} where an object with the problem's fields is needed"
-                    )
+                    raise UserError(f"{where}: {type(row).__name__} where an object with the problem's fields is needed")
                 yield where, row
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON: {error.msg} at character {error.pos + 1}") from error

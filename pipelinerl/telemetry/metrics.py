@@ -134,10 +134,7 @@ UNITS = {
     "timestamp_seconds": "seconds since 1970 (UTC)",
     "version": "policy version",
     "ratio": "1 (a share)",
-    **{
-        unit: unit
-        for unit in ("seconds", "bytes", "tokens", "nats", "steps", "sequences", "groups", "messages", "items")
-    },
+    **{unit: unit for unit in ("seconds", "bytes", "tokens", "nats", "steps", "sequences", "groups", "messages", "items")},
 }
 """What the end of a metric's name says of its unit."""
 

@@ -58,9 +58,7 @@ def is_on() -> bool:
     return _TRACER.get() is not _OFF
 
 
-def root(
-    name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None
-) -> Span:
+def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
     """Begins a trace, if the sampler wants it. Use it in a `with`, which ends it. `links`: the first `MOST_LINKS` are kept."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 

@@ -134,13 +134,7 @@ class NcclTransport:
     """
 
     def __init__(
-        self,
-        store: PrefixStore,
-        rank: int,
-        world: int,
-        timeout_s: float,
-        placement: Placement,
-        given_up: threading.Event,
+        self, store: PrefixStore, rank: int, world: int, timeout_s: float, placement: Placement, given_up: threading.Event
     ) -> None:
         """Connects: a first broadcast makes the communicator. Raises RuntimeError, TimeoutError or TransferAborted."""
         from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
@@ -244,9 +238,7 @@ class GroupStore:
         listener = socket.create_server((host, port), family=family)
         self.host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
         self.port = int(listener.getsockname()[1])
-        self._store = TCPStore(
-            self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store = TCPStore(self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 class WeightGroup:
@@ -294,12 +286,7 @@ class WeightGroup:
 
     @classmethod
     def _join(
-        cls,
-        spec: GroupSpec,
-        timeout_s: float,
-        given_up: threading.Event,
-        placement: Placement,
-        patience_s: float | None,
+        cls, spec: GroupSpec, timeout_s: float, given_up: threading.Event, placement: Placement, patience_s: float | None
     ) -> WeightGroup:
         deadline = time.monotonic() + timeout_s
         try:

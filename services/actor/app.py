@@ -91,9 +91,7 @@ HAND_OVER_S = 3.0
 a fraction of a second where everything does."""
 
 
-async def serve(
-    settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine
-) -> None:
+async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:
     """Runs the actor until `stop` is set. Raises what ended it otherwise."""
     recipe, registry, readiness = load_recipe(settings.recipe), RunRegistry(settings.run), Readiness("vLLM is starting")
     metrics = ActorMetrics(registry)
@@ -161,12 +159,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         self._gate = gate = ServingGate(recipe.algorithm.max_lag)
         self._held = held = HeldGroups()
         self._finisher = Finisher(
-            bus,
-            verifier,
-            metrics,
-            held.published,
-            buffer_size=of_actor.publish_buffer,
-            batch_size=of_actor.verify_batch,
+            bus, verifier, metrics, held.published, buffer_size=of_actor.publish_buffer, batch_size=of_actor.verify_batch
         )
         self._generation = GenerationLoop(
             bus,
@@ -181,9 +174,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             samples_in_progress=max(of_actor.samples_in_progress(share.task) for share in recipe.mixture.values()),
             episodes=episodes,
         )
-        self._updates = updates = UpdateListener(
-            bus, engine.weights, gate, metrics, instance=instance, process=self._process
-        )
+        self._updates = updates = UpdateListener(bus, engine.weights, gate, metrics, instance=instance, process=self._process)
         metrics.version.read(lambda: gate.served.number if gate.served else None)
         metrics.ready.read(lambda: float(gate.opened.is_set()))
         metrics.held_groups.read(lambda: len(held))
@@ -222,9 +213,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     async with asyncio.timeout(DRAIN_S):
                         await self._finisher.drained()
                 except TimeoutError:
-                    log.warning(
-                        "finished sequences are not verified and stored within %g s, and are handed over", DRAIN_S
-                    )
+                    log.warning("finished sequences are not verified and stored within %g s, and are handed over", DRAIN_S)
                 await _cancelled(producers)
                 started, num_groups = time.monotonic(), len(self._held)
                 await hand_over(self._bus, self._held, self._metrics, instance=instance, timeout_s=HAND_OVER_S)
@@ -245,9 +234,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     # What it answers over gRPC, beside the training sequences. Bad input is INVALID_ARGUMENT and names the field, token ids
     # outside the vocabulary included: an engine would fail on them, or read another token.
 
-    async def GetState(
-        self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext
-    ) -> actor_pb2.ActorState:
+    async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self._gate.served
         return actor_pb2.ActorState(
             instance=self._settings.instance,
@@ -285,9 +272,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                 for task in tasks:
                     task.cancel()
 
-    async def Score(
-        self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext
-    ) -> actor_pb2.ScoreResponse:
+    async def Score(self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ScoreResponse:
         try:
             tokens = read_tokens(request.token_ids, self._engine.vocab_size, "ScoreRequest", "token_ids")
         except MessageError as error:
@@ -313,9 +298,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             loader=self._updates.loader,
         )
 
-    async def _complete(
-        self, key: str, prompt: TokenIds, sampling: SamplingParams, seed: int
-    ) -> actor_pb2.GenerateResult:
+    async def _complete(self, key: str, prompt: TokenIds, sampling: SamplingParams, seed: int) -> actor_pb2.GenerateResult:
         # Several answers to one prompt are different ones.
         own_seed = seed + zlib.crc32(key.encode()) if seed else None
         name, salt = f"eval-{key}-{os.urandom(4).hex()}", self._gate.cache_salt

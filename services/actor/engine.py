@@ -174,9 +174,7 @@ def continued(start: PartialSequence, generation: Generation, generation_s: floa
     """The sample so far: `start`, and what was generated after it in `generation_s`."""
     made = Generation(start.completion_token_ids, start.behaviour_logprobs, start.spans, start.finish_reason)
     return PartialSequence(
-        **vars(appended(made, generation)),
-        sample_index=start.sample_index,
-        generation_s=start.generation_s + generation_s,
+        **vars(appended(made, generation)), sample_index=start.sample_index, generation_s=start.generation_s + generation_s
     )
 
 

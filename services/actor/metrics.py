@@ -29,16 +29,7 @@ REFUSALS = (
 """Codes of the errors with which an episode's environment is answered."""
 IGNORED_FIELDS = (
     *("chat_template_kwargs", "frequency_penalty", "logit_bias", "logprobs", "min_p", "min_tokens", "presence_penalty"),
-    *(
-        "reasoning_effort",
-        "repetition_penalty",
-        "response_format",
-        "seed",
-        "temperature",
-        "tool_choice",
-        "top_k",
-        "top_p",
-    ),
+    *("reasoning_effort", "repetition_penalty", "response_format", "seed", "temperature", "tool_choice", "top_k", "top_p"),
 )
 """Fields of an environment's requests that would change the distribution or the form of its turns."""
 
@@ -88,9 +79,7 @@ class ActorMetrics:
         self.version = metrics.reading("policy_version", "Policy version served; none before the first.")
         self.ready = metrics.reading("ready", "1 when it takes prompts, else 0.", unit="1 or 0")
         self.ready.set(0)  # also while the engine starts: one that never comes up must be seen
-        self.held_groups = metrics.reading(
-            "prompts_held_groups", "Prompt groups in hand: taken, and not acknowledged yet."
-        )
+        self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups in hand: taken, and not acknowledged yet.")
         self.deletion_cost = metrics.gauge(
             "deletion_cost",
             "Tokens in hand that would be handed over if this actor were stopped: its pod's deletion cost.",
@@ -117,9 +106,7 @@ class ActorMetrics:
             "One step of the engine with sequences in progress, as the event loop sees it; with the stall of a swap.",
             DECODE_SECONDS,
         )
-        self._kv_cache = metrics.reading(
-            "kv_cache_usage_ratio", "Share of the KV cache's blocks in use, last decode step."
-        )
+        self._kv_cache = metrics.reading("kv_cache_usage_ratio", "Share of the KV cache's blocks in use, last decode step.")
 
     def _finishing(self, metrics: MetricSet) -> None:
         reasons = tuple(reason.value for reason in FinishReason)
@@ -198,12 +185,8 @@ class ActorMetrics:
             unit="updates",
         )
         self.received_bytes = metrics.counter("received_bytes_total", "Weight bytes received.")
-        self.receive_seconds = metrics.histogram(
-            "receive_seconds", "First to last byte of one update.", RECEIVE_SECONDS
-        )
-        self.stall_seconds = metrics.histogram(
-            "stall_seconds", "Time without generation because of one update.", STALL_SECONDS
-        )
+        self.receive_seconds = metrics.histogram("receive_seconds", "First to last byte of one update.", RECEIVE_SECONDS)
+        self.stall_seconds = metrics.histogram("stall_seconds", "Time without generation because of one update.", STALL_SECONDS)
         self.staging = metrics.reading(
             "staging_state",
             "1 for what the actor does with the next version, 0 for the others.",
@@ -211,10 +194,7 @@ class ActorMetrics:
             unit="1 or 0",
         )
         self.weight_loader = metrics.reading(
-            "weight_loader",
-            "1 for the way in which weights are loaded.",
-            {"mode": "shadow, in_place, paused"},
-            unit="1",
+            "weight_loader", "1 for the way in which weights are loaded.", {"mode": "shadow, in_place, paused"}, unit="1"
         )
 
     def engine_step(self, decode_s: float | None, kv_cache_usage: float) -> None:

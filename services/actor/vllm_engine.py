@@ -153,10 +153,7 @@ async def start_engine(
         os.environ["VLLM_RPC_BASE_PATH"] = sockets  # it removes none of them
         llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step and step), stop)
         weights = WeightUpdateClient(
-            llm,
-            recompute_kv=recipe.weights.recompute_kv,
-            bind_host=bind_host,
-            staging_buffers=recipe.weights.staging_buffers,
+            llm, recompute_kv=recipe.weights.recompute_kv, bind_host=bind_host, staging_buffers=recipe.weights.staging_buffers
         )
         # What vLLM would note of each token of each request is a quarter of its work on this event loop. Its scheduler's
         # figures of each step go on.
@@ -171,9 +168,7 @@ async def start_engine(
             yield engine
         finally:
             warnings.setLevel(logging.ERROR)
-            llm.shutdown(
-                timeout=0
-            )  # killed: they have nothing left to save, and the exit of one takes 2.5 s in good order
+            llm.shutdown(timeout=0)  # killed: they have nothing left to save, and the exit of one takes 2.5 s in good order
             warnings.setLevel(level)
             await weights.close()
 
@@ -221,9 +216,7 @@ def step_logger(on_step: OnStep) -> StatLoggerFactory:
         def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
             self._running, self._at_s = False, 0.0
 
-        def record(
-            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-        ) -> None:
+        def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
             if scheduler_stats is None:
                 return
             running, now_s = scheduler_stats.num_running_reqs > 0, time.monotonic()

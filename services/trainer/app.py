@@ -58,9 +58,7 @@ async def serve(
         if board is not None:  # before anybody can ask: a page that is open meets no server without it
             add_page(app, board)
         host, names = settings.http_host, page_hosts(settings)
-        http_port = await stack.enter_async_context(
-            serve_http(guarded(app, settings), host, settings.http_port, names=names)
-        )
+        http_port = await stack.enter_async_context(serve_http(guarded(app, settings), host, settings.http_port, names=names))
         events = await stack.enter_async_context(run_events(settings))
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
         policy = await asyncio.to_thread(load, recipe, settings, ranks, start)

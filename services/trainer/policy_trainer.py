@@ -48,9 +48,7 @@ class PolicyTrainer:
     """What the optimizer loop and the weight updater need of the policy, beside its `learner`. `sender`: the trainer's end of
     weight transfers."""
 
-    def __init__(
-        self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe
-    ) -> None:
+    def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
         self.learner, self._recipe = learner, recipe
         self.tokenizer, self.sender, self.vocab_size = tokenizer, sender, learner.policy.vocab_size
         self.num_ranks = learner.world.layout.size
@@ -148,9 +146,7 @@ def weight_sender(
     manifest = described(learner.policy.model, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     of_groups = on_device(learner.policy.device) if backend == "nccl" else HOST
     of_snapshots = HOST if sharded else of_groups
-    return WeightSender(
-        manifest, placement=of_snapshots, group_placement=of_groups, store=store, host=host, backend=backend
-    )
+    return WeightSender(manifest, placement=of_snapshots, group_placement=of_groups, store=store, host=host, backend=backend)
 
 
 def sends_adapter(recipe: Recipe) -> bool:

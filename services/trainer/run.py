@@ -90,9 +90,7 @@ class TrainingRun:
         self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
         self.resume = Resume(run_dir, recipe, bus, journal, start, tracker, self.feeder, self.intake, recorder)
-        self.evaluator = Evaluator(
-            recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client
-        )
+        self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client)
         self.loop = OptimizerLoop(
             recipe, policy, self.intake, self.feeder, tracker, traces, updater, self.evaluator, recorder, self.resume
         )
@@ -100,9 +98,7 @@ class TrainingRun:
 
     def add_to_server(self, server: aio.Server) -> None:
         source = model_source(self._recipe, self._settings)
-        service = TrainerService(
-            self.recorder.feed, self.recorder.status, self.loop.request_checkpoint, self._recipe, source
-        )
+        service = TrainerService(self.recorder.feed, self.recorder.status, self.loop.request_checkpoint, self._recipe, source)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     # --- from start to end -------------------------------------------------------------------------------------------
@@ -155,9 +151,7 @@ class TrainingRun:
                 task.cancel()
         return finished
 
-    async def _train_when_actors_are_there(
-        self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]
-    ) -> None:
+    async def _train_when_actors_are_there(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
         if self.loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
             await self._wait_for_actors()
             background.append(tasks.create_task(self.feeder.run()))
@@ -243,10 +237,7 @@ class TrainingRun:
 
     async def _say_end(self, finished: bool) -> None:
         end = RunEnd(
-            incarnation=self._incarnation,
-            version=self.loop.version,
-            ok=finished,
-            reason="" if finished else "stopped early",
+            incarnation=self._incarnation, version=self.loop.version, ok=finished, reason="" if finished else "stopped early"
         )
         try:
             await self._bus.publish_control("end", end.SerializeToString())

@@ -232,9 +232,7 @@ class ToolUse:
         """What the answer is worth, its scorer says."""
         if not turn.tool_calls:
             return Done(0.0)
-        return [
-            {"role": "tool", "tool_call_id": call.id, "content": await self._answer(call)} for call in turn.tool_calls
-        ]
+        return [{"role": "tool", "tool_call_id": call.id, "content": await self._answer(call)} for call in turn.tool_calls]
 
     async def _answer(self, call: ToolCall) -> str:
         """What the function returns, or what is wrong with the call: the policy learns from both."""

@@ -22,13 +22,7 @@ from pipelinerl.errors import PipelineRLError, ServiceError, UserError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.v1.verifier_pb2 import (
-    VERIFY_STATUS_CRASHED,
-    VERIFY_STATUS_TIMEOUT,
-    EpisodeRequest,
-    VerifyResult,
-    VerifyStatus,
-)
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_TIMEOUT, EpisodeRequest, VerifyResult, VerifyStatus
 from services.verifier.episode_worker import BEGIN, ENDED, KILL, NOT_FORKED, ORDER, WAITS, WORKS
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerProcess, how_ended, start_worker

@@ -123,9 +123,7 @@ class RewardPool:
         loop = asyncio.get_running_loop()
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
         if len(self._jobs) + len(jobs) > self.max_queue:
-            raise QueueFull(
-                f"{len(jobs)} items do not fit: {len(self._jobs)} of max_queue = {self.max_queue} are waiting"
-            )
+            raise QueueFull(f"{len(jobs)} items do not fit: {len(self._jobs)} of max_queue = {self.max_queue} are waiting")
         self._jobs.extend(jobs)
         self._filled.set()
         try:

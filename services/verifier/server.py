@@ -81,20 +81,13 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     """Answers for one recipe's tasks, by the pool of their kind; items and episodes of another one get UNKNOWN_TASK."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        metrics: VerifierMetrics,
-        *,
-        pool: RewardPool | JudgedPool | None,
-        episodes: EpisodePool | None,
+        self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | JudgedPool | None, episodes: EpisodePool | None
     ) -> None:
         self._tasks = {name: share.task.is_episodic for name, share in recipe.problem_sets.items()}
         """Whether samples of the task are episodes."""
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
-    async def Verify(
-        self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
-    ) -> verifier_pb2.VerifyResponse:
+    async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:
         """RESOURCE_EXHAUSTED when the items do not fit in the queue now, INVALID_ARGUMENT when they never will."""
         started_s, spans, pool = time.perf_counter(), CallSpans(request.items), self._pool
         try:
@@ -105,8 +98,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 ours = list(compress(request.items, is_ours))
                 scored = iter(await pool.score(ours, spans.scored) if pool is not None else ())
                 results = [
-                    next(scored) if known else self._unknown(item)
-                    for item, known in zip(request.items, is_ours, strict=True)
+                    next(scored) if known else self._unknown(item) for item, known in zip(request.items, is_ours, strict=True)
                 ]
         finally:
             self._metrics.call_seconds.observe(time.perf_counter() - started_s)
@@ -114,9 +106,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             self._metrics.count(item.task if item.task in self._tasks else UNKNOWN_TASK, result)
         return verifier_pb2.VerifyResponse(results=results)
 
-    async def RunEpisode(
-        self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext
-    ) -> verifier_pb2.VerifyResult:
+    async def RunEpisode(self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResult:
         """RESOURCE_EXHAUSTED when too many are under way, UNAVAILABLE when it was lost and may be run again."""
         about = {a.SEQUENCE_ID: request.sequence_id, a.TASK: request.task, **a.rpc(f"{SERVICE_NAME}/RunEpisode")}
         trace = trace_in({"traceparent": request.traceparent})
@@ -194,9 +184,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
     registry, readiness = RunRegistry(settings.run), Readiness("starting reward workers")
     async with (
         watch_loop() as watch,
-        serve_http(
-            health_app(readiness, registry, loop_watch=watch), settings.http_host, settings.http_port
-        ) as http_port,
+        serve_http(health_app(readiness, registry, loop_watch=watch), settings.http_host, settings.http_port) as http_port,
         _servicer(recipe, settings, registry, readiness) as servicer,
         serve_grpc(
             partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, servicer),

@@ -69,8 +69,7 @@ def discovery(path: str) -> Object | None:
     if path == "/apis":
         versions = [{"groupVersion": name, "version": name.partition("/")[2]} for name in KINDS if "/" in name]
         groups = [
-            {"name": one["groupVersion"].partition("/")[0], "versions": [one], "preferredVersion": one}
-            for one in versions
+            {"name": one["groupVersion"].partition("/")[0], "versions": [one], "preferredVersion": one} for one in versions
         ]
         return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
     group_version = path.removeprefix("/apis/").removeprefix("/api/")

@@ -37,10 +37,7 @@ def helm(*arguments: str | Path, text: str = "") -> str:
 
 
 def rendered_text(
-    values: Mapping[str, Any] | None = None,
-    files: Sequence[Path] = (),
-    release: str = RELEASE,
-    extra: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None, files: Sequence[Path] = (), release: str = RELEASE, extra: Sequence[str] = ()
 ) -> str:
     """All manifests, hooks included. `values` are laid over `files`."""
     given = [part for file in files for part in ("--values", str(file))]
@@ -118,10 +115,7 @@ def environment(container: Object) -> dict[str, Object]:
 
 
 def render(
-    values: Mapping[str, Any] | None = None,
-    files: Sequence[Path] = (),
-    release: str = RELEASE,
-    extra: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None, files: Sequence[Path] = (), release: str = RELEASE, extra: Sequence[str] = ()
 ) -> Rendered:
     text = rendered_text(values, files, release, extra)
     return Rendered([item for item in yaml.load_all(text, Loader=yaml.CSafeLoader) if item])

@@ -17,9 +17,7 @@ OUTSIDE = {"secrets", "rules"}
 
 
 EXAMPLES = [
-    data
-    for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    if not (data := yaml.safe_load(block)).keys() & OUTSIDE
+    data for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if not (data := yaml.safe_load(block)).keys() & OUTSIDE
 ]
 
 
@@ -40,9 +38,7 @@ def test_examples_render(example: dict[str, Any]) -> None:
 
 def test_values_that_the_text_names_exist() -> None:
     text = PAGE.partition("<!-- values:")[0]
-    named = set(
-        re.findall(r"`((?:actor|trainer|verifier|nats|tls|network|networkPolicy|images|metrics)\.[\w.]+)[`=:]", text)
-    )
+    named = set(re.findall(r"`((?:actor|trainer|verifier|nats|tls|network|networkPolicy|images|metrics)\.[\w.]+)[`=:]", text))
     known = {*LEAVES, *(path.rpartition(".")[0] for path in LEAVES)}
     others = {"trainer.nproc", "actor.engine.tensor_parallel_size", "tls.crt", "tls.key"}  # recipe fields, files
     assert len(named) > 15

@@ -21,11 +21,7 @@ IMAGE = "registry.example.com/actor@sha256:" + "0" * 64
 PODS = (*SERVICES, "nats", "test")
 NO_TOLERATIONS = {f"pod/{pod} spec tolerations": None for pod in PODS}
 RECIPE_MODEL = [["python", "-m", "services.trainer.warmstart"]]
-ACTOR, TRAINER, VERIFIER = (
-    "Deployment/pipelinerl-actor",
-    "StatefulSet/pipelinerl-trainer",
-    "Deployment/pipelinerl-verifier",
-)
+ACTOR, TRAINER, VERIFIER = ("Deployment/pipelinerl-actor", "StatefulSet/pipelinerl-trainer", "Deployment/pipelinerl-verifier")
 WANTED, EPISODES = "pipelinerl_actor_replicas_wanted", "pipelinerl_verifier_episodes"
 
 OF_CASES: dict[str, dict[str, Any]] = {
@@ -119,9 +115,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
         f"{ACTOR} spec replicas": None,  # an autoscaler decides alone
         "ScaledObject/pipelinerl-actor spec minReplicaCount": 1,
         "ScaledObject/pipelinerl-actor spec maxReplicaCount": 8,
-        "ScaledObject/pipelinerl-actor spec triggers * metadata ignoreNullValues": [
-            "false"
-        ],  # else no value would mean 0
+        "ScaledObject/pipelinerl-actor spec triggers * metadata ignoreNullValues": ["false"],  # else no value would mean 0
     },
     "hpa": {
         f"{ACTOR} spec replicas": None,
@@ -223,9 +217,7 @@ def test_monitors_tell_releases_apart_as_the_autoscaler_asks(rendered: Rendered)
     """The HPA's selector is a label that podTargetLabels puts on every sample."""
     for monitor in rendered.of_kind("PodMonitor"):
         assert "app.kubernetes.io/instance" in monitor["spec"]["podTargetLabels"]
-    selectors = found(
-        rendered, "HorizontalPodAutoscaler/pipelinerl-actor spec metrics * external metric selector matchLabels"
-    )
+    selectors = found(rendered, "HorizontalPodAutoscaler/pipelinerl-actor spec metrics * external metric selector matchLabels")
     assert selectors in (None, [{"app_kubernetes_io_instance": "pipelinerl"}])
 
 

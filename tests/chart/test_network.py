@@ -45,8 +45,7 @@ PODS = ("actor", "trainer", "verifier", "nats", "test")
 
 
 @pytest.mark.parametrize(
-    ("case", "drawn"),
-    [("nats-3", DRAWN), ("episodes", DRAWN - {("nats", "nats", 6222)} | {("verifier", "actor", 8090)})],
+    ("case", "drawn"), [("nats-3", DRAWN), ("episodes", DRAWN - {("nats", "nats", 6222)} | {("verifier", "actor", 8090)})]
 )
 def test_the_drawn_arrows_pass_and_no_others(case: str, drawn: set[tuple[str, str, int]]) -> None:
     """Where there are episodes, their environments reach the actors, at one port."""
@@ -68,9 +67,7 @@ def test_what_the_values_take_away_does_not_pass() -> None:
     judge = {"to": [{"ipBlock": {"cidr": "203.0.113.7/32"}}], "ports": [{"port": 443}]}
     opened = render({"networkPolicy": {"verifierEgress": [judge]}})
     assert _outside(opened, "verifier") == [("203.0.113.7/32", [443])]
-    assert any(_ports(rule) == [53, 53] for rule in _rules(opened, "verifier", "Egress")), (
-        "and its name can be looked up"
-    )
+    assert any(_ports(rule) == [53, 53] for rule in _rules(opened, "verifier", "Egress")), "and its name can be looked up"
     assert passes(rendered_case("no-policies"), "verifier", "nats", 4222)
 
 
@@ -131,7 +128,5 @@ def test_prometheus_reaches_metrics(rendered: Rendered) -> None:
                     assert not isinstance(entry["port"], str) or entry["port"] in pod.ports
     if rendered.of_kind("NetworkPolicy"):
         for component in ("actor", "trainer", "verifier"):
-            scraped = [
-                rule for rule in _rules(rendered, component, "Ingress") if "namespaceSelector" in rule["from"][0]
-            ]
+            scraped = [rule for rule in _rules(rendered, component, "Ingress") if "namespaceSelector" in rule["from"][0]]
             assert [rule["ports"] for rule in scraped] == [[{"protocol": "TCP", "port": "http"}]]

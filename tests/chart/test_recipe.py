@@ -17,9 +17,7 @@ COPY = "cp recipes/*.yaml deploy/helm/recipes/"
 def recipe_of(rendered: Rendered, folder: Path, suffix: str = "recipe") -> Recipe:
     """As a service loads it."""
     (text,) = [
-        item["data"]["recipe.yaml"]
-        for item in rendered.of_kind("ConfigMap")
-        if item["metadata"]["name"].endswith(f"-{suffix}")
+        item["data"]["recipe.yaml"] for item in rendered.of_kind("ConfigMap") if item["metadata"]["name"].endswith(f"-{suffix}")
     ]
     file = folder / "recipe.yaml"
     file.write_text(text, encoding="utf-8")
@@ -107,21 +105,15 @@ REFUSED: dict[str, dict[str, Any]] = {
         "trainer": {"terminationGracePeriodSeconds": 100}
     },
     "nats.url: is empty while nats.enabled is false": {"nats": {"enabled": False}},
-    "nats.sequencesMaxGib: 25 is more than three quarters of nats.persistence.size = 32Gi": {
-        "nats": {"sequencesMaxGib": 25}
-    },
+    "nats.sequencesMaxGib: 25 is more than three quarters of nats.persistence.size = 32Gi": {"nats": {"sequencesMaxGib": 25}},
     ": is empty; name a Secret with tls.crt, tls.key and ca.crt": {"tls": {"grpc": {"enabled": True}}},
     "tls.certManager.issuerRef: has no name": {"tls": {"nats": {"enabled": True}, "certManager": {"enabled": True}}},
     "actor.autoscaling.keda.prometheusAddress: is empty": {"actor": {"autoscaling": {"enabled": True}}},
-    "images.variant: cpu has no use for actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {
-        "images": {"variant": "cpu"}
-    },
+    "images.variant: cpu has no use for actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {"images": {"variant": "cpu"}},
     "nats.url: nats://nats.messaging:4222 is not used while nats.enabled is true": {
         "nats": {"url": "nats://nats.messaging:4222"}
     },
-    "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled": {
-        "tls": {"secrets": {"actor": "actor-tls"}}
-    },
+    "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled": {"tls": {"secrets": {"actor": "actor-tls"}}},
     "huggingface.token: huggingface.existingSecret is set too; keep one of them": {
         "huggingface": {"token": "hf_a", "existingSecret": "hf"}
     },
@@ -132,10 +124,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "verifier.autoscaling.kind: hpa scales on episodes, and the recipe has none": {
         "verifier": {"autoscaling": {"kind": "hpa"}}
     },
-    "and verifier.autoscaling.kind = keda needs it": {
-        "recipe": EPISODES,
-        "verifier": {"autoscaling": {"kind": "keda"}},
-    },
+    "and verifier.autoscaling.kind = keda needs it": {"recipe": EPISODES, "verifier": {"autoscaling": {"kind": "keda"}}},
     "verifier.maxEpisodes: 2 pods with 191 episodes each are fewer than the 384 that the actors keep under way": {
         "recipe": EPISODES,
         "actor": {"replicas": 3},

@@ -57,9 +57,7 @@ def test_helm_lint_has_nothing_to_say(values: tuple[str, ...]) -> None:
     helm("lint", "--strict", CHART, *values)
 
 
-@pytest.mark.parametrize(
-    "version", [OLDEST, *(pytest.param(version, marks=pytest.mark.soak) for version in BETWEEN), NEWEST]
-)
+@pytest.mark.parametrize("version", [OLDEST, *(pytest.param(version, marks=pytest.mark.soak) for version in BETWEEN), NEWEST])
 def test_kubernetes_takes_every_object(case: str, version: str) -> None:
     problems = {}
     for item in rendered_case(case).objects:

@@ -57,9 +57,7 @@ def _subjects(block: str, side: str) -> list[str]:
 def test_users_of_nats_may_do_what_the_bus_says(case: str, run: str) -> None:
     blocks = {block.split(",")[0]: block for block in _configuration(rendered_case(case)).split("user: ")[1:]}
     blocks.pop("route", None)  # a server of the cluster
-    given = {
-        user: {side: _subjects(block, side) for side in ("publish", "subscribe")} for user, block in blocks.items()
-    }
+    given = {user: {side: _subjects(block, side) for side in ("publish", "subscribe")} for user, block in blocks.items()}
     assert given == permissions(run)
     assert all(f"password: ${user.upper()}_PASSWORD" in block for user, block in blocks.items())
 

@@ -12,11 +12,7 @@ from pipelinerl.telemetry.tracing import TracingSettings
 from tests.chart.cases import CASES, rendered_case
 from tests.chart.rendering import COMPONENT, SERVICES, Object, Pod, Rendered, environment
 
-SETTINGS: dict[str, type[ServiceSettings]] = {
-    "actor": ActorSettings,
-    "trainer": TrainerSettings,
-    "verifier": VerifierSettings,
-}
+SETTINGS: dict[str, type[ServiceSettings]] = {"actor": ActorSettings, "trainer": TrainerSettings, "verifier": VerifierSettings}
 PREFIX = "PIPELINERL_"
 OF_A_POD = {
     "metadata.name": "pipelinerl-actor-5d9c-x2x",

@@ -33,11 +33,7 @@ def actors(rendered: Rendered) -> Object:
     [
         ({"actor": {"replicas": 2}}, 5, {"actor": {"replicas": 3}, "log": {"level": "debug"}}),
         ({}, 0, {}),  # 0 is a number that somebody set, too
-        (
-            {"actor": {"replicas": 2}},
-            7,
-            {"actor": {"autoscaling": HPA}},
-        ),  # a field that goes is reset to its default, 1
+        ({"actor": {"replicas": 2}}, 7, {"actor": {"autoscaling": HPA}}),  # a field that goes is reset to its default, 1
     ],
 )
 def test_an_upgrade_keeps_the_replicas_that_somebody_set(

@@ -66,9 +66,7 @@ class PodBuilder:
             namespace = f"{NETWORK_NAMESPACES}/{pod.place.namespace}"
             return Container(entry, manifest, pod.ip, namespace, options, launch, own, changed, always)
 
-        pod.init = [
-            container(entry, entry.get("restartPolicy") == "Always") for entry in spec.get("initContainers", [])
-        ]
+        pod.init = [container(entry, entry.get("restartPolicy") == "Always") for entry in spec.get("initContainers", [])]
         pod.main = [container(entry, spec.get("restartPolicy", "Always") == "Always") for entry in spec["containers"]]
         return pod
 
@@ -79,9 +77,7 @@ class PodBuilder:
         folder.mkdir(parents=True)
         spec = pod.manifest["spec"]
         group = (spec.get("securityContext") or {}).get("fsGroup")
-        volumes = {
-            volume["name"]: self._volume(volume, folder / volume["name"], group) for volume in spec.get("volumes", [])
-        }
+        volumes = {volume["name"]: self._volume(volume, folder / volume["name"], group) for volume in spec.get("volumes", [])}
         account = spec.get("serviceAccountName", "default")
         mounts_token = (self.rendered.find("ServiceAccount", account) or {}).get("automountServiceAccountToken", True)
         if spec.get("automountServiceAccountToken", mounts_token):

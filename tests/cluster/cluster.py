@@ -79,11 +79,7 @@ class Cluster:
 
     def of(self, component: str) -> list[Pod]:
         """Pods of a component that are not being deleted."""
-        return [
-            pod
-            for pod in self.pods.values()
-            if labels_of(pod.manifest).get(COMPONENT) == component and not pod.deleting
-        ]
+        return [pod for pod in self.pods.values() if labels_of(pod.manifest).get(COMPONENT) == component and not pod.deleting]
 
     def all_ready(self, component: str, count: int = 1) -> bool:
         pods = self.of(component)
@@ -244,9 +240,7 @@ class Cluster:
 
 
 @asynccontextmanager
-async def mini_cluster(
-    folder: Path, rendered: Rendered, namespace: str, images: Mapping[str, Image]
-) -> AsyncIterator[Cluster]:
+async def mini_cluster(folder: Path, rendered: Rendered, namespace: str, images: Mapping[str, Image]) -> AsyncIterator[Cluster]:
     """`folder` takes volumes, claims and logs. Nothing runs in it before `start`; nothing is left at the end."""
     async with AsyncExitStack() as stack:
         network = stack.enter_context(private_network())

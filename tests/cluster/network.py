@@ -69,9 +69,7 @@ def answer(query: bytes, resolve: Resolve) -> bytes:
     shown = random.sample(found, len(found)) if kind == _A else []
     code = 0 if found else _NAME_ERROR
     header = struct.pack("!HHHHHH", identifier, 0x8480 | (flags & 0x0100) | code, 1, len(shown), 0, 0)
-    records = b"".join(
-        b"\xc0\x0c" + struct.pack("!HHIH", _A, 1, _TTL_S, 4) + ipaddress.IPv4Address(ip).packed for ip in shown
-    )
+    records = b"".join(b"\xc0\x0c" + struct.pack("!HHIH", _A, 1, _TTL_S, 4) + ipaddress.IPv4Address(ip).packed for ip in shown)
     return header + question + records
 
 

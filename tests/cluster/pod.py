@@ -132,10 +132,4 @@ class Pod:
             "conditions": [{"type": kind, "status": state} for kind in ("Ready", "ContainersReady")],
             "containerStatuses": [container.state for container in self.main],
         }
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": metadata,
-            "spec": self.manifest["spec"],
-            "status": status,
-        }
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": self.manifest["spec"], "status": status}

@@ -65,9 +65,7 @@ def _has_peer(peers: list[Mapping[str, Any]] | None, other: Peer, own_namespace:
 
 def _is_peer(peer: Mapping[str, Any], other: Peer, own_namespace: str) -> bool:
     if "ipBlock" in peer:
-        return other.pod is None and ipaddress.ip_address(other.address) in ipaddress.ip_network(
-            peer["ipBlock"]["cidr"]
-        )
+        return other.pod is None and ipaddress.ip_address(other.address) in ipaddress.ip_network(peer["ipBlock"]["cidr"])
     if other.pod is None:
         return False
     if "namespaceSelector" in peer:
@@ -83,8 +81,6 @@ def _has_port(ports: list[Mapping[str, Any]] | None, target: Peer, number: int, 
     names = dict(named_ports(target.pod)) if target.pod else {}
     firsts = [(port, names.get(port["port"], port["port"])) for port in ports or []]
     return not ports or any(
-        isinstance(first, int)
-        and first <= number <= port.get("endPort", first)
-        and port.get("protocol", "TCP") == protocol
+        isinstance(first, int) and first <= number <= port.get("endPort", first) and port.get("protocol", "TCP") == protocol
         for port, first in firsts
     )

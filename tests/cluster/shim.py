@@ -21,21 +21,7 @@ from typing import Any
 
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc")
 """Folders of the machine that stand for the image's own."""
-EMPTY = (
-    "home",
-    "media",
-    "mnt",
-    "opt",
-    "root",
-    "run",
-    "srv",
-    "tmp",
-    "var",
-    "var/cache",
-    "var/lib",
-    "var/log",
-    "var/tmp",
-)
+EMPTY = ("home", "media", "mnt", "opt", "root", "run", "srv", "tmp", "var", "var/cache", "var/lib", "var/log", "var/tmp")
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -160,9 +146,7 @@ def _inside(root: str, path: str) -> str:
         at = f"{at}/{part}"
         if os.path.islink(at):
             target = os.readlink(at)
-            at = (
-                _inside(root, target) if target.startswith("/") else os.path.normpath(f"{os.path.dirname(at)}/{target}")
-            )
+            at = _inside(root, target) if target.startswith("/") else os.path.normpath(f"{os.path.dirname(at)}/{target}")
     return at
 
 

@@ -68,9 +68,7 @@ async def test_a_container_sees_its_image_and_volumes_and_nothing_else(cluster_o
     (tmp_path / "of-the-machine").write_text("secret")
     script = f"id -u; id -G; ls -A / /home {tmp_path} /usr/bin/slee* 2>/dev/null; grep CapBnd /proc/self/status; env"
     context = RESTRICTED | {"runAsUser": USER, "capabilities": {"drop": ["ALL"]}}
-    async with cluster_of(
-        pod(container(script, securityContext=context), securityContext={"fsGroup": 20000})
-    ) as cluster:
+    async with cluster_of(pod(container(script, securityContext=context), securityContext={"fsGroup": 20000})) as cluster:
         lines = (await output_of(cluster)).splitlines()
     assert lines[:2] == [str(USER), f"{USER} 20000"]
     assert "of-the-machine" not in lines
@@ -253,16 +251,10 @@ async def resolved(cluster: Cluster, name: str) -> list[str] | None:
 
 
 async def test_a_headless_service_resolves_to_its_ready_pods_as_they_come_and_go(cluster_of: Start) -> None:
-    spec = {
-        "containers": [server(readinessProbe=HERE)],
-        "terminationGracePeriodSeconds": 2,
-        "enableServiceLinks": False,
-    }
+    spec = {"containers": [server(readinessProbe=HERE)], "terminationGracePeriodSeconds": 2, "enableServiceLinks": False}
     template = {"metadata": {"labels": {"app": "s"}}, "spec": spec}
     async with cluster_of(
-        made("Deployment", "s", spec={"replicas": 2, "template": template}),
-        headless("headless", "s"),
-        headless("nobody", "x"),
+        made("Deployment", "s", spec={"replicas": 2, "template": template}), headless("headless", "s"), headless("nobody", "x")
     ) as cluster:
         await cluster.until(lambda: [one.ready for one in cluster.pods.values()] == [True, True], 60, "two are ready")
         addresses = sorted(one.ip for one in cluster.pods.values())

@@ -127,9 +127,7 @@ async def is_quiet_task(task: asyncio.Task[object]) -> bool:
     return not done
 
 
-async def test_a_prompt_that_arrives_after_a_cancelled_wait_is_handed_on_when_the_client_leaves(
-    connect: Connect,
-) -> None:
+async def test_a_prompt_that_arrives_after_a_cancelled_wait_is_handed_on_when_the_client_leaves(connect: Connect) -> None:
     async with run_streams(connect, replace(LIMITS, ack_wait_s=60.0)) as bus:
         async with connect() as leaver:
             waiting = asyncio.create_task(leaver.next_prompt(60.0))
@@ -251,9 +249,7 @@ async def test_a_repeated_id_is_one_message_within_the_duplicate_window(connect:
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [replace(LIMITS, sequences_max_messages=3), replace(LIMITS, sequences_max_bytes=3900)],
-    ids=["messages", "bytes"],
+    "limits", [replace(LIMITS, sequences_max_messages=3), replace(LIMITS, sequences_max_bytes=3900)], ids=["messages", "bytes"]
 )
 async def test_a_full_log_refuses_and_loses_nothing(connect: Connect, limits: StreamLimits) -> None:
     async with run_streams(connect, limits) as bus:

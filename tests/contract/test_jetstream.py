@@ -186,9 +186,7 @@ async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(serv
         finally:
             beating.cancel()
         last = next(event for event in reversed(heard) if event.actor == "goes")
-        assert last.payload == (b"again" if how == "while nobody reads" else b""), (
-            "a removal comes after what was there"
-        )
+        assert last.payload == (b"again" if how == "while nobody reads" else b""), "a removal comes after what was there"
 
 
 # --- readers

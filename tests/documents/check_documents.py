@@ -76,10 +76,7 @@ def test_the_recipe_reference_is_what_the_models_say() -> None:
 
 
 def test_the_reference_has_type_default_bounds_and_meaning_of_a_field() -> None:
-    assert (
-        "| `group_size` | an integer, at least 1 and at most 1024 | `8` | n: samples per prompt. |"
-        in reference.reference()
-    )
+    assert "| `group_size` | an integer, at least 1 and at most 1024 | `8` | n: samples per prompt. |" in reference.reference()
 
 
 def test_every_recipe_field_has_a_meaning() -> None:
@@ -144,17 +141,7 @@ def described(section: str) -> set[str]:
 def test_every_file_of_the_run_directory_is_described() -> None:
     text = (ROOT / "docs/run-directory.md").read_text(encoding="utf-8")
     run = RunDir(Path("runs/a"), "a")
-    files = [
-        run.recipe,
-        run.metrics,
-        run.samples,
-        run.summary,
-        run.pids,
-        run.report,
-        run.checkpoint,
-        run.nats_store,
-        run.scale,
-    ]
+    files = [run.recipe, run.metrics, run.samples, run.summary, run.pids, run.report, run.checkpoint, run.nats_store, run.scale]
     assert [path.name for path in files if f"`{path.name}" not in text] == []
 
 
@@ -172,9 +159,7 @@ def span_names() -> set[str]:
     """Written out in files that make spans; the names of an update's orders are put together there."""
     files = [file for folder in ("pipelinerl", "services") for file in (ROOT / folder).rglob("*.py")]
     texts = [text for file in files if "telemetry.spans import" in (text := file.read_text(encoding="utf-8"))]
-    name = re.compile(
-        r'"((?:group|sequence|step|reward|weight_update|evaluation|episode)\.[a-z]+|weight_update|evaluation)"'
-    )
+    name = re.compile(r'"((?:group|sequence|step|reward|weight_update|evaluation|episode)\.[a-z]+|weight_update|evaluation)"')
     return {found for text in texts for found in name.findall(text)} | {"weight_update.announce"}
 
 

@@ -17,16 +17,7 @@ import pytest
 from pipelinerl.local.services import COMMANDS
 from pipelinerl.run_dir import RunDir
 from tests.documents.check_documents import described
-from tests.faults.matrix import (
-    RANK_1,
-    SURVIVE_WITHIN_S,
-    Fault,
-    interrupt,
-    local_run,
-    run_under_fire,
-    some_faults,
-    write_recipe,
-)
+from tests.faults.matrix import RANK_1, SURVIVE_WITHIN_S, Fault, interrupt, local_run, run_under_fire, some_faults, write_recipe
 from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, write_tiny_recipe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import (
-    PARITY_NATS,
-    RunningCommand,
-    audit,
-    ledger_adds_up,
-    settings,
-    started_run,
-    write_tiny_recipe,
-)
+from tests.support.runs import PARITY_NATS, RunningCommand, audit, ledger_adds_up, settings, started_run, write_tiny_recipe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(1800)]
 

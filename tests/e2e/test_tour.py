@@ -171,12 +171,7 @@ def scrape_configs(targets: dict[str, object]) -> list[object]:
         {"source_labels": ["service"], "regex": "runner", "action": "drop"},
         {"target_label": "namespace", "replacement": NAMESPACE},
         {"source_labels": ["instance"], "target_label": "pod", "replacement": "pipelinerl-$1"},
-        {
-            "source_labels": ["service"],
-            "regex": "(trainer|verifier)",
-            "target_label": "pod",
-            "replacement": "pipelinerl-$1-0",
-        },
+        {"source_labels": ["service"], "regex": "(trainer|verifier)", "target_label": "pod", "replacement": "pipelinerl-$1-0"},
     ]
     return [{"job_name": "local", **targets}, {"job_name": "cluster", **targets, "relabel_configs": as_pods}]
 
@@ -203,9 +198,7 @@ async def calm(tour: Tour) -> Calm:
     def all_there() -> bool:
         """The spans of these steps, their ancestors and their siblings have left every process."""
         calm.spans.spans = list(tour.collector.spans)
-        return any(
-            span.attributes["pipelinerl.policy.version"] > CALM_STEPS + 2 for span in calm.spans.named("weight_update")
-        )
+        return any(span.attributes["pipelinerl.policy.version"] > CALM_STEPS + 2 for span in calm.spans.named("weight_update"))
 
     await tour.run.until(all_there, "spans of later steps arrive")
     await asyncio.sleep(6)  # every process exports at least each 5 s
@@ -216,11 +209,7 @@ async def calm(tour: Tour) -> Calm:
 
 
 async def test_spans_come_from_all_services_and_name_the_run(calm: Calm) -> None:
-    assert {span.service for span in calm.spans.spans} == {
-        "pipelinerl-trainer",
-        "pipelinerl-actor",
-        "pipelinerl-verifier",
-    }
+    assert {span.service for span in calm.spans.spans} == {"pipelinerl-trainer", "pipelinerl-actor", "pipelinerl-verifier"}
     (name,) = {span.resource["pipelinerl.run"] for span in calm.spans.spans}
     assert name.startswith("tiny-")
     assert {headers["authorization"] for headers in calm.spans.headers} == {"secret"}
@@ -342,9 +331,7 @@ async def test_the_page_reads_on_a_phone_by_day_and_by_night(tour: Tour, calm: C
         bright = sum(int(number) for number in re.findall("[0-9]+", background)[:3]) > 384
         assert bright == (scheme == "light")
         await shown.page.locator(".samples .token").first.tap()
-        await shown.until(
-            "() => [...document.querySelectorAll('.readout')].some((e) => e.textContent.startsWith('Token 1: '))"
-        )
+        await shown.until("() => [...document.querySelectorAll('.readout')].some((e) => e.textContent.startsWith('Token 1: '))")
         assert shown.problems == []
 
 
@@ -355,9 +342,7 @@ async def test_everything_on_the_page_can_be_reached_and_named_without_a_mouse(t
             .filter((e) => !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.[0]?.textContent.trim()))
             .map((e) => e.outerHTML.slice(0, 80))"""
         assert await shown.page.evaluate(nameless) == []
-        levels = await shown.page.evaluate(
-            "[...document.querySelectorAll('h1, h2, h3')].map((e) => Number(e.tagName[1]))"
-        )
+        levels = await shown.page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map((e) => Number(e.tagName[1]))")
         assert levels[0] == 1
         assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
         kinds, outlines = [], set()
@@ -400,10 +385,7 @@ async def settled(shown: OpenPage, client: httpx.AsyncClient) -> str:
 async def test_the_page_shows_the_numbers_of_metrics(tour: Tour, calm: Calm) -> None:
     """While the verifier is held, so that the trainer has used up what there was."""
     verifier = tour.run.pids()["verifier"]
-    async with (
-        opened(tour.browser, tour.url) as shown,
-        httpx.AsyncClient(base_url=tour.url, trust_env=False) as client,
-    ):
+    async with opened(tour.browser, tour.url) as shown, httpx.AsyncClient(base_url=tour.url, trust_env=False) as client:
         await shown.version_above(0)
         os.killpg(verifier, signal.SIGSTOP)
         try:
@@ -413,8 +395,7 @@ async def test_the_page_shows_the_numbers_of_metrics(tour: Tour, calm: Calm) -> 
             trained = f"{int(metric(text, 'ledger_sequences', state='trained')):,}"
             await shown.until("(n) => document.querySelector('[data-ledger=trained] td').textContent === n", trained)
             await shown.until(
-                "(v) => document.querySelector('[data-tile=reward] .note').textContent.startsWith(`step ${v};`)",
-                version,
+                "(v) => document.querySelector('[data-tile=reward] .note').textContent.startsWith(`step ${v};`)", version
             )
             assert float(await shown.tile("reward")) == pytest.approx(metric(text, "reward_mean"), abs=0.005)
             assert float(await shown.tile("ess")) == pytest.approx(metric(text, "ess_ratio"), abs=0.005)
@@ -465,9 +446,7 @@ async def trainer_killed(actor_killed: Tour) -> TrainerKilled:
         os.kill(read_address(address).pid, signal.SIGKILL)
         await shown.until("() => document.querySelector('main').dataset.link === 'lost'")
         said = await shown.page.inner_text(".link")
-        await shown.until(
-            "() => document.querySelector('[data-tile=time] .note').textContent.includes('trainer number 2')"
-        )
+        await shown.until("() => document.querySelector('[data-tile=time] .note').textContent.includes('trainer number 2')")
         await shown.version_above(version)
         await shown.until("() => document.querySelector('main').dataset.link === 'live'")
         steps = await shown.page.evaluate(
@@ -477,9 +456,7 @@ async def trainer_killed(actor_killed: Tour) -> TrainerKilled:
         return TrainerKilled(said, steps, shown.problems, (before, after[0]), (pid, after[1]))
 
 
-async def test_a_killed_trainer_is_replaced_at_the_same_address_and_the_page_follows_it(
-    trainer_killed: TrainerKilled,
-) -> None:
+async def test_a_killed_trainer_is_replaced_at_the_same_address_and_the_page_follows_it(trainer_killed: TrainerKilled) -> None:
     assert trainer_killed.addresses[0] == trainer_killed.addresses[1]
     assert trainer_killed.pids[0] != trainer_killed.pids[1]
     assert "report.html" in trainer_killed.link_said
@@ -546,9 +523,7 @@ async def test_ctrl_c_stops_everything_in_order(tour: Tour, stopped: Stopped) ->
     await asyncio.to_thread(audit, run.run_dir)
 
 
-async def test_what_was_killed_and_scaled_is_in_the_summary_and_every_version_was_served_exactly(
-    stopped: Stopped,
-) -> None:
+async def test_what_was_killed_and_scaled_is_in_the_summary_and_every_version_was_served_exactly(stopped: Stopped) -> None:
     summary = stopped.summary
     assert summary["restarts"] == {VICTIM: 1, "trainer": 1}
     # That of the scaled actor. A join between the last checkpoint and the trainer's death is undone with the steps.
@@ -587,9 +562,7 @@ async def test_every_documented_metric_has_a_series_but_those_listed(tour: Tour,
 
 @pytest.mark.parametrize("namespace", ["", NAMESPACE], ids=["local", "cluster"])
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
-async def test_every_query_of_every_panel_finds_data(
-    tour: Tour, stopped: Stopped, board: Board, namespace: str
-) -> None:
+async def test_every_query_of_every_panel_finds_data(tour: Tour, stopped: Stopped, board: Board, namespace: str) -> None:
     """An empty pattern takes only series without the label, as those of a local Prometheus are."""
     wrong, families = [], samples()
     for panel in board.panels:
@@ -612,9 +585,7 @@ async def test_every_alert_looks_at_series_that_are_there(tour: Tour, stopped: S
     assert missing == []
 
 
-async def test_alerts_are_silent_in_the_healthy_part_and_see_the_faults(
-    tour: Tour, calm: Calm, stopped: Stopped
-) -> None:
+async def test_alerts_are_silent_in_the_healthy_part_and_see_the_faults(tour: Tour, calm: Calm, stopped: Stopped) -> None:
     rules = tour.prometheus.rules()
     assert {rule["name"] for rule in rules} == set(shown_alerts())
     assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
@@ -629,11 +600,7 @@ async def test_alerts_are_silent_in_the_healthy_part_and_see_the_faults(
 
 async def test_dashboards_call_actors_by_pod_or_by_instance(tour: Tour, stopped: Stopped) -> None:
     (query,) = [
-        query
-        for board in BOARDS
-        for panel in board.panels
-        if panel.title == "Stall, by actor"
-        for query in panel.queries
+        query for board in BOARDS for panel in board.panels if panel.title == "Stall, by actor" for query in panel.queries
     ]
     pods = found(tour, stopped, query.expr, NAMESPACE)
     assert {series["metric"]["actor"] for series in pods} == {"pipelinerl-actor-0", "pipelinerl-actor-1"}
@@ -684,10 +651,7 @@ async def test_the_run_goes_on_to_a_later_end_and_leaves_a_complete_folder(resum
         of_tasks.update({name: figures["sequences"] for name, figures in record["tasks"].items()})
         assert all(one["completion_tokens_mean"] <= 16 for name, one in record["tasks"].items() if name == "short-sums")
     assert of_tasks["sums"] / of_tasks.total() == pytest.approx(0.75, abs=0.1), "over kills, a stop and a resumption"
-    assert {name: one["unanswered"] for name, one in summary["heldout"][-1]["sets"].items()} == {
-        "sums": 0,
-        "short-sums": 0,
-    }
+    assert {name: one["unanswered"] for name, one in summary["heldout"][-1]["sets"].items()} == {"sums": 0, "short-sums": 0}
     assert set(run.pids()) == {"nats", "verifier", "trainer", "actor-0", "actor-1"}
     for name in ("recipe.yaml", "samples.jsonl", "report.html", "checkpoint/config.json", "checkpoint/value_head"):
         assert (run.run_dir / name).exists(), name

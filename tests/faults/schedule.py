@@ -49,9 +49,7 @@ def random_history(seed: int) -> Iterator[Step]:
                 version += 1
                 yield Step("offer")
             case "start":
-                if (
-                    killed and draw.random() < 0.5
-                ):  # as a platform restarts it, often before its registration has expired
+                if killed and draw.random() < 0.5:  # as a platform restarts it, often before its registration has expired
                     name = killed.pop()
                 else:
                     name = f"m{started}"

@@ -84,9 +84,7 @@ async def test_survivors_serve_the_version_and_the_broken_one_comes_back(
 async def test_joiners_are_brought_up_to_date_together_without_an_update_and_beside_epochs_of_the_others(
     tmp_path: Path,
 ) -> None:
-    async with fault_stage(
-        tmp_path, settings=Settings(member_ttl_s=15.0, deadline_s=60.0, stall_timeout_s=30.0)
-    ) as stage:
+    async with fault_stage(tmp_path, settings=Settings(member_ttl_s=15.0, deadline_s=60.0, stall_timeout_s=30.0)) as stage:
         (first,) = await stage.start_all("a")
         await stage.update(0)
         joiners = [await stage.start(name) for name in "bcd"]
@@ -128,9 +126,7 @@ async def three_apart(
         yield stage, members, places[1]
 
 
-async def test_a_member_whose_network_is_cut_is_left_out_and_comes_back(
-    tmp_path: Path, network: PrivateNetwork
-) -> None:
+async def test_a_member_whose_network_is_cut_is_left_out_and_comes_back(tmp_path: Path, network: PrivateNetwork) -> None:
     async with three_apart(network, tmp_path) as (stage, members, place):
         place.cut()
         await stage.update(1)

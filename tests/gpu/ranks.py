@@ -43,13 +43,7 @@ def connect(port: int, name: str, rank: int, device: str, given_up: threading.Ev
 def receiver(group: WeightGroup) -> Receiver:
     manifest = describe(weights("cpu").items(), chunk_bytes=CHUNK_BYTES)
     return Receiver(
-        group,
-        manifest,
-        VERSION,
-        timeout_s=MEET_WITHIN_S,
-        stall_timeout_s=STALL_TIMEOUT_S,
-        aborted=threading.Event(),
-        buffers=3,
+        group, manifest, VERSION, timeout_s=MEET_WITHIN_S, stall_timeout_s=STALL_TIMEOUT_S, aborted=threading.Event(), buffers=3
     )
 
 

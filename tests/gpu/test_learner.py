@@ -45,9 +45,7 @@ def test_the_flash_kernel_agrees_with_padded_rows_and_needs_none() -> None:
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2-untied"])
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
-def test_a_step_on_the_device_is_near_that_of_float32_on_the_host(
-    family: str, dtype: torch.dtype, share: float
-) -> None:
+def test_a_step_on_the_device_is_near_that_of_float32_on_the_host(family: str, dtype: torch.dtype, share: float) -> None:
     assert_near(step_on("cuda", dtype, family), step_on("cpu", torch.float32, family), share)
 
 

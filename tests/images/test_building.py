@@ -38,20 +38,13 @@ def build(folder: Path, variables: dict[str, str]) -> subprocess.CompletedProces
         ({}, "actor", [f"--tag pipelinerl/actor:{VERSION} ", "--build-arg FLAVOUR=cuda", OF_VERSION], "BASE_IMAGE"),
         ({}, "trainer", ["--build-arg FLAVOUR=cuda", OF_VERSION], "BASE_IMAGE"),
         ({}, "verifier", [OF_VERSION], "FLAVOUR"),
-        (
-            OURS,
-            "actor",
-            ["--tag registry.example.org/pipelinerl/actor:7-cpu ", "--build-arg BASE_IMAGE=debian:"],
-            "cuda",
-        ),
+        (OURS, "actor", ["--tag registry.example.org/pipelinerl/actor:7-cpu ", "--build-arg BASE_IMAGE=debian:"], "cuda"),
         (OURS, "verifier", ["verifier:7 ", "verifier:7-cpu ", "BASE_IMAGE=debian:"], "FLAVOUR"),
         ({"BASE_IMAGE": "example/cuda:1"}, "trainer", ["BASE_IMAGE=example/cuda:1"], "debian"),
         ({"BASE_IMAGE": "example/cuda:1"}, "verifier", [], "BASE_IMAGE"),  # a CUDA base is not the verifier's
     ],
 )
-def test_a_builder_is_asked_for(
-    tmp_path: Path, variables: dict[str, str], service: str, said: list[str], unsaid: str
-) -> None:
+def test_a_builder_is_asked_for(tmp_path: Path, variables: dict[str, str], service: str, said: list[str], unsaid: str) -> None:
     assert build(tmp_path, {"SERVICES": service, **variables}).returncode == 0
     (call,) = (tmp_path / "calls").read_text().splitlines()
     assert [part for part in said if part not in call] == []
@@ -125,10 +118,7 @@ def test_pips_settings_go_into_the_build_with_the_folders_they_name(tmp_path: Pa
         f"extra-index-url = file://{tmp_path}/index/simple https://example.org/simple\n"
         f"cert = {local_pip.CERTIFICATES}\n"
     )
-    assert local_pip.volumes(found) == [
-        f"{certificates}:{local_pip.CERTIFICATES}:ro",
-        f"{tmp_path}/index:{tmp_path}/index:ro",
-    ]
+    assert local_pip.volumes(found) == [f"{certificates}:{local_pip.CERTIFICATES}:ro", f"{tmp_path}/index:{tmp_path}/index:ro"]
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on this machine")

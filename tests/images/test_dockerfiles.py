@@ -66,9 +66,7 @@ def test_compilers_are_in_no_stage_that_the_final_one_stands_on(dockerfile: Dock
 def test_caches_are_where_a_read_only_root_lets_them_be(service: str, dockerfile: Dockerfile) -> None:
     variables = dockerfile.final.pairs("ENV")
     folders = {
-        key: value
-        for key, value in variables.items()
-        if re.search(r"(HOME|_DIR|_ROOT|CONFIGDIR|CACHE_PATH|MODEL_CACHE)$", key)
+        key: value for key, value in variables.items() if re.search(r"(HOME|_DIR|_ROOT|CONFIGDIR|CACHE_PATH|MODEL_CACHE)$", key)
     }
     assert {"HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"} <= set(folders)
     assert service == "verifier" or set(folders) >= GPU_CACHES, "what compiles on a GPU has a writable cache"

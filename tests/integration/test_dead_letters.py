@@ -89,11 +89,7 @@ async def test_in_a_pod_of_the_run_nothing_need_be_named(
         monkeypatch.setenv("PIPELINERL_RUN", "demo")
         elsewhere = tmp_path / "runs" / "demo"
         elsewhere.mkdir(parents=True)
-        for arguments, said in (
-            ([], "no prompt group"),
-            ([str(elsewhere)], "no prompt group"),
-            ([str(run_dir)], "1 mess"),
-        ):
+        for arguments, said in (([], "no prompt group"), ([str(elsewhere)], "no prompt group"), ([str(run_dir)], "1 mess")):
             assert await asyncio.to_thread(main, ["dead-letters", *arguments]) == 0
             assert capsys.readouterr().err.startswith(said)
 
@@ -109,9 +105,7 @@ async def test_in_a_pod_of_the_run_nothing_need_be_named(
         (["RUN/broken"], "its run.json does not name the run"),
     ],
 )
-def test_a_place_must_be_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
+def test_a_place_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("[")
     (tmp_path / "run.json").write_text('{"run": "demo"}')

@@ -58,9 +58,7 @@ async def record_gaps(gaps: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)], ids=["llama-tied", "qwen2-untied"])
-async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(
-    kind: str, tied: bool, tmp_path: Path
-) -> None:
+async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(kind: str, tied: bool, tmp_path: Path) -> None:
     gaps: list[float] = []
     steps: list[tuple[float | None, float]] = []
     beside, started = asyncio.create_task(record_gaps(gaps)), time.monotonic()
@@ -96,10 +94,7 @@ async def check_seeded_prompts(run: Running) -> None:
     prompts = [np.random.default_rng(number).integers(0, 256, 500, dtype=np.int32) for number in range(40)]
     sampling = SamplingParams(max_tokens=2)
     made = await asyncio.gather(
-        *(
-            run.engine.generate(GenerationRequest(f"p{n}", prompt, sampling, seed=n))
-            for n, prompt in enumerate(prompts, 1)
-        )
+        *(run.engine.generate(GenerationRequest(f"p{n}", prompt, sampling, seed=n)) for n, prompt in enumerate(prompts, 1))
     )
     assert all(len(one.completion_token_ids) for one in made)
     await run.engine.check_health()

@@ -92,9 +92,7 @@ async def test_an_environment_is_asked_turn_by_turn_until_it_is_done(hostile: Ve
     ]
 
 
-async def test_the_same_seed_draws_the_same_and_another_one_something_else(
-    hostile: Verifier, policy: FakeEndpoint
-) -> None:
+async def test_the_same_seed_draws_the_same_and_another_one_something_else(hostile: Verifier, policy: FakeEndpoint) -> None:
     await run(hostile.address.grpc, *(episode(policy, {}, number, seed=number // 2) for number in range(4)))
     drawn = sorted((r["messages"][0]["content"], r["messages"][1]["content"]) for r in policy.requests)
     assert drawn[0] == drawn[1]
@@ -148,9 +146,7 @@ async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEn
     """All at once, in the start and after a turn, with a good episode beside each."""
     rows = [{when: row[0]} for row in MISDEEDS for when in ("in_start", "in_reply")]
     requests = [
-        episode(policy, row, 2 * number + index)
-        for number, bad in enumerate(rows)
-        for index, row in enumerate([bad, {}])
+        episode(policy, row, 2 * number + index) for number, bad in enumerate(rows) for index, row in enumerate([bad, {}])
     ]
     results = await run(hostile.address.grpc, *requests)
     for number, (bad, good) in enumerate(zip(results[::2], results[1::2], strict=True)):
@@ -256,9 +252,7 @@ async def test_another_task_is_unknown(hostile: Verifier, policy: FakeEndpoint) 
 # --- tools and agents
 
 
-async def served(
-    tmp_path: Path, data: dict[str, Any], *requests: EpisodeRequest, **settings: Any
-) -> list[VerifyResult]:
+async def served(tmp_path: Path, data: dict[str, Any], *requests: EpisodeRequest, **settings: Any) -> list[VerifyResult]:
     async with serving(tmp_path, data, **settings) as address:
         return await run(address.grpc, *requests)
 
@@ -342,8 +336,7 @@ async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, poli
     }
     rows = [{}, {"exit": 3}, {"print": 2**21}, {"sleep": str(tmp_path / "pids")}]
     requests = [
-        episode(policy, {"question": "half?"} | row, number, answer="0.5", task="asking")
-        for number, row in enumerate(rows)
+        episode(policy, {"question": "half?"} | row, number, answer="0.5", task="asking") for number, row in enumerate(rows)
     ]
     results = await served(tmp_path, recipe(task=task), *requests)
     assert [status_name(result.status) for result in results] == ["ok", "crashed", "crashed", "timeout"]

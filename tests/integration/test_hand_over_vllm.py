@@ -15,14 +15,7 @@ from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.messages.sequences import Sequence
 from services.trainer.warmstart.supervised import character_tokenizer
 from tests.support.actor_stage import PROMPT, actor_stage
-from tests.support.parity import (
-    TOLERANCE,
-    change_strongly,
-    engine_recipe,
-    largest_difference,
-    random_model,
-    reference,
-)
+from tests.support.parity import TOLERANCE, change_strongly, engine_recipe, largest_difference, random_model, reference
 
 GROUPS, SAMPLES, MAX_TOKENS, STOP_AT = 2, 4, 96, 24
 

@@ -72,12 +72,7 @@ def start_agent(tmp_path: Path) -> Iterator[Agents]:
 
     def start(worker: str, num_here: int, **changes: Any) -> subprocess.Popen[str]:
         (tmp_path / "worker.py").write_text(worker)
-        arguments = [
-            str(tmp_path / "agent.py"),
-            json.dumps(settings(**changes)),
-            str(num_here),
-            str(tmp_path / "worker.py"),
-        ]
+        arguments = [str(tmp_path / "agent.py"), json.dumps(settings(**changes)), str(num_here), str(tmp_path / "worker.py")]
         started.append(
             subprocess.Popen(
                 [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -105,9 +100,7 @@ def test_the_ranks_of_two_nodes_meet_and_node_0_has_the_first_ranks(start_agent:
     assert outputs == [["rank 0 of 4: 10", "rank 1 of 4: 10"], ["rank 2 of 4: 10", "rank 3 of 4: 10"]]
 
 
-def test_when_a_node_is_lost_the_other_ends_and_both_meet_again_in_the_same_place(
-    start_agent: Agents, tmp_path: Path
-) -> None:
+def test_when_a_node_is_lost_the_other_ends_and_both_meet_again_in_the_same_place(start_agent: Agents, tmp_path: Path) -> None:
     rendezvous = f"127.0.0.1:{free_port()}"
 
     def start(node: int) -> subprocess.Popen[str]:

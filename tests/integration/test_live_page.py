@@ -39,8 +39,7 @@ async def shown(board: PageBoard, *samples: dict[str, Any]) -> AsyncIterator[tup
 
 async def until_step(page: Any, step: int) -> None:
     await page.wait_for_function(
-        "(step) => document.querySelector('[data-tile=reward] .note')?.textContent.startsWith(`step ${step};`)",
-        arg=step,
+        "(step) => document.querySelector('[data-tile=reward] .note')?.textContent.startsWith(`step ${step};`)", arg=step
     )
 
 
@@ -122,9 +121,7 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         await page.clock.run_for(2000)
         await until_step(page, 3)
         assert "stockpile" not in await busy.inner_text()
-        assert (
-            "largest by the formula 2; bound 1 is too small for that: generation is throttled" in await lag.inner_text()
-        )
+        assert "largest by the formula 2; bound 1 is too small for that: generation is throttled" in await lag.inner_text()
         assert (await page.locator("[data-tile=parity].warn").inner_text()).split("\n")[1:] == [
             "0.25",
             "2 PROBES FAILED: actors serve another policy",

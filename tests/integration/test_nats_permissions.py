@@ -52,9 +52,7 @@ async def _create_streams(server: NatsServer, folder: Path) -> None:
 
 @asynccontextmanager
 async def user_of(server: NatsServer, folder: Path, user: str) -> AsyncIterator[Bus]:
-    async with jetstream.connect(
-        server.url, RUN, credentials=folder / user, request_timeout_s=REQUEST_TIMEOUT_S
-    ) as bus:
+    async with jetstream.connect(server.url, RUN, credentials=folder / user, request_timeout_s=REQUEST_TIMEOUT_S) as bus:
         yield bus
 
 
@@ -100,9 +98,7 @@ FORBIDDEN: dict[str, Callable[[Bus], Awaitable[object]]] = {
     "$JS.API.CONSUMER.CREATE.KV_members-demo": lambda bus: _first(bus.watch_members()),
     "$JS.API.CONSUMER.CREATE.SEQUENCES_demo": lambda bus: _first(bus.read_sequences(1)),
     "$JS.API.STREAM.PURGE.SEQUENCES_demo": lambda bus: bus.purge_sequences(2),
-    "$JS.API.STREAM.UPDATE.CONTROL_demo": lambda bus: bus.connection.js.update_stream(
-        StreamConfig(name="CONTROL_demo")
-    ),
+    "$JS.API.STREAM.UPDATE.CONTROL_demo": lambda bus: bus.connection.js.update_stream(StreamConfig(name="CONTROL_demo")),
     "$JS.API.STREAM.MSG.DELETE.SEQUENCES_demo": lambda bus: bus.connection.js.delete_msg("SEQUENCES_demo", 1),
     "$JS.API.STREAM.CREATE.OTHER": lambda bus: bus.connection.js.add_stream(StreamConfig(name="OTHER", subjects=["x"])),
 }
@@ -114,9 +110,7 @@ async def _first(entering: object) -> None:
 
 
 @pytest.mark.parametrize("subject", FORBIDDEN)
-async def test_an_actor_changes_no_stream_and_reads_only_what_is_for_it(
-    server: NatsServer, folder: Path, subject: str
-) -> None:
+async def test_an_actor_changes_no_stream_and_reads_only_what_is_for_it(server: NatsServer, folder: Path, subject: str) -> None:
     async with user_of(server, folder, ACTOR) as bus:
         assert (await refused(FORBIDDEN[subject](bus))).subject == subject
 
@@ -273,9 +267,7 @@ async def test_a_wrong_password_is_refused_at_once_and_shown_nowhere(
     assert "secret" not in caplog.text
 
 
-async def test_a_changed_password_is_used_for_the_next_connection(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_changed_password_is_used_for_the_next_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The server ends connections whose password no longer holds. nats-py alone would never connect again."""
     caplog.set_level(logging.INFO)
 

@@ -105,9 +105,7 @@ async def test_no_password_is_sent_to_a_server_without_tls(tmp_path: Path, autho
     credentials.write_text("actor:secret")
 
     async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(
-            b'INFO {"server_id":"x","version":"2.11.0","headers":true,"max_payload":1000,"auth_required":true}\r\n'
-        )
+        writer.write(b'INFO {"server_id":"x","version":"2.11.0","headers":true,"max_payload":1000,"auth_required":true}\r\n')
         received.extend(await reader.read())
         writer.close()
 

@@ -33,9 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (package / "__main__.py").write_text(STAND_IN.format(path=str(FAKES), kind=kind))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "mine.yaml").write_text(
-        "name: mine\nmodel: {source: path, name: model}\ntask: {}\ntrainer: {steps: 40}\n"
-    )
+    (tmp_path / "mine.yaml").write_text("name: mine\nmodel: {source: path, name: model}\ntask: {}\ntrainer: {steps: 40}\n")
     paths = (str(tmp_path / "stand-ins"), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     monkeypatch.setenv("FAKE_STEP_S", "0.02")
@@ -115,9 +113,7 @@ def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path, run: Calla
     assert (code, "trainer.steps = 50: all of them are taken" in said) == (2, True)
 
 
-def test_a_run_whose_command_was_killed_goes_on_once_its_processes_are_gone(
-    folder: Path, run: Callable[..., Outcome]
-) -> None:
+def test_a_run_whose_command_was_killed_goes_on_once_its_processes_are_gone(folder: Path, run: Callable[..., Outcome]) -> None:
     there = folder / "run"
     command = [sys.executable, "-m", "pipelinerl.cli", "run", "mine.yaml", "--run-dir", "run"]
     environment = {**os.environ, "FAKE_CHECKPOINT_EVERY": "1", "FAKE_STEP_S": "0.5"}

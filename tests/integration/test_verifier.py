@@ -19,10 +19,7 @@ import pytest
 
 from pipelinerl.errors import MessageError, ServiceError, UserError
 from pipelinerl.messages import verification
-from pipelinerl.messages.verification import (
-    VerifierClient,
-    status_name,
-)
+from pipelinerl.messages.verification import VerifierClient, status_name
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2
@@ -152,10 +149,7 @@ async def test_a_misdeed_costs_its_own_item(hostile: Verifier) -> None:
     ] == good
 
 
-@pytest.mark.parametrize(
-    ("misdeed", "status"),
-    [("leave_children", "ok"), ("leave_children_and_hang", "timeout")],
-)
+@pytest.mark.parametrize(("misdeed", "status"), [("leave_children", "ok"), ("leave_children_and_hang", "timeout")])
 async def test_processes_a_reward_started_end_with_its_item(
     hostile: Verifier, tmp_path: Path, misdeed: str, status: str
 ) -> None:
@@ -185,10 +179,7 @@ async def test_a_worker_shot_from_outside_costs_no_item(hostile: Verifier) -> No
 
 async def test_a_slow_item_does_not_hold_up_another_batch(tmp_path: Path, users_rewards: None) -> None:
     """One worker is busy until the other one has scored the batches."""
-    async with (
-        serving(tmp_path, recipe(timeout_s=START_S), workers=2) as address,
-        VerifierClient(address.grpc) as client,
-    ):
+    async with serving(tmp_path, recipe(timeout_s=START_S), workers=2) as address, VerifierClient(address.grpc) as client:
         slow = asyncio.create_task(client.verify(items([f"wait_for {tmp_path}/scored"])))
         batches = [[f"say {100 * batch + index}" for index in range(20)] for batch in range(5)]
         scored = await asyncio.gather(*(client.verify(items(batch)) for batch in batches))
@@ -277,15 +268,10 @@ async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_
 async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_along(
     tmp_path: Path, users_rewards: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with (
-        serving(tmp_path, recipe(timeout_s=START_S), max_queue=4) as address,
-        VerifierClient(address.grpc) as client,
-    ):
+    async with serving(tmp_path, recipe(timeout_s=START_S), max_queue=4) as address, VerifierClient(address.grpc) as client:
         with pytest.raises(ServiceError, match="INVALID_ARGUMENT: items = 5: max_queue is 4"):
             await client.verify(items(["say 1"] * 5))
-        leaving = asyncio.create_task(
-            client.verify(items([f"wait_for {tmp_path}/left", *[f"touch {tmp_path}/scored"] * 3]))
-        )
+        leaving = asyncio.create_task(client.verify(items([f"wait_for {tmp_path}/left", *[f"touch {tmp_path}/scored"] * 3])))
         while await sample(address, "queue_items") < 3:
             assert not leaving.done()
         waiting = asyncio.create_task(client.verify(items(["say 2"] * 4)))
@@ -419,9 +405,7 @@ async def test_a_verifier_that_is_late_gets_twice_as_long_each_time(monkeypatch:
 
 def response(*results: tuple[str, int, float]) -> verifier_pb2.VerifyResponse:
     return verifier_pb2.VerifyResponse(
-        results=[
-            verifier_pb2.VerifyResult(sequence_id=name, status=code, reward=value) for name, code, value in results
-        ]
+        results=[verifier_pb2.VerifyResult(sequence_id=name, status=code, reward=value) for name, code, value in results]
     )
 
 

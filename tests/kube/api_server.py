@@ -33,14 +33,7 @@ REFUSALS = {
 
 
 def status(code: int, reason: str, message: str) -> dict[str, Any]:
-    return {
-        "kind": "Status",
-        "apiVersion": "v1",
-        "code": code,
-        "status": "Failure",
-        "reason": reason,
-        "message": message,
-    }
+    return {"kind": "Status", "apiVersion": "v1", "code": code, "status": "Failure", "reason": reason, "message": message}
 
 
 @dataclass(eq=False)
@@ -123,9 +116,7 @@ class ApiServer:
 
     def bookmark(self) -> None:
         self._version += 1
-        self._send(
-            "BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": str(self._version)}}, lambda watcher: True
-        )
+        self._send("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": str(self._version)}}, lambda watcher: True)
 
     def compact(self) -> None:
         """Forgets what has changed: a watch that is not up to date has to list again."""

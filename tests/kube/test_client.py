@@ -58,9 +58,7 @@ async def test_an_event_that_is_stored_already_is_stored(api: ApiServer, trainer
     assert raised.value.status == 422
 
 
-async def test_a_token_that_is_no_longer_accepted_is_read_again_at_once(
-    api: ApiServer, account: Callable[[str], Path]
-) -> None:
+async def test_a_token_that_is_no_longer_accepted_is_read_again_at_once(api: ApiServer, account: Callable[[str], Path]) -> None:
     folder = account("trainer-token")
     async with kube_client(folder) as client:
         await client.list_pods(SELECTOR)

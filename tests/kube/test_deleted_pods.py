@@ -144,12 +144,7 @@ async def test_an_actors_process_tells_what_its_stop_would_cost_and_ends_though_
     tmp_path: Path, account: Account, api: ApiServer
 ) -> None:
     api.add_pod("actor-x", "u1")
-    pod = {
-        "pod_namespace": NAMESPACE,
-        "pod_name": "actor-x",
-        "pod_uid": "u1",
-        "service_account_dir": account("actor-token"),
-    }
+    pod = {"pod_namespace": NAMESPACE, "pod_name": "actor-x", "pod_uid": "u1", "service_account_dir": account("actor-token")}
     async with actor_stage(tmp_path, written_recipe(tmp_path)) as one:
         actor = await one.start("x", pod=pod, version=1, token_s=0.005, deletion_cost_every_s=0.02)
         await api.until(lambda: costs(api) == [0])

@@ -85,9 +85,7 @@ class Running:
 
 
 @asynccontextmanager
-async def telling(
-    client: KubeClient | None, *, uid: str = "u1", backoff: KubeBackoff | None = None
-) -> AsyncIterator[Running]:
+async def telling(client: KubeClient | None, *, uid: str = "u1", backoff: KubeBackoff | None = None) -> AsyncIterator[Running]:
     held, group, progress, metrics = HeldGroups(), make_group(0), Progress(), ActorMetrics(CollectorRegistry())
     held.take(group, Delivery())  # type: ignore[arg-type]
     told = tell_deletion_cost(client, held, progress, metrics, pod="actor-x", uid=uid)  # type: ignore[arg-type]

@@ -149,9 +149,7 @@ def test_what_the_bound_remembers_is_bounded() -> None:
     assert len(bound._last) == MOST_KEYS
 
 
-async def test_an_actor_that_flaps_does_not_flood_and_the_runs_own_events_pass(
-    api: ApiServer, trainer: KubeClient
-) -> None:
+async def test_an_actor_that_flaps_does_not_flood_and_the_runs_own_events_pass(api: ApiServer, trainer: KubeClient) -> None:
     now_s = [0.0]
     async with recording(trainer, limiter=EventRateLimiter(burst=4), clock=lambda: now_s[0]) as recorder:
         events = RunEvents("demo", TRAINER_POD, recorder)
@@ -218,10 +216,7 @@ def trainer_settings(account: Path, **changes: Any) -> TrainerSettings:
 
 @pytest.mark.parametrize(
     ("error", "reasons"),
-    [
-        (ServiceError("the disk is full"), ["RunStarted", "RunFailed"]),
-        (StartStopped("before it was up"), ["RunStarted"]),
-    ],
+    [(ServiceError("the disk is full"), ["RunStarted", "RunFailed"]), (StartStopped("before it was up"), ["RunStarted"])],
 )
 async def test_an_error_that_ends_the_trainer_is_the_runs_failure_and_a_stop_at_its_start_is_not(
     api: ApiServer, account: Callable[[str], Path], error: Exception, reasons: list[str]

@@ -56,9 +56,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
 
 
-async def test_a_deleted_pod_is_told_when_it_is_told_to_end_and_when_it_is_gone(
-    api: ApiServer, trainer: KubeClient
-) -> None:
+async def test_a_deleted_pod_is_told_when_it_is_told_to_end_and_when_it_is_gone(api: ApiServer, trainer: KubeClient) -> None:
     api.add_pod("a", "u1")
     api.add_pod("other", labels={"app.kubernetes.io/component": "trainer"})
     async with watching(trainer) as told:

@@ -52,9 +52,7 @@ def labels_shown(legend: str) -> set[str]:
     return set(re.findall(r"\{\{(\w+)\}\}", legend))
 
 
-def groups(
-    values: Mapping[str, Any] | None = None, release: str = "pipelinerl", mode: str = "pipeline"
-) -> list[Object]:
+def groups(values: Mapping[str, Any] | None = None, release: str = "pipelinerl", mode: str = "pipeline") -> list[Object]:
     """Groups of rules; `values`: of `metrics.prometheusRule`; `mode`: of the recipe."""
     rule = {"enabled": True} | dict(values or {})
     chosen = {"metrics": {"prometheusRule": rule}, "recipe": {"set": {"mode": mode}}}
@@ -62,9 +60,7 @@ def groups(
     return list(found["spec"]["groups"])
 
 
-def alerts(
-    values: Mapping[str, Any] | None = None, release: str = "pipelinerl", mode: str = "pipeline"
-) -> dict[str, Object]:
+def alerts(values: Mapping[str, Any] | None = None, release: str = "pipelinerl", mode: str = "pipeline") -> dict[str, Object]:
     """By name."""
     rules = [rule for group in groups(values, release, mode) for rule in group["rules"]]
     by_name = {rule["alert"]: rule for rule in rules}

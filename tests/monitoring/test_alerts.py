@@ -110,9 +110,7 @@ def test_thresholds_are_values() -> None:
     values = yaml.safe_load((ROOT / "deploy/helm/values.yaml").read_text(encoding="utf-8"))
     thresholds = values["metrics"]["prometheusRule"]["thresholds"]
     others = {name: value / 2 if isinstance(value, float) else value + 100 for name, value in thresholds.items()}
-    changed = {
-        name for name, rule in alerts({"thresholds": others}).items() if rule["expr"] != shown_alerts()[name]["expr"]
-    }
+    changed = {name for name, rule in alerts({"thresholds": others}).items() if rule["expr"] != shown_alerts()[name]["expr"]}
     fixed = {"PipelineRLTrainerDown", "PipelineRLLedgerDoesNotAddUp", "PipelineRLStepsSkipped", "PipelineRLDeadLetters"}
     fixed |= {"PipelineRLLagOverBound", "PipelineRLActorTakesNoPrompts", "PipelineRLParityFailures"}
     fixed |= {"PipelineRLVerifierAway"}
@@ -126,9 +124,7 @@ def test_the_runbook_names_metrics_fields_and_values_that_exist() -> None:
     assert [problem for problem in problems_of(text, samples()) if "no metric" in problem] == []
     sections = {path.rpartition(".")[0] for path in LEAVES}
     fields = {*dotted_paths(Recipe), *LEAVES, *sections}
-    named = {
-        name for name in re.findall(r"`([a-z][A-Za-z]*\.[\w.]+)", text) if not name.endswith((".yaml", ".jsonl", ".py"))
-    }
+    named = {name for name in re.findall(r"`([a-z][A-Za-z]*\.[\w.]+)", text) if not name.endswith((".yaml", ".jsonl", ".py"))}
     assert len(named) > 20
     assert {name for name in named if name not in fields} == set()
 

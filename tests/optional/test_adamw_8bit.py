@@ -17,14 +17,7 @@ from torch import Tensor, nn
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
-from services.trainer.checkpoint.state_files import (
-    learner_state,
-    plain_part,
-    restore,
-    stage,
-    trained_parameters,
-    write_state,
-)
+from services.trainer.checkpoint.state_files import learner_state, plain_part, restore, stage, trained_parameters, write_state
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.optimizer import PolicyOptimizer, build_adamw, check_compiled_step
 from services.trainer.learn.step import Learner
@@ -154,10 +147,7 @@ def test_a_machine_that_cannot_compile_the_step_is_told_what_to_do() -> None:
     from torchao.optim import AdamW8bit
 
     broken = inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
-    with (
-        broken,
-        pytest.raises(FieldError, match=r"trainer\.optimizer = 'adamw_8bit': .*no-such-compiler.*or use adamw"),
-    ):
+    with broken, pytest.raises(FieldError, match=r"trainer\.optimizer = 'adamw_8bit': .*no-such-compiler.*or use adamw"):
         check_compiled_step(AdamW8bit, torch.device("cpu"))
 
 

@@ -60,9 +60,7 @@ async def twice(run_dir: Path, name: str) -> None:
     recipe = make_recipe(trackers=[name], description="a small run")
     await track(run_dir, recipe, Start(), range(1, 6), finished=False)
     longer = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": 6})})
-    await track(
-        run_dir, longer, SimpleNamespace(version=3, lineage=SimpleNamespace(incarnation=2)), range(4, 7), finished=True
-    )
+    await track(run_dir, longer, SimpleNamespace(version=3, lineage=SimpleNamespace(incarnation=2)), range(4, 7), finished=True)
 
 
 async def test_tensorboard_has_each_step_once_after_a_restart(tmp_path: Path) -> None:

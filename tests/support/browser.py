@@ -33,9 +33,7 @@ class OpenPage:
         await self.page.wait_for_function(condition, arg=argument, timeout=WAIT_MS)
 
     async def version_above(self, version: int) -> int:
-        await self.until(
-            "(v) => Number(document.querySelector('[data-tile=version] .value')?.textContent) > v", version
-        )
+        await self.until("(v) => Number(document.querySelector('[data-tile=version] .value')?.textContent) > v", version)
         return int(await self.tile("version"))
 
 

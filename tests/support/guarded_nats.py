@@ -30,9 +30,7 @@ def guarded(folder: Path, run: str, **extra: object) -> NatsServer:
     folder.mkdir(parents=True, exist_ok=True)
     for user, password in PASSWORDS.items():
         (folder / user).write_text(f"{user}:{password}\n")
-    return NatsServer(
-        folder / "nats", extra={"max_payload": 1024**2, "authorization": authorization(run, PASSWORDS), **extra}
-    )
+    return NatsServer(folder / "nats", extra={"max_payload": 1024**2, "authorization": authorization(run, PASSWORDS), **extra})
 
 
 def reload(server: NatsServer) -> None:
@@ -67,14 +65,7 @@ async def connected_in_roles(url: str, run: str, folder: Path, limits: StreamLim
         yield RolesBus(*users)
 
 
-_BY_ACTOR = {
-    "max_payload_bytes",
-    "next_prompt",
-    "publish_sequence",
-    "publish_dead_letter",
-    "put_member",
-    "remove_member",
-}
+_BY_ACTOR = {"max_payload_bytes", "next_prompt", "publish_sequence", "publish_dead_letter", "put_member", "remove_member"}
 
 
 class RolesBus:

@@ -9,14 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.messages.sequences import Branch, Sequence, Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
@@ -67,9 +60,7 @@ def build(config_class: type, model_class: type, seed: int = 0, **arguments: Any
     return model
 
 
-def sequences_of(
-    lengths: list[tuple[int, int]], seed: int = 0, version: int = 0, behaviour: float = -2.0
-) -> list[Sequence]:
+def sequences_of(lengths: list[tuple[int, int]], seed: int = 0, version: int = 0, behaviour: float = -2.0) -> list[Sequence]:
     generator = np.random.default_rng(seed)
     return [
         Sequence(
@@ -114,12 +105,7 @@ def episodes_of(shapes: list[list[tuple[int, Parts]]], seed: int = 0) -> list[Se
             for one in (Branch(**branch) for branch in branches[1:])
         )
         like = sequences_of([(1, 1)])[0]
-        named = {
-            "sequence_id": f"g.{index}",
-            "sample_index": index,
-            "group_size": len(shapes),
-            "reward": float(index % 2),
-        }
+        named = {"sequence_id": f"g.{index}", "sample_index": index, "group_size": len(shapes), "reward": float(index % 2)}
         episodes.append(replace(like, **first, **named, branches=further))
     return episodes
 
@@ -197,12 +183,7 @@ class GradientsKept(PolicyOptimizer):
 
 
 def packed_gradients(
-    policy: Policy,
-    group: TrainingGroup,
-    config: AlgorithmConfig,
-    budget: int = 128,
-    pad_multiple: int = 1,
-    **options: Any,
+    policy: Policy, group: TrainingGroup, config: AlgorithmConfig, budget: int = 128, pad_multiple: int = 1, **options: Any
 ) -> dict[str, torch.Tensor]:
     trainer = TrainerConfig(tokens_per_microbatch=budget)
     learner = Learner(policy, config, trainer, **options)

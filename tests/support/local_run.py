@@ -32,15 +32,11 @@ def recipe(steps: int = 5, **model: Any) -> Recipe:
 class Run:
     """One run under test: its folder, what it printed, and the session ids of everything it started."""
 
-    def __init__(
-        self, folder: Path, recipe: Recipe, environment: Mapping[str, str], stop_within_s: float = 12.0
-    ) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, environment: Mapping[str, str], stop_within_s: float = 12.0) -> None:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "addresses").mkdir(exist_ok=True)
         self.dir, self.recipe, self.printed = RunDir(folder, "tiny-run"), recipe, io.StringIO()
-        write_json(
-            self.dir.identity, {"run": "tiny-run", "recipe": recipe.name, "started": "2026-03-04T05:06:07+00:00"}
-        )
+        write_json(self.dir.identity, {"run": "tiny-run", "recipe": recipe.name, "started": "2026-03-04T05:06:07+00:00"})
         everything = {**os.environ, "PIPELINERL_CACHE": str(folder.parent / "cache"), **environment}
         restarts = Restarts(limit=2, backoff=Backoff(0.05))
         self.local = LocalRun(

@@ -146,12 +146,7 @@ class Running:
         self.epoch = 0
 
     def new_client(self, **options: Any) -> WeightUpdateClient:
-        return WeightUpdateClient(
-            self.llm,
-            bind_host="127.0.0.1",
-            stall_timeout_s=STALL_TIMEOUT_S,
-            **options,
-        )
+        return WeightUpdateClient(self.llm, bind_host="127.0.0.1", stall_timeout_s=STALL_TIMEOUT_S, **options)
 
     async def label(self, version: PolicyVersion) -> None:
         """Says which version the weights loaded at start are."""
@@ -360,9 +355,7 @@ async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None
                 await run.client.commit(version)
             context = np.concatenate([(await asked).token_ids, np.arange(30, 37, dtype=np.int32)])
     (branch,) = episode.result()
-    sampled_by = [
-        {span.version for span in branch.spans if turn.start <= span.start < turn.end} for turn in branch.turns
-    ]
+    sampled_by = [{span.version for span in branch.spans if turn.start <= span.start < turn.end} for turn in branch.turns]
     assert len(sampled_by) == len(versions)
     assert max(map(len, sampled_by)) == 2, "no switch within a turn"
     tokens, recorded = [*branch.prompt_token_ids, *branch.completion_token_ids], branch.behaviour_logprobs

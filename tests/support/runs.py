@@ -207,11 +207,7 @@ class RunningCommand:
 
 @contextmanager
 def started_run(
-    recipe: Path | str,
-    run_dir: Path,
-    *arguments: str,
-    resume: bool = False,
-    environment: Mapping[str, str] | None = None,
+    recipe: Path | str, run_dir: Path, *arguments: str, resume: bool = False, environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningCommand]:
     """`pipelinerl run` on a recipe, or with `resume` on its folder; what is left of it is killed."""
     output = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}.txt")

@@ -43,9 +43,7 @@ def byte_tokenizer(
     core.decoder = decoders.ByteLevel()
     text = 'user assistant system tool the call "name": "arguments": {"x": function\n\nhello world think'
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(
-        [text] * 4, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    )
+    core.train_from_iterator([text] * 4, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False))
     tokenizer = ByteTokenizer(tokenizer_object=core)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in (eos, bos, *known) if token])
     tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template = eos, bos, template

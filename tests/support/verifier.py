@@ -66,9 +66,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         if request.items[0].sequence_id == "late":
             await self.late.wait()
         ids = [item.sequence_id for item in request.items]
-        return VerifyResponse(
-            results=[VerifyResult(sequence_id=one, status=VERIFY_STATUS_OK, reward=1.0) for one in ids]
-        )
+        return VerifyResponse(results=[VerifyResult(sequence_id=one, status=VERIFY_STATUS_OK, reward=1.0) for one in ids])
 
 
 async def sample(address: ServiceAddress, name: str) -> float:

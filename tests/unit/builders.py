@@ -36,9 +36,7 @@ def make_problem(
     return EncodedProblem(of_task, index, np.array(tokens, dtype=np.int32), f"p{index}", reference_json)
 
 
-def make_group(
-    number: int = 0, *, num_samples: int = 2, prompt: tuple[int, ...] = (1, 2, 3), **changes: object
-) -> PromptGroup:
+def make_group(number: int = 0, *, num_samples: int = 2, prompt: tuple[int, ...] = (1, 2, 3), **changes: object) -> PromptGroup:
     values: dict[str, object] = {
         "run": RUN,
         "group_id": f"g{number:08d}",
@@ -81,9 +79,7 @@ def make_sequence(
     )
 
 
-def make_episode(
-    group: PromptGroup, index: int, *, version: int = 0, reward: float = 1.0, **branch: object
-) -> Sequence:
+def make_episode(group: PromptGroup, index: int, *, version: int = 0, reward: float = 1.0, **branch: object) -> Sequence:
     """Two turns of 2 and 1 tokens with an observation of 2 between them, and a branch of one token, changed by `branch`."""
     values: dict[str, object] = {
         "prompt_token_ids": np.array([1, 9], dtype=np.int32),

@@ -117,9 +117,7 @@ def _heard(rank: int, said: Connection, wait_s: float) -> Any:
     return result
 
 
-def _play(
-    said: Connection, rank: int, size: int, port: int, role: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _play(said: Connection, rank: int, size: int, port: int, role: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

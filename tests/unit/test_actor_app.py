@@ -236,9 +236,7 @@ class Engine(ScriptedEngine):
 
 
 @asynccontextmanager
-async def answering(
-    version: int | None = 3, engine: ScriptedEngine | None = None
-) -> AsyncIterator[tuple[Running, str]]:
+async def answering(version: int | None = 3, engine: ScriptedEngine | None = None) -> AsyncIterator[tuple[Running, str]]:
     async with running(engine or Engine(), version) as one:
         register = lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(one.actor, server)  # noqa: E731
         async with serve_grpc(register, [app.SERVICE], "127.0.0.1", 0, stop_grace_s=0.1) as port:
@@ -304,10 +302,7 @@ async def test_score_names_its_version_and_needs_one() -> None:
 
 
 async def test_the_state_is_answered_also_while_it_drains() -> None:
-    async with (
-        answering(3, ScriptedEngine()) as (one, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
+    async with answering(3, ScriptedEngine()) as (one, address), grpc.aio.insecure_channel(address) as channel:
         stub = actor_pb2_grpc.ActorServiceStub(channel)
         one.engine.open.clear()
         await issue(one.bus, 0)

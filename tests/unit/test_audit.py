@@ -186,9 +186,7 @@ AGAIN = "g00000000.0"
         ([durable(1, 12), durable(2, 11)], Check.POSITIONS, 1, "version 2 is at position 11, after one at 12"),
     ],
 )  # fmt: skip
-def test_each_contradiction_is_found(
-    tmp_path: Path, events: Iterable[Event], check: Check, count: int, said: str
-) -> None:
+def test_each_contradiction_is_found(tmp_path: Path, events: Iterable[Event], check: Check, count: int, said: str) -> None:
     found = failed(tmp_path, *OPENING, *FIRST_STEP, *events)
     assert check in found, found
     assert found[check][0] >= count
@@ -257,9 +255,7 @@ def test_checkpoints_are_compared_with_the_journal_at_their_length(tmp_path: Pat
         ({"journal_bytes": 60}, [start(2)], "step-0: byte 60 of the journal, where it was taken, was undone"),
     ],
 )
-def test_a_checkpoint_that_says_otherwise(
-    tmp_path: Path, change: dict[str, Any], later: list[Event], said: str
-) -> None:
+def test_a_checkpoint_that_says_otherwise(tmp_path: Path, change: dict[str, Any], later: list[Event], said: str) -> None:
     assert failures(audit_files(checkpointed(tmp_path, *later, **change))) == {Check.CHECKPOINTS: (1, said)}
 
 

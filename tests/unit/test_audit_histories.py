@@ -54,9 +54,7 @@ MOVES = st.sampled_from(
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(moves=st.lists(MOVES, max_size=60))
-def test_whatever_happens_adds_up_and_no_sequence_is_lost_or_trained_twice_into_the_same_weights(
-    moves: list[str],
-) -> None:
+def test_whatever_happens_adds_up_and_no_sequence_is_lost_or_trained_twice_into_the_same_weights(moves: list[str]) -> None:
     with TemporaryDirectory() as folder:
         asyncio.run(history(moves, Path(folder)))
 

@@ -64,9 +64,7 @@ def good(message: Any, decode: Callable[[Any], object]) -> bool:
 
 # --- PROMPTS
 
-PARTIAL = PartialSequence(
-    1, np.array([7, 8], np.int32), np.array([-0.5, -1.0], np.float32), (VersionSpan(3, 0, 2),), None, 0.5
-)
+PARTIAL = PartialSequence(1, np.array([7, 8], np.int32), np.array([-0.5, -1.0], np.float32), (VersionSpan(3, 0, 2),), None, 0.5)
 GROUPS = st.sampled_from(
     [
         encode_group(make_group(5, num_samples=3, done_samples=(0,), partials=(PARTIAL,))),
@@ -232,12 +230,9 @@ GOOD = st.integers(0, 3).map(lambda number: encode_sequence(make_sequence(make_g
 
 @settings(max_examples=100)
 @given(
-    payloads=st.lists(st.one_of(damaged(GOOD), UNTRUE), max_size=6),
-    names=st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    payloads=st.lists(st.one_of(damaged(GOOD), UNTRUE), max_size=6), names=st.lists(st.integers(0, 9), min_size=6, max_size=6)
 )
-def test_whatever_is_on_the_log_the_trainer_goes_on_and_its_books_add_up(
-    payloads: list[bytes], names: list[int]
-) -> None:
+def test_whatever_is_on_the_log_the_trainer_goes_on_and_its_books_add_up(payloads: list[bytes], names: list[int]) -> None:
     asyncio.run(read_all(payloads, names))
 
 
@@ -302,9 +297,7 @@ ANSWERS = {
 
 @settings(max_examples=100)
 @given(
-    kind=st.sampled_from(sorted(ANSWERS)),
-    payloads=st.lists(st.binary(max_size=300), min_size=1, max_size=4),
-    data=st.data(),
+    kind=st.sampled_from(sorted(ANSWERS)), payloads=st.lists(st.binary(max_size=300), min_size=1, max_size=4), data=st.data()
 )
 def test_any_answer_and_registration_is_set_aside_or_of_no_consequence(
     kind: str, payloads: list[bytes], data: st.DataObject

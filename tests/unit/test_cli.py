@@ -63,9 +63,7 @@ def test_help_names_the_commands_and_version_the_version(pipelinerl: Command) ->
     assert subprocess.run(command, capture_output=True, text=True).stdout == "pipelinerl 0.1.0\n"
 
 
-@pytest.mark.parametrize(
-    "recipe", ["gsm", "recipes/gsm.yaml", "smollm2", "arithmetic", "repeated-addition", "calculator"]
-)
+@pytest.mark.parametrize("recipe", ["gsm", "recipes/gsm.yaml", "smollm2", "arithmetic", "repeated-addition", "calculator"])
 def test_shipped_recipes_validate(pipelinerl: Command, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO)
     code, said, errors = pipelinerl("validate", recipe)
@@ -101,10 +99,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
         ("validate gsm --parameters 7B", "--parameters = '7B': is for --gpu-memory; give that too"),
-        (
-            "validate there.yaml --gpu-memory 80GB",
-            "--parameters = None: the name of the model, there, does not tell its size",
-        ),
+        ("validate there.yaml --gpu-memory 80GB", "--parameters = None: the name of the model, there, does not tell its size"),
         (
             "validate gsm --gpu-memory 80GB --set model.name=meta-llama/Llama-4-Scout-17B-16E",
             "17B-16E, does not tell its size; give it, with all experts of a mixture",
@@ -127,10 +122,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         (f"{PLAN} 7B --lengths there", "--lengths = 'there': its metrics.jsonl has no step with ended_by_length"),
         (f"{PLAN} 7B --lengths 1-65", "--lengths = '1-65': is longer than sampling.max_tokens = 64"),
         (f"{PLAN} 7B --lengths 5,1-9000000000", "--lengths = '1-9000000000': is longer than sampling.max_tokens = 64"),
-        (
-            f"{PLAN} 7B --lengths 64 --accelerator TPU",
-            "--accelerator = 'TPU': is neither a file of measured speeds nor",
-        ),
+        (f"{PLAN} 7B --lengths 64 --accelerator TPU", "--accelerator = 'TPU': is neither a file of measured speeds nor"),
         (f"{PLAN} 7B --lengths 64 --accelerator p.jsonl", "has no decode: points [sequences in progress, tokens/s]"),
         (f"{PLAN} 7B --lengths 64 --sequences-in-progress 0", "--sequences-in-progress = 0: give a number above 0"),
         (f"{PLAN} 7B --lengths 64 --kv-kib-per-token inf", "--kv-kib-per-token = inf: give a number above 0"),
@@ -166,9 +158,7 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
     assert code == 0
     assert "60.0 GiB for vLLM: weights 14.3" in printed
     assert "20.0 beside it, for updates 16.3" in printed
-    code, printed, errors = pipelinerl(
-        *gsm, "--parameters", "7.6B", "--set", "actor.engine.gpu_memory_utilization=0.85"
-    )
+    code, printed, errors = pipelinerl(*gsm, "--parameters", "7.6B", "--set", "actor.engine.gpu_memory_utilization=0.85")
     assert (code, printed) == (2, "")
     assert "actor.engine.gpu_memory_utilization = 0.85: leaves 12.0 of 80 GiB beside vLLM" in errors
     assert "use at most 0.79" in errors
@@ -179,10 +169,7 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
 
 def test_a_folders_model_is_as_large_as_its_files_say(pipelinerl: Command, workplace: Path) -> None:
     """Two experts in two files, of 10 x 25 and 3 M parameters, whatever the name says."""
-    shapes: list[dict[str, Any]] = [
-        {"0.w": {"shape": [10_000_000, 25]}},
-        {"1.w": {"shape": [3_000_000]}, "__metadata__": {}},
-    ]
+    shapes: list[dict[str, Any]] = [{"0.w": {"shape": [10_000_000, 25]}}, {"1.w": {"shape": [3_000_000]}, "__metadata__": {}}]
     for number, header in enumerate(map(json.dumps, shapes)):
         contents = len(header).to_bytes(8, "little") + header.encode() + b"..."
         (workplace / "there" / f"{number}.safetensors").write_bytes(contents)

@@ -72,9 +72,7 @@ GROUP = PromptGroup(
     prompt_text="3+4=",
     reference_json="{}",
     num_samples=4,
-    sampling=SamplingParams(
-        temperature=0.7, top_p=0.95, top_k=50, max_tokens=32, stop_token_ids=(2, 0), stop=("\n", "ø")
-    ),
+    sampling=SamplingParams(temperature=0.7, top_p=0.95, top_k=50, max_tokens=32, stop_token_ids=(2, 0), stop=("\n", "ø")),
     seed=2**64 - 1,
     issued_version=12,
     partials=(PARTIAL,),
@@ -172,9 +170,7 @@ def branches(draw: st.DrawFn, *, shortest: int = 1, interrupted: bool = False) -
     for number, (observed, sampled) in enumerate(lengths):
         start = end + observed if number else 0
         end = start + sampled
-        turns.append(
-            Turn(start, end, draw(st.sampled_from([None, *FinishReason] if interrupted else list(FinishReason))))
-        )
+        turns.append(Turn(start, end, draw(st.sampled_from([None, *FinishReason] if interrupted else list(FinishReason)))))
     num_tokens = end if turns else draw(st.integers(shortest, 20))
     spans = [
         replace(span, start=span.start + turn.start, end=span.end + turn.start)
@@ -345,10 +341,7 @@ BAD_SEQUENCES = [
     ("turns", {"turns": [pb.Turn(start=0, end=2, finish_reason=1)]}),  # ends with one
     ("turns", {"turns": [pb.Turn(start=0, end=2, finish_reason=1), pb.Turn(start=1, end=3, finish_reason=1)]}),
     ("turns", {"turns": [pb.Turn(start=0, end=3)]}),  # unfinished
-    (
-        "behaviour_logprobs",
-        {"turns": [pb.Turn(start=0, end=1, finish_reason=1), pb.Turn(start=2, end=3, finish_reason=1)]},
-    ),
+    ("behaviour_logprobs", {"turns": [pb.Turn(start=0, end=1, finish_reason=1), pb.Turn(start=2, end=3, finish_reason=1)]}),
     (
         "spans",  # 0 to 3, over an observation
         {

@@ -22,10 +22,7 @@ def said(program: str, *loggers: str, **environment: str) -> list[str]:
     settings = {f"PIPELINERL_{name}": value for name, value in ACTOR.items()}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PIPELINERL_", "VLLM_"))}
     ran = subprocess.run(
-        [sys.executable, "-c", program, *loggers],
-        env={**inherited, **settings, **environment},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program, *loggers], env={**inherited, **settings, **environment}, capture_output=True, text=True
     )
     return ran.stderr.splitlines()
 

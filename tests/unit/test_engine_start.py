@@ -155,9 +155,7 @@ def test_busy_is_the_time_with_anything_in_progress(clock: Clock) -> None:
     assert busy.total_s == 5.0
 
 
-def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM, whose import takes seconds; runs with a real engine show that it takes the logger."""
     for name in ("vllm", "vllm.v1", "vllm.v1.metrics", "vllm.v1.metrics.loggers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -169,8 +167,5 @@ def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(
         clock.now_s = now_s
         logger.record(SimpleNamespace(num_running_reqs=running, kv_cache_usage=usage), None)
     of = registry.get_sample_value
-    assert (of("pipelinerl_actor_decode_step_seconds_count"), of("pipelinerl_actor_decode_step_seconds_sum")) == (
-        2,
-        1.5,
-    )
+    assert (of("pipelinerl_actor_decode_step_seconds_count"), of("pipelinerl_actor_decode_step_seconds_sum")) == (2, 1.5)
     assert of("pipelinerl_actor_kv_cache_usage_ratio") == 0.125

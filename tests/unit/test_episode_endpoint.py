@@ -86,18 +86,13 @@ class Stage:
         """The branches as text."""
         branches = self.episode.result()
         return [
-            [TOKENIZER.decode(branch.prompt_token_ids), TOKENIZER.decode(branch.completion_token_ids)]
-            for branch in branches
+            [TOKENIZER.decode(branch.prompt_token_ids), TOKENIZER.decode(branch.completion_token_ids)] for branch in branches
         ]
 
 
 @asynccontextmanager
 async def stage(
-    *says: str | Exception,
-    max_turns: int = 10,
-    max_tokens: int = 500,
-    max_context: int = 2_000,
-    timeout_s: float = 20.0,
+    *says: str | Exception, max_turns: int = 10, max_tokens: int = 500, max_context: int = 2_000, timeout_s: float = 20.0
 ) -> AsyncIterator[Stage]:
     registry, book, sampler = CollectorRegistry(), EpisodeBook(), Sampler(list(says))
     metrics, limits = ActorMetrics(registry), EpisodeLimits(max_turns, max_context, timeout_s)
@@ -226,9 +221,7 @@ async def test_an_environment_that_is_run_again_gets_the_same_turns_and_ids() ->
                 first = await client.chat.completions.create(model="m", messages=ASK, tools=[LOOK_UP])
                 message = first.choices[0].message
                 result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
-                second = await client.chat.completions.create(
-                    model="m", messages=[*ASK, message, result], tools=[LOOK_UP]
-                )
+                second = await client.chat.completions.create(model="m", messages=[*ASK, message, result], tools=[LOOK_UP])
                 told.append((message, second.choices[0].message))
         assert told[0] == told[1]
         assert len(s.sampler.asked) == 2

@@ -14,14 +14,7 @@ from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
 from pipelinerl.messages.sequences import FinishReason, SamplingParams, VersionSpan
 from services.actor.engine import Generation
-from services.actor.episodes.formats import (
-    ChatFormat,
-    FamilyFormat,
-    PlainFormat,
-    TemplateFormat,
-    Unrenderable,
-    chat_format,
-)
+from services.actor.episodes.formats import ChatFormat, FamilyFormat, PlainFormat, TemplateFormat, Unrenderable, chat_format
 from services.actor.episodes.record import EpisodeRecord
 from services.actor.episodes.rendering import Rendering, message_of, read_messages
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
@@ -116,9 +109,7 @@ def check_exact(conversation: Conversation) -> None:
     assert dropped == 0
 
 
-texts = st.text(max_size=20) | st.sampled_from(
-    ["<|im_end|>\n", "</think>", "<think>hm</think>\nyes", "e\u0301 \U0001f642 "]
-)
+texts = st.text(max_size=20) | st.sampled_from(["<|im_end|>\n", "</think>", "<think>hm</think>\nyes", "e\u0301 \U0001f642 "])
 sampled = texts | st.sampled_from(sorted(CALLS.values()))
 scripts = st.lists(st.tuples(texts, sampled, st.booleans()), min_size=1, max_size=4)
 
@@ -165,9 +156,7 @@ def test_a_call_is_read_and_its_result_extends_what_was_sampled(name: str) -> No
     )
     written_anew = {**answer, "content": None, "tool_calls": [{**made, "function": {**made["function"]}}]}
     written_anew["tool_calls"][0]["function"]["arguments"] = '{ "word" : "ab" }'
-    conversation.turn(
-        [*asked, written_anew, {"role": "tool", "tool_call_id": made["id"], "content": "42"}], "ok", ends=True
-    )
+    conversation.turn([*asked, written_anew, {"role": "tool", "tool_call_id": made["id"], "content": "42"}], "ok", ends=True)
     (branch,), _ = conversation.record.result()
     assert "42" in tokenizer.decode(branch.completion_token_ids)
     check_exact(conversation)

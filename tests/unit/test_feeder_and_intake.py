@@ -228,9 +228,7 @@ EMPTY = make_problem(1, tokens=())
 @pytest.mark.parametrize(
     ("odd", "reason"), [(TOO_LARGE, "prompt group too large"), (EMPTY, "prompt group invalid")], ids=["large", "empty"]
 )
-async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place(
-    odd: EncodedProblem, reason: str
-) -> None:
+async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place(odd: EncodedProblem, reason: str) -> None:
     server = MemoryServer(max_payload_bytes=2000)
     async with desk("feeder", server=server, problems=lambda index: odd if index == 1 else problem(index)) as one:
         assert [group.problem_index for group in await one.take_issued()] == [0, 2, 3, 4]
@@ -407,11 +405,7 @@ async def test_the_same_seed_issues_the_same_prompts_in_the_same_order() -> None
         ((), "system: S|user: q!|"),
         (({"role": "user", "content": "u"},), "system: S|user: u!|"),
         (
-            (
-                {"role": "system", "content": "T"},
-                {"role": "assistant", "content": "a"},
-                {"role": "user", "content": "u"},
-            ),
+            ({"role": "system", "content": "T"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "u"}),
             "system: T|assistant: a|user: u!|",
         ),
     ],

@@ -180,9 +180,7 @@ async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() 
         (generated(*[7] * 1000), "too_large: "),  # beyond max_payload
     ],
 )
-async def test_a_completion_that_cannot_be_trained_on_costs_that_sequence(
-    made: Generation | EngineError, failure: str
-) -> None:
+async def test_a_completion_that_cannot_be_trained_on_costs_that_sequence(made: Generation | EngineError, failure: str) -> None:
     def answer(request: GenerationRequest) -> Generation:
         if request.request_id.endswith(".1"):
             return GOOD

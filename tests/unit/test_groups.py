@@ -86,9 +86,7 @@ ONCE, TWICE = Lineage().restarted(20), Lineage().restarted(20).restarted(10)
         (TWICE, spans(12, incarnation=3), None),
     ],
 )
-def test_versions_undone_by_a_restart(
-    lineage: Lineage, versions: tuple[VersionSpan, ...], reason: StaleReason | None
-) -> None:
+def test_versions_undone_by_a_restart(lineage: Lineage, versions: tuple[VersionSpan, ...], reason: StaleReason | None) -> None:
     assert stale_reason(versions, 30, AlgorithmConfig(max_lag=None), lineage) is reason
 
 
@@ -180,11 +178,7 @@ def test_every_run_ends_whatever_is_lost_and_nothing_is_left_over(
         trainer={"steps": steps, "batch_size": per_step * group_size, "tokens_per_microbatch": 64},
         actor={"sequences_in_progress": 6},
     )
-    bounds, random, on_their_way = (
-        IssueBounds(recipe),
-        Random(seed),
-        list[int](),
-    )  # each with the version that samples it
+    bounds, random, on_their_way = (IssueBounds(recipe), Random(seed), list[int]())  # each with the version that samples it
     issued = lost = taken = served = 0
     for version in range(steps):
         sent = version if starts_phase(recipe, version) else served
@@ -204,9 +198,7 @@ def test_every_run_ends_whatever_is_lost_and_nothing_is_left_over(
                 taken += 1
         taken -= per_step
         wait_share, oldest = random.random(), issued - len(on_their_way)
-        bounds.begin_step(
-            1, issued - lost, len(on_their_way), wait_share, for_max_lag=False, issued=issued, oldest_open=oldest
-        )
+        bounds.begin_step(1, issued - lost, len(on_their_way), wait_share, for_max_lag=False, issued=issued, oldest_open=oldest)
     assert (issued - lost, taken, on_their_way) == (steps * per_step, 0, [])
 
 
@@ -248,14 +240,10 @@ def fresh(group_size: int, batch_size: int, slots: int) -> IssueBounds:
 def test_the_freshness_limit_by_hand() -> None:
     bounds = fresh(group_size=2, batch_size=8, slots=16)
 
-    def begin(
-        left_over: int, wait_share: float = 0.0, oldest_open: int = 0, *, for_max_lag: bool = False
-    ) -> int | None:
+    def begin(left_over: int, wait_share: float = 0.0, oldest_open: int = 0, *, for_max_lag: bool = False) -> int | None:
         """`left_over` groups of 2 beyond the batch, and none on its way but `oldest_open`."""
         unlost = 4 * (bounds.steps_begun + 1) + left_over
-        bounds.begin_step(
-            1, unlost, 0, wait_share, for_max_lag=for_max_lag, issued=unlost, oldest_open=oldest_open or unlost
-        )
+        bounds.begin_step(1, unlost, 0, wait_share, for_max_lag=for_max_lag, issued=unlost, oldest_open=oldest_open or unlost)
         assert bounds.in_flight(unlost, num_waiting=3) == 2 * left_over - 3
         return bounds.limit(1)
 
@@ -263,9 +251,7 @@ def test_the_freshness_limit_by_hand() -> None:
     assert [begin(left_over) for left_over in (8, 7, 9)] == [26, 26, 26], "26 / 8 + 1 = 4 steps have to begin first"
     assert begin(8) == 22  # by a quarter of 7 groups, rounded up
     assert (bounds.limit(2), bounds.holds_actors_back) == (40, True)  # an actor more adds its 18
-    assert [begin(left_over) for left_over in (3, 0, 3, 3)] == [22] * 4, (
-        "one step had nothing left over: no queue stands"
-    )
+    assert [begin(left_over) for left_over in (3, 0, 3, 3)] == [22] * 4, "one step had nothing left over: no queue stands"
     assert begin(0, wait_share=0.5, for_max_lag=True) == 22, "a higher limit would not help"
     assert not bounds.holds_actors_back, "the trainer waits"
     assert begin(0, wait_share=0.5) == 24
@@ -290,9 +276,7 @@ def test_what_an_actor_had_in_hand_starves_no_step_when_it_is_gone() -> None:
 
 
 @given(st.floats(0.2, 5.0), st.integers(1, 3), st.integers(0, 2**32))
-def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(
-    trainer_s: float, actors: int, seed: int
-) -> None:
+def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(trainer_s: float, actors: int, seed: int) -> None:
     """Sequences take 1 to 2 s each in one of 16 slots; a step takes `trainer_s`. Trained at the pace of the slower side."""
     bounds, random = fresh(group_size=1, batch_size=16, slots=16), Random(seed)
     generating: list[float] = []  # when each ends
@@ -317,9 +301,7 @@ def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(
         waits.append(now - ready_at)
         left_over.append(complete)
         num_open, wait_share = len(generating) + queued, waits[-1] / (waits[-1] + trainer_s)
-        bounds.begin_step(
-            actors, unlost, num_open, wait_share, for_max_lag=False, issued=unlost, oldest_open=unlost - num_open
-        )
+        bounds.begin_step(actors, unlost, num_open, wait_share, for_max_lag=False, issued=unlost, oldest_open=unlost - num_open)
         ends_at = now + trainer_s
         fill_slots()
         while generating and generating[0] <= ends_at:

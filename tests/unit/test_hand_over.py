@@ -112,9 +112,7 @@ async def test_finished_sequences_that_could_not_be_stored_are_only_verified_and
         sequences = await second.published(2)
         assert second.engine.started == []
         assert {tuple(sequence.completion_token_ids) for sequence in sequences} == {(9, 2)}
-        assert {(sequence.reward, sequence.failure, sequence.completion_text) for sequence in sequences} == {
-            (1.0, "", "9 2")
-        }
+        assert {(sequence.reward, sequence.failure, sequence.completion_text) for sequence in sequences} == {(1.0, "", "9 2")}
         assert second.counted("sequences_continued", state="finished") == 2
 
 
@@ -124,9 +122,7 @@ async def test_samples_stored_finished_begun_and_not_begun_go_over_in_one_messag
         await one.leave()
         (group,) = await waiting(one)
         assert group.done_samples == (0,)
-        assert [(p.sample_index, p.completion_token_ids.tolist(), p.finish_reason) for p in group.partials] == [
-            (1, [7], None)
-        ]
+        assert [(p.sample_index, p.completion_token_ids.tolist(), p.finish_reason) for p in group.partials] == [(1, [7], None)]
         assert one.engine.started == ["g00000000.0", "g00000000.1"]  # 2 and 3 had no place yet, and got none
 
 
@@ -232,9 +228,7 @@ async def test_a_request_that_the_engine_does_not_know_yet_is_aborted_when_it_do
         ({"spans": []}, "partials.spans"),
     ],
 )
-async def test_partials_that_contradict_their_group_end_as_failed_sequences(
-    change: dict[str, object], reason: str
-) -> None:
+async def test_partials_that_contradict_their_group_end_as_failed_sequences(change: dict[str, object], reason: str) -> None:
     group = make_group(0, num_samples=3, done_samples=(2,), partials=(partial(1, 7, 8),))
     message = sequence_pb2.PromptGroup.FromString(encode_group(group))
     for name, value in change.items():
@@ -276,10 +270,7 @@ def parts_of(payloads: list[bytes]) -> list[PromptGroup]:
     return [decode_group(payload) for payload in payloads]
 
 
-@given(
-    st.lists(st.one_of(st.none(), st.integers(0, 60)), min_size=1, max_size=8),
-    st.integers(200, 2000),
-)
+@given(st.lists(st.one_of(st.none(), st.integers(0, 60)), min_size=1, max_size=8), st.integers(200, 2000))
 def test_the_messages_ask_for_each_missing_sample_once(lengths: list[int | None], max_bytes: int) -> None:
     """`lengths`: tokens of each sample that is missing; None: it is stored already."""
     sampling = replace(make_group().sampling, max_tokens=60)

@@ -16,9 +16,7 @@ from tests.unit.builders import RUN
 
 
 def heartbeat(bus: MemoryBus, gate: ServingGate, manifest_id: Callable[[], str] = lambda: "") -> Heartbeat:
-    return Heartbeat(
-        bus, gate, manifest_id, Registration(actor="a", process="p1", grpc_address="a:1", ranks=2, pod_uid="u1")
-    )
+    return Heartbeat(bus, gate, manifest_id, Registration(actor="a", process="p1", grpc_address="a:1", ranks=2, pod_uid="u1"))
 
 
 @asynccontextmanager

@@ -92,14 +92,7 @@ SILENT = FakeActor(silent=frozenset({"h000001"}))
     ("outcomes", "actor", "accuracy", "lower_bound", "asked", "told"),
     [
         (TIMED_OUT, FakeActor(), 2 / 3, 2 / 4, 4, "{'reward_timeout': 1}"),
-        (
-            {},
-            FakeActor(failures=FAILED),
-            0.5,
-            1 / 4,
-            1,
-            "{'non_finite_logprobs': 1, 'engine': 1}",
-        ),  # an empty one is wrong
+        ({}, FakeActor(failures=FAILED), 0.5, 1 / 4, 1, "{'non_finite_logprobs': 1, 'engine': 1}"),  # an empty one is wrong
         ({}, SILENT, 1.0, 3 / 4, 3, "{'no completion': 1}"),
     ],
     ids=["reward", "actor", "silent"],
@@ -154,9 +147,7 @@ async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_m
     assert of_task.pass_at[2].value == 1.0
 
 
-async def test_each_task_and_set_has_its_limit_its_reward_and_its_accuracy_and_sets_do_not_count_with_the_tasks() -> (
-    None
-):
+async def test_each_task_and_set_has_its_limit_its_reward_and_its_accuracy_and_sets_do_not_count_with_the_tasks() -> None:
     updater, actor = FakeUpdater(), FakeActor()
     verifier: Any = FakeVerifier()  # every answer earns 1
     strict: dict[str, Any] = {"name": "strict", "task": {}, "max_tokens": 9, "reward": {"correct": 2.0}}

@@ -80,8 +80,7 @@ def added(model: Toy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "says"),
-    [(packed, "derives apply_packed"), (transposed, "laid out"), (smaller, "laid out"), (added, "scale")],
+    ("after", "says"), [(packed, "derives apply_packed"), (transposed, "laid out"), (smaller, "laid out"), (added, "scale")]
 )
 def test_what_post_processing_makes_of_weights_can_forbid_it(after, says) -> None:
     loader = ToyLoader(Toy(), after)
@@ -104,9 +103,7 @@ def test_a_head_that_only_happens_to_be_tied_forbids_it() -> None:
     assert "tied" in loader.obstacle()
 
 
-def test_memory_of_the_engines_first_weights_is_given_back_and_that_of_updates_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_the_engines_first_weights_is_given_back_and_that_of_updates_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(loader._swaps))
     loader = ToyLoader(Toy())

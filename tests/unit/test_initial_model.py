@@ -124,9 +124,7 @@ def test_where_the_initial_policy_is_loaded_from(tmp_path: Path, built: Path) ->
     assert model_source(recipe_of(), settings.model_copy(update={"model_cache": built.parent})) == str(built)
     with pytest.raises(FieldError, match=r"PIPELINERL_MODEL_CACHE = .*holds no complete tiny-"):
         model_source(recipe_of(), settings)
-    with pytest.raises(
-        FieldError, match=r"PIPELINERL_MODEL_CACHE = '': model.source = 'warmstart' is built by the run"
-    ):
+    with pytest.raises(FieldError, match=r"PIPELINERL_MODEL_CACHE = '': model.source = 'warmstart' is built by the run"):
         model_source(recipe_of(), settings.model_copy(update={"model_cache": None}))
 
 
@@ -164,9 +162,7 @@ async def test_an_actor_waits_for_the_trainer_and_says_so(
     settings = actor_settings(tmp_path / "actor", f"127.0.0.1:{port}")
     fetching = asyncio.create_task(fetched(settings))
     async with asyncio.timeout(60):
-        while (
-            f"cannot fetch the initial model of trainer 127.0.0.1:{port}, trying again: UNAVAILABLE" not in caplog.text
-        ):
+        while f"cannot fetch the initial model of trainer 127.0.0.1:{port}, trying again: UNAVAILABLE" not in caplog.text:
             await asyncio.sleep(0.01)
         async with trainer(recipe_of(), str(built), port):
             await fetching
@@ -245,9 +241,7 @@ def receive(folder: Path, chunks: list[trainer_pb2.InitialModelChunk]) -> None:
         ([], "0 of 0 files are complete"),
     ],
 )
-def test_what_an_actor_does_not_believe(
-    tmp_path: Path, chunks: list[trainer_pb2.InitialModelChunk], problem: str
-) -> None:
+def test_what_an_actor_does_not_believe(tmp_path: Path, chunks: list[trainer_pb2.InitialModelChunk], problem: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(MessageError, match=problem):

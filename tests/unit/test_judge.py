@@ -50,12 +50,7 @@ def judge_of(url: str, **more: Any) -> Judge:
 
 def item(completion: str, index: int = 0, **more: Any) -> VerifyItem:
     return VerifyItem(
-        sequence_id=f"g.{index}",
-        task="t",
-        prompt_text="6 * 7?",
-        completion_text=completion,
-        reference_json=REFERENCE,
-        **more,
+        sequence_id=f"g.{index}", task="t", prompt_text="6 * 7?", completion_text=completion, reference_json=REFERENCE, **more
     )
 
 
@@ -94,12 +89,7 @@ async def test_what_may_heal_is_tried_again() -> None:
 @pytest.mark.parametrize(
     ("script", "timeout_s", "status", "told"),
     [
-        (
-            (401, f"bad key {KEY}, of you"),
-            60,
-            VERIFY_STATUS_CRASHED,
-            "the judge refuses: HTTP 401: bad key ***, of you",
-        ),
+        ((401, f"bad key {KEY}, of you"), 60, VERIFY_STATUS_CRASHED, "the judge refuses: HTTP 401: bad key ***, of you"),
         ((200, "<html>"), 60, VERIFY_STATUS_CRASHED, "the response is no chat completion: '<html>'"),
         ((200, '{"choices": []}'), 60, VERIFY_STATUS_CRASHED, "no chat completion"),
         ((500, "out of memory"), 0.2, VERIFY_STATUS_TIMEOUT, "judge.timeout_s = 0.2 s: HTTP 500: out of memory"),
@@ -158,12 +148,7 @@ async def test_old_answers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
         async with judge_of(server.url) as one:
             for completion in ("a", "b", "a", "c", "a", "b"):
                 await one.answer(item(completion))
-    assert [body["messages"][0]["content"].partition("Given: ")[2][0] for _, _, body in server.asked] == [
-        "a",
-        "b",
-        "c",
-        "b",
-    ]
+    assert [body["messages"][0]["content"].partition("Given: ")[2][0] for _, _, body in server.asked] == ["a", "b", "c", "b"]
 
 
 # --- from the judge's answer to a result
@@ -198,11 +183,7 @@ async def test_the_number_over_full_marks_is_the_score_and_no_number_is_no_rewar
     with endpoint(*answers) as server:
         config = reward(server.url, concurrency=1)
         results = await scored(config, *(item(f"c{index}", index) for index in range(6)))
-    assert [result.status for result in results] == [
-        VERIFY_STATUS_OK,
-        VERIFY_STATUS_CRASHED,
-        *[VERIFY_STATUS_BAD_REWARD] * 4,
-    ]
+    assert [result.status for result in results] == [VERIFY_STATUS_OK, VERIFY_STATUS_CRASHED, *[VERIFY_STATUS_BAD_REWARD] * 4]
     assert (results[0].reward, dict(results[0].components)) == (pytest.approx(0.7), {"answer": pytest.approx(0.7)})
     assert results[2].message == "no number from 0 to 10 by reward.judge.pattern in the judge's answer: 'I cannot say'"
     assert all(result.reward == 0 for result in results[1:])

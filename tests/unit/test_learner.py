@@ -151,9 +151,7 @@ def test_the_loss_of_an_episode_is_that_of_its_sampled_tokens_by_hand() -> None:
         behaviour_logprobs=np.array([-3.0, -2.0, -1.0], np.float32),
     )
     branch = replace(one.branches[0], behaviour_logprobs=np.array([-4.0], np.float32))
-    branch = replace(
-        branch, prompt_token_ids=np.array([3, 10], np.int32), completion_token_ids=np.array([11], np.int32)
-    )
+    branch = replace(branch, prompt_token_ids=np.array([3, 10], np.int32), completion_token_ids=np.array([11], np.int32))
     group = TrainingGroup((replace(one, branches=(branch,)),), np.array([2.0]))
     config = AlgorithmConfig(clamp=5.0, normalization="sequence")
 
@@ -272,9 +270,7 @@ def test_the_flash_kernel_is_given_what_padded_rows_compute(
 def test_attention_refuses_terms_it_would_drop() -> None:
     tokens = torch.zeros(1, 2, 3, 4)
     with pytest.raises(FieldError, match="needs softcap: set eager"):
-        varlen_attention(
-            torch.nn.Identity(), tokens, tokens, tokens, None, packed=packed_layout(np.array([3])), softcap=30.0
-        )
+        varlen_attention(torch.nn.Identity(), tokens, tokens, tokens, None, packed=packed_layout(np.array([3])), softcap=30.0)
 
 
 def test_lengths_apart_are_laid_out_in_blocks_of_similar_ones_once_and_only_when_asked_for() -> None:
@@ -505,9 +501,7 @@ def test_masked_tokens_are_reported_and_are_not_clipped_ones() -> None:
 
 @pytest.mark.parametrize(("budget", "microbatches", "fill"), [(16, 3, 27 / 48), (20, 2, 27 / 40), (80, 1, 27 / 80)])
 def test_packing_fill_is_of_the_token_budget(budget: int, microbatches: int, fill: float) -> None:
-    learner = Learner(
-        wrap_model(model_of("llama-tied")), AlgorithmConfig(), TrainerConfig(tokens_per_microbatch=budget)
-    )
+    learner = Learner(wrap_model(model_of("llama-tied")), AlgorithmConfig(), TrainerConfig(tokens_per_microbatch=budget))
     metrics = learner.train_step([group_of(sequences_of([(2, 8), (2, 8), (2, 8)]))], 3)
     assert (metrics["tokens_computed"], metrics["microbatches"]) == (27, microbatches)
     assert metrics["packing_fill"] == pytest.approx(fill)
@@ -718,9 +712,7 @@ def test_a_value_head_learns_what_rewards_are_and_the_policy_what_is_better() ->
 
 def test_a_value_head_is_saved_beside_the_model_and_found_there(tmp_path: Path) -> None:
     model_of("llama-tied").save_pretrained(tmp_path)
-    recipe = make_recipe(
-        model={"source": "path", "name": str(tmp_path), "max_context": 64}, algorithm={"advantage": "value"}
-    )
+    recipe = make_recipe(model={"source": "path", "name": str(tmp_path), "max_context": 64}, algorithm={"advantage": "value"})
     first = load_learner(recipe, str(tmp_path), RankSettings())
     assert first.policy.value_head is not None
     with torch.no_grad():

@@ -49,9 +49,7 @@ def test_a_state_that_does_not_add_up_is_refused_with_its_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "event",
-    [lambda ledger: ledger.issue(["c"]), lambda ledger: ledger.close(["a"], Outcome.TRAINED)],
-    ids=["issue", "close"],
+    "event", [lambda ledger: ledger.issue(["c"]), lambda ledger: ledger.close(["a"], Outcome.TRAINED)], ids=["issue", "close"]
 )
 def test_a_broken_equation_is_noticed_at_the_next_event(event: Callable[[Ledger], None]) -> None:
     ledger = issued("a", "b")

@@ -33,9 +33,7 @@ class Case:
         return [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf is not None]
 
 
-def case(
-    tokens: int, words: int, width: int, *, bias: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> Case:
+def case(tokens: int, words: int, width: int, *, bias: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -61,9 +59,7 @@ def naive(inputs: Case, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def blockwise(inputs: Case, temperature: float, entropy_grad: bool, max_logits: int) -> tuple[Tensor, Tensor]:
-    return linear_scores(
-        inputs.hidden, inputs.weight, inputs.bias, inputs.targets, temperature, entropy_grad, max_logits
-    )
+    return linear_scores(inputs.hidden, inputs.weight, inputs.bias, inputs.targets, temperature, entropy_grad, max_logits)
 
 
 def gradients(inputs: Case, scores: tuple[Tensor, Tensor], entropy_grad: bool, **options: Any) -> list[Tensor]:
@@ -210,9 +206,7 @@ def test_a_second_backward_pass_and_a_checkpointed_one_give_the_same(max_logits:
     scores = blockwise(inputs, 0.9, True, max_logits)
     first = gradients(inputs, scores, True, retain_graph=True)
     checkpointed = checkpoint(blockwise, inputs, 0.9, True, max_logits, use_reentrant=False)
-    for one, again, other in zip(
-        first, gradients(inputs, scores, True), gradients(inputs, checkpointed, True), strict=True
-    ):
+    for one, again, other in zip(first, gradients(inputs, scores, True), gradients(inputs, checkpointed, True), strict=True):
         assert torch.equal(one, again)
         assert torch.equal(one, other)
 

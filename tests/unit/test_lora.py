@@ -187,9 +187,7 @@ def test_adapters_come_back_after_an_error() -> None:
 
 
 def test_gradients_reach_adapters_through_recomputed_activations() -> None:
-    kept, recomputed = (
-        served(train(adapted("qwen2-untied", gradient_checkpointing=on)).policy) for on in (False, True)
-    )
+    kept, recomputed = (served(train(adapted("qwen2-untied", gradient_checkpointing=on)).policy) for on in (False, True))
     for name, weight in kept.items():
         torch.testing.assert_close(recomputed[name], weight, atol=1e-5, rtol=1e-5)
 
@@ -250,14 +248,10 @@ def test_targets_that_cannot_be(targets: list[str], problem: str) -> None:
         add_adapters(model("llama-tied"), LoraConfig(target_modules=targets))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
-)  # peft's, of the same layers
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft's, of the same layers
 def test_experts_that_lie_in_one_tensor_are_refused() -> None:
     mixture = build(MixtralConfig, MixtralForCausalLM, **SHAPE, num_local_experts=2)
-    problem = (
-        r"'all-linear': means model.layers.0.mlp.experts, whose experts .*, such as k_proj, o_proj, q_proj, v_proj"
-    )
+    problem = r"'all-linear': means model.layers.0.mlp.experts, whose experts .*, such as k_proj, o_proj, q_proj, v_proj"
     with pytest.raises(FieldError, match=problem):
         add_adapters(mixture, LoraConfig())
 
@@ -273,11 +267,7 @@ def test_a_recipe_says_adapters_by_naming_one_field_and_cannot_say_some() -> Non
     sizes = {"tokens_per_microbatch": 64, "batch_size": 4}
     recipe: Recipe = make_recipe(trainer={**sizes, "lora": {"rank": 8}})
     assert recipe.trainer.lora == LoraConfig(rank=8, alpha=32.0, rslora=False, target_modules="all-linear")
-    wrong: dict[str, dict[str, Any]] = {
-        "rank": {"rank": 0},
-        "alpha": {"alpha": 0.0},
-        "name at least": {"target_modules": []},
-    }
+    wrong: dict[str, dict[str, Any]] = {"rank": {"rank": 0}, "alpha": {"alpha": 0.0}, "name at least": {"target_modules": []}}
     for field, lora in wrong.items():
         with pytest.raises(ValueError, match=field):
             make_recipe(trainer={**sizes, "lora": lora})

@@ -98,11 +98,7 @@ BY_HAND = {
         clipped=[0, 1],
     ),
     "cispo alone bounds weights from above only": Case(
-        {"loss": "cispo"},
-        ([0.01, 4.9, 8.0], [1.0, 1.0, 1.0]),
-        [-0.01, -4.9, -5.0],
-        clipped=[2],
-        more={"behaviour": 0.1},
+        {"loss": "cispo"}, ([0.01, 4.9, 8.0], [1.0, 1.0, 1.0]), [-0.01, -4.9, -5.0], clipped=[2], more={"behaviour": 0.1}
     ),
     "icepop leaves out tokens and keeps the others' weights": Case(
         {"clamp": 10.0, "mask": "icepop"},

@@ -58,9 +58,7 @@ def test_ranks_that_share_the_states() -> None:
     recipe = load_recipe("gsm")
     assert trainer_problem(recipe, SEVEN_B, 80.0, ranks=3) is None
     said = str(trainer_problem(recipe, SEVEN_B, 80.0, ranks=2))
-    assert said.startswith(
-        "trainer.nproc = 4: 63.7 GiB of weights, gradients and optimizer on each of 2 leave less than 30%"
-    )
+    assert said.startswith("trainer.nproc = 4: 63.7 GiB of weights, gradients and optimizer on each of 2 leave less than 30%")
     assert said.endswith("use at least 3 ranks")
     of_four = str(trainer_problem(load_recipe("gsm", ["trainer.shard_ranks=2"]), SEVEN_B, 80.0, ranks=2))
     assert of_four.startswith("trainer.shard_ranks = 2: 63.7 GiB")
@@ -96,10 +94,7 @@ def test_an_actor_asks_its_device_for_a_second_instance(device: torch.device, ca
     assert loaders.no_room(weights(3.0), device, 0.9) == "", "close: two of five GiB are for what is received"
     assert "set actor.engine.gpu_memory_utilization to at most 0.77" in caplog.text
     caplog.clear()
-    assert (loaders.no_room(weights(2.0), device, 0.9), loaders.no_room(weights(99.0), torch.device("cpu"), 0.9)) == (
-        "",
-        "",
-    )
+    assert (loaders.no_room(weights(2.0), device, 0.9), loaders.no_room(weights(99.0), torch.device("cpu"), 0.9)) == ("", "")
     assert caplog.text == ""
 
 
@@ -142,9 +137,7 @@ def test_a_rank_asks_its_device_whether_the_states_fit(device: torch.device, cap
         world: Any = SimpleNamespace(device=where, layout=SimpleNamespace(shard_ranks=ranks))
         check_memory(recipe, whole, world)
 
-    with pytest.raises(
-        FieldError, match=r"trainer\.nproc = 1: 9\.0 GiB .* of 8 GiB for activations; use at least 2 ranks"
-    ):
+    with pytest.raises(FieldError, match=r"trainer\.nproc = 1: 9\.0 GiB .* of 8 GiB for activations; use at least 2 ranks"):
         check(9.0)
     check(9.0, ranks=2)
     check(99.0, where=torch.device("cpu"))

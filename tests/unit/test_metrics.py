@@ -11,9 +11,7 @@ def series(registry: CollectorRegistry) -> dict[str, float]:
     """Value by `name{labels}`, as a scraper reads it."""
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {
-        f"{sample.name}{dict(sorted(sample.labels.items()))}": sample.value
-        for family in families
-        for sample in family.samples
+        f"{sample.name}{dict(sorted(sample.labels.items()))}": sample.value for family in families for sample in family.samples
     }
 
 
@@ -67,10 +65,7 @@ def test_known_label_values_are_there_from_the_start() -> None:
     metrics = MetricSet("p", registry)
     metrics.counter("calls_total", "Calls.", {"code": ("OK", "BAD")}, unit="calls")
     metrics.counter("items_total", "Items.", {"task": "the recipe's", "code": ("OK",)})
-    assert series(registry) == {
-        "p_calls_total{'code': 'OK', 'run': 'gsm'}": 0,
-        "p_calls_total{'code': 'BAD', 'run': 'gsm'}": 0,
-    }
+    assert series(registry) == {"p_calls_total{'code': 'OK', 'run': 'gsm'}": 0, "p_calls_total{'code': 'BAD', 'run': 'gsm'}": 0}
     assert [(family.name, family.kind, family.unit) for family in registry.families] == [
         ("p_calls_total", "counter", "calls"),
         ("p_items_total", "counter", "items"),

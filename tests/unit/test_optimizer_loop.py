@@ -175,9 +175,7 @@ async def test_a_run_whose_actors_serve_another_policy_trains_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize("stops", [False, True])
-async def test_a_later_version_that_is_another_policy_is_counted_and_ends_the_run_if_asked(
-    stops: bool, tmp_path: Path
-) -> None:
+async def test_a_later_version_that_is_another_policy_is_counted_and_ends_the_run_if_asked(stops: bool, tmp_path: Path) -> None:
     weights = {"probe_every": 1, "probe_tokens": 3, "stop_on_mismatch": stops}
     actor = FakeActor(version=0)
     async with serving(a=actor) as addresses, bench(tmp_path, weights=weights) as one:
@@ -191,9 +189,7 @@ async def test_a_later_version_that_is_another_policy_is_counted_and_ends_the_ru
                 actor.version, actor.logprobs = version, (-1.0, -2.5)
 
         updater.offer = offered
-        with (
-            pytest.raises(FieldError, match=r"stop_on_mismatch = True: a at version 1:1: ") if stops else nullcontext()
-        ):
+        with pytest.raises(FieldError, match=r"stop_on_mismatch = True: a at version 1:1: ") if stops else nullcontext():
             await one.loop.run()
         assert one.totals.logprob_mismatch[:2] == [0.0, 0.5]
         assert one.totals.parity_failures >= 1
@@ -222,9 +218,7 @@ async def test_a_good_step_between_skipped_ones_lets_the_run_go_on(tmp_path: Pat
         assert one.loop.version == 5
 
 
-async def test_a_checkpoint_is_written_at_once_while_no_batch_comes_and_no_step_begins_after_the_last(
-    tmp_path: Path,
-) -> None:
+async def test_a_checkpoint_is_written_at_once_while_no_batch_comes_and_no_step_begins_after_the_last(tmp_path: Path) -> None:
     async with bench(tmp_path) as one:
         running = await one.waiting()
         written = await one.loop.request_checkpoint()

@@ -66,9 +66,7 @@ def test_a_line_of_the_samples_without_a_step_is_left_out() -> None:
 def test_history_is_the_object_that_the_views_draw() -> None:
     history = RunHistory()
     history.add(record(1, clipped=True))
-    news = history.add(
-        record(2, heldout_accuracy=0.4, heldout_accuracy_lower_bound=0.3, heldout_version=1), [sample(2)]
-    )
+    news = history.add(record(2, heldout_accuracy=0.4, heldout_accuracy_lower_bound=0.3, heldout_version=1), [sample(2)])
     assert news["heldout"] == {"step": 1, "time_s": 2.0, "accuracy": 0.4, "lower_bound": 0.3, "sets": {}}
     assert (news["lag_totals"], news["ess_by_lag"]) == ({"0": 20, "1": 3}, {"0": 1.0, "1": 0.375})
     assert [one["completion"] for one in news["samples"]] == ["c2"]

@@ -14,25 +14,19 @@ def test_runs_share_no_subject_but_those_of_the_account() -> None:
         assert set(permissions("one")[user]["publish"]) & set(permissions("two")[user]["publish"]) == shared
 
 
-@pytest.mark.parametrize(
-    ("user", "prefix"), [("actor", "_INBOX_actor"), ("", "_INBOX"), ("a.b", "_INBOX"), (">", "_INBOX")]
-)
+@pytest.mark.parametrize(("user", "prefix"), [("actor", "_INBOX_actor"), ("", "_INBOX"), ("a.b", "_INBOX"), (">", "_INBOX")])
 def test_answers_go_to_a_place_of_the_users_own(user: str, prefix: str) -> None:
     assert inbox_prefix(user) == prefix
 
 
-def test_the_command_prints_users_for_nats_server(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_users_for_nats_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["permissions", "demo"])
     assert main() == 0
     users = json.loads(capsys.readouterr().out)["authorization"]["users"]
     assert {user["user"]: user["permissions"] for user in users} == permissions("demo")
 
 
-def test_a_name_that_no_run_can_have_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_no_run_can_have_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FieldError, match="run"):
         permissions("a.b")
     monkeypatch.setattr("sys.argv", ["permissions", "RUN"])

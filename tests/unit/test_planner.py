@@ -66,9 +66,7 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     # A lag of 1 allows 8 actors of H = 4, with too many stale sequences; 6 make 6 · 382 tokens/s, for which 2 ranks would do.
     spare = make_plan(recipe_with(1), model, machine, lengths, 40, sequences_in_progress=4)
     assert spare.reasons[-1].startswith("8 accelerators would be as fast: 6 actors and 2 trainer ranks; to use all")
-    with pytest.raises(
-        FieldError, match=r"algorithm.max_lag = 0: the longest sequences are at least 1 step old in any split"
-    ):
+    with pytest.raises(FieldError, match=r"algorithm.max_lag = 0: the longest sequences are at least 1 step old in any split"):
         make_plan(recipe_with(0), model, machine, lengths, 9)
     told = [str(one) for one in misfits(recipe_with(3), model, machine, lengths, 1, 50000)]
     assert re.search(r"--sequences-in-progress = 50000: .* holds \d+ of them", told[0])
@@ -123,18 +121,7 @@ def test_the_command_prints_a_plan_and_its_reasons(
     speeds = {"decode": [[1, 100], [64, 3200]], "trained_tokens_per_s": 1600, "kv_gib": 1, "memory_gib": 1}
     (tmp_path / "mine.json").write_text(json.dumps(speeds))
     (tmp_path / "r.yaml").write_text("name: r\nmodel: {source: path, name: x}\ntask: {}\nalgorithm: {max_lag: 4}\n")
-    command = [
-        "plan",
-        "r.yaml",
-        "--parameters",
-        "1M",
-        "--accelerators",
-        "9",
-        "--accelerator",
-        "mine.json",
-        "--lengths",
-        "1-40",
-    ]
+    command = ["plan", "r.yaml", "--parameters", "1M", "--accelerators", "9", "--accelerator", "mine.json", "--lengths", "1-40"]
     assert main([*command, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["actors"] + plan["trainer_ranks"] == 9

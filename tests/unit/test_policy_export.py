@@ -103,25 +103,19 @@ def test_what_is_written_is_of_when_it_began(source: str, tmp_path: Path, case: 
     for name, weight in again.gather(WEIGHTS):
         assert torch.equal(weight, then[name]), name
     restore(learner, folder / "resume" / "state")  # and its weights are numbers again
-    assert all(torch.equal(weight, then[name]) for name, weight in learner.gather(WEIGHTS)) == (
-        recipe.trainer.lora is None
-    )
+    assert all(torch.equal(weight, then[name]) for name, weight in learner.gather(WEIGHTS)) == (recipe.trainer.lora is None)
 
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-tied": lambda: model_of("llama-tied", max_position_embeddings=64),
     "mixtral": lambda: build(MixtralConfig, MixtralForCausalLM, **SHAPE | EXPERTS, num_local_experts=3),
-    "qwen3-moe": lambda: build(
-        Qwen3MoeConfig, Qwen3MoeForCausalLM, **SHAPE | EXPERTS, num_experts=3, moe_intermediate_size=16
-    ),
+    "qwen3-moe": lambda: build(Qwen3MoeConfig, Qwen3MoeForCausalLM, **SHAPE | EXPERTS, num_experts=3, moe_intermediate_size=16),
 }
 
 
 @pytest.mark.parametrize(("family", "converted"), [("llama-tied", 0), ("mixtral", 3), ("qwen3-moe", 2)])
-def test_actors_are_sent_what_files_hold(
-    family: str, converted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actors_are_sent_what_files_hold(family: str, converted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a mixture each expert's own weights, under the names of its files, though transformers has them stacked. A snapshot
     asks transformers for `converted` parameters of each layer only."""
     source = str(tmp_path / "model")

@@ -88,9 +88,7 @@ def test_rows_before_the_first_step_have_the_same_labels() -> None:
     assert [label for label, _ in before] == [label for label, _ in after]
     shown = dict(before)
     assert shown["step"] == "0 of 10 (0.0%), 1s passed"
-    assert {shown[label] for label in ("policy version", "held-out accuracy", "ESS", "actor stall", "sequences")} == {
-        "-"
-    }
+    assert {shown[label] for label in ("policy version", "held-out accuracy", "ESS", "actor stall", "sequences")} == {"-"}
     assert shown["now"] == "starting"
 
 

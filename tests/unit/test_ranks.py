@@ -116,9 +116,7 @@ def keep_gradients(learner: Learner) -> list[dict[str, np.ndarray]]:
 
     def keeping(**sums: float) -> dict[str, Any]:
         named = learner.policy.model.named_parameters()
-        kept.append(
-            {name: whole(weight.grad).cpu().numpy().copy() for name, weight in named if weight.grad is not None}
-        )
+        kept.append({name: whole(weight.grad).cpu().numpy().copy() for name, weight in named if weight.grad is not None})
         return step(**sums)
 
     learner.optimizer.step = keeping  # type: ignore[method-assign]
@@ -169,10 +167,7 @@ CASES: Cases = {
     "fewer sequences than ranks": ("llama-tied", {"lengths": tuple(SHORT)}),
     "one micro-batch": ("qwen2-untied", {"trainer": {"tokens_per_microbatch": 512}}),
     "sequence normalisation": ("llama-tied", {"algorithm": {"loss": "grpo"}}),
-    "entropy and reference": (
-        "qwen2-untied",
-        {"algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.05}},
-    ),
+    "entropy and reference": ("qwen2-untied", {"algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.05}}),
     "value head": ("llama-tied", {"algorithm": {"advantage": "value"}, "trainer": {"value_learning_rate": 2e-2}}),
     "value head, rows shared": (
         "qwen2-untied",
@@ -234,9 +229,7 @@ ON_FOUR: Cases = {
     "hybrid, adapters": ("qwen2-untied", {"trainer": {"shard_ranks": 2, "lora": {"rank": 4}}}),
     "hybrid, rows shared": ("llama-tied", {"trainer": {"shard_ranks": 2, "context_parallel": 2}}),
 }
-ROUNDED: Cases = {
-    "adapters in bfloat16": ("qwen2-untied", {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 4}}}),
-}
+ROUNDED: Cases = {"adapters in bfloat16": ("qwen2-untied", {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 4}}})}
 """Ranks round gradients and sums differently, so that equality is to the dtype's rounding only."""
 ON_MORE_THAN_ONE_ROW = (
     "untied",
@@ -263,9 +256,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     for name, job in jobs.items():
         single = replace(job, trainer={**job.trainer, "context_parallel": 1, "shard_ranks": 0})
         alone[name] = train(load_learner(single.recipe(), job.folder, RankSettings()), single)
-    together = {
-        size: on_ranks(size, train_all, {name: jobs[name] for name in cases})[0] for size, cases in SIZES.items()
-    }
+    together = {size: on_ranks(size, train_all, {name: jobs[name] for name in cases})[0] for size, cases in SIZES.items()}
     return Trained(jobs, alone, together)
 
 
@@ -315,8 +306,7 @@ def test_neighbours_share_rows_and_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("query_heads", "key_heads", "ranks", "repeats"),
-    [(4, 2, 2, 1), (4, 2, 4, 2), (28, 4, 2, 1), (12, 2, 6, 3), (8, 8, 8, 1)],
+    ("query_heads", "key_heads", "ranks", "repeats"), [(4, 2, 2, 1), (4, 2, 4, 2), (28, 4, 2, 1), (12, 2, 6, 3), (8, 8, 8, 1)]
 )
 def test_key_heads_are_repeated_until_they_divide(query_heads: int, key_heads: int, ranks: int, repeats: int) -> None:
     assert key_repeats(query_heads, key_heads, ranks) == repeats
@@ -444,6 +434,4 @@ def left_alone(folder: str) -> str:
 
 
 def test_a_rank_that_rank_0_leaves_says_so(trained: Trained) -> None:
-    assert on_ranks(2, left_alone, trained.jobs["tied"].folder)[1].startswith(
-        "a rank lost rank 0, whose log says why: "
-    )
+    assert on_ranks(2, left_alone, trained.jobs["tied"].folder)[1].startswith("a rank lost rank 0, whose log says why: ")

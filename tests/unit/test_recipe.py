@@ -254,21 +254,9 @@ def test_a_missing_field_says_what_to_give() -> None:
             "trainer.warmup_steps",
             "20: leaves trainer.schedule = 'wsd' no step of trainer.steps = 20 to decay in; lower it",
         ),
-        (
-            "trainer={schedule: cosine, decay_steps: 5}",
-            "trainer.decay_steps",
-            "5: trainer.schedule = 'cosine' has no such",
-        ),
-        (
-            "trainer.final_learning_rate=0.1",
-            "trainer.final_learning_rate",
-            "0.1: trainer.schedule = 'constant' does not",
-        ),
-        (
-            "trainer.schedule=inverse_sqrt",
-            "trainer.warmup_steps",
-            "0: trainer.schedule = 'inverse_sqrt' decays on the scale",
-        ),
+        ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' has no such"),
+        ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
+        ("trainer.schedule=inverse_sqrt", "trainer.warmup_steps", "0: trainer.schedule = 'inverse_sqrt' decays on the scale"),
         ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "wider than sampling.max_tokens = 64"),
         ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "whose baseline needs every reward"),
         ("reward.scorer=judge", "reward.judge", "None: reward.scorer = 'judge' needs this section"),
@@ -313,11 +301,7 @@ def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
         ("tasks=[]", "task", "a recipe needs this section, or several in tasks"),
         ("tasks.1.name=chain_sum", "tasks.0.name", "a name of its own"),
         ("tasks.1.max_tokens=2048", "tasks.1.max_tokens", "2048: leaves no room for a prompt"),
-        (
-            "tasks.0.reward.overlong.buffer_tokens=65",
-            "tasks.0.reward.overlong.buffer_tokens",
-            "than tasks.0.max_tokens = 64",
-        ),
+        ("tasks.0.reward.overlong.buffer_tokens=65", "tasks.0.reward.overlong.buffer_tokens", "than tasks.0.max_tokens = 64"),
         ("tasks.1.task.source=jsonl", "tasks.1.task.path", "is empty"),
         ("tasks.1.weight=0", "tasks.1.weight", "use a number, above 0"),
         ("tasks.weight=2", "--set tasks.weight", "say which one, from 0: tasks.0.weight"),
@@ -392,12 +376,7 @@ def test_a_whole_number_may_stand_where_any_number_may() -> None:
 @given(
     st.dictionaries(
         st.sampled_from([*dotted_paths(Recipe), "no.such", "trainer.x"]),
-        st.none()
-        | st.integers()
-        | st.floats()
-        | st.text()
-        | st.lists(st.integers())
-        | st.dictionaries(st.text(), st.none()),
+        st.none() | st.integers() | st.floats() | st.text() | st.lists(st.integers()) | st.dictionaries(st.text(), st.none()),
         max_size=6,
     )
 )
@@ -571,10 +550,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path) -> N
     ],
 )
 def test_what_the_sources_of_episodes_need(task: dict[str, Any], field: str, said: str) -> None:
-    wrong = {
-        "reward.overlong.buffer_tokens": {"overlong": {"buffer_tokens": 4}},
-        "reward.truncated": {"truncated": "zero"},
-    }
+    wrong = {"reward.overlong.buffer_tokens": {"overlong": {"buffer_tokens": 4}}, "reward.truncated": {"truncated": "zero"}}
     reward = wrong.get(field, {})
     with pytest.raises(RecipeError) as raised:
         recipe_from_data(minimal(task=task, reward=reward), "x")
@@ -589,9 +565,7 @@ def test_the_changes_that_demonstrations_make_to_the_task_are_tried() -> None:
     assert examine(load_recipe(RECIPES / "arithmetic.yaml", ["model.warmstart.task_config={min_terms: 2}"])) == []
 
 
-def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'tensorboard', 'mlflow' or 'wandb'" in problems(minimal(trackers=["neptune"]))["trackers.0"]
     (tmp_path / "wandb").mkdir()  # what W&B leaves where it ran is no package
     (tmp_path / "mlflow.py").touch()

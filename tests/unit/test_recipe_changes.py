@@ -42,9 +42,7 @@ def test_only_how_long_how_often_and_with_what_means_may_change() -> None:
 
 
 def test_the_same_recipe_has_no_changes_also_after_yaml() -> None:
-    warm = recipe(
-        model={"source": "warmstart", "warmstart": {}}, task={"prompt_style": "compact"}, trainer={"lora": {}}
-    )
+    warm = recipe(model={"source": "warmstart", "warmstart": {}}, task={"prompt_style": "compact"}, trainer={"lora": {}})
     assert recipe_changes(warm.model_dump(mode="json"), warm) == []
     read = parse_yaml(recipe_yaml(warm), "recipe.yaml")
     assert isinstance(read, dict)
@@ -84,9 +82,7 @@ def test_a_field_that_an_older_version_lacked_had_the_default() -> None:
     old = dumped(trainer={"max_grad_norm": 1.0})
     del old["trainer"]["max_grad_norm"], old["trainer"]["lora"], old["checkpoint"]
     assert recipe_changes(old, recipe()) == []
-    assert recipe_changes(old, recipe(trainer={"max_grad_norm": 2.0})) == [
-        Change("trainer.max_grad_norm", None, 2.0, False)
-    ]
+    assert recipe_changes(old, recipe(trainer={"max_grad_norm": 2.0})) == [Change("trainer.max_grad_norm", None, 2.0, False)]
     short = {"name": "tiny", "model": {"source": "path", "name": "/m"}, "task": {}, "algorithm": {"loss": "gspo"}}
     assert recipe_changes(short, recipe(algorithm={"loss": "gspo"})) == [], "the loss brings its defaults along"
     del short["name"]

@@ -80,11 +80,7 @@ def test_a_skipped_step_trained_on_nothing(desk: Desk) -> None:
     assert summary["sequences_truncated_fraction"] == 0.5
     assert desk.recorder.totals.sequences_trained == 4, "of the one step that changed weights"
     assert desk.recorder.totals.ess == [0.9]
-    assert [desk.of(name) for name in ("token_lag_steps_count", "steps_skipped_total", "steps_clipped_total")] == [
-        8,
-        1,
-        1,
-    ]
+    assert [desk.of(name) for name in ("token_lag_steps_count", "steps_skipped_total", "steps_clipped_total")] == [8, 1, 1]
 
 
 def test_turns_and_what_was_observed_are_figures_of_episodes_alone(desk: Desk) -> None:
@@ -117,9 +113,7 @@ def test_a_lag_limit_that_costs_something_is_warned_of_once(tmp_path: Path, capl
     assert desk.summary()["largest_lag"] == 2
 
 
-def test_a_clip_range_that_cuts_too_many_tokens_is_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_clip_range_that_cuts_too_many_tokens_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Not before ten steps: nine of 0.3 and one of 0.1 are 0.28 in the mean, and a reinforce run is never told."""
     shares = [0.3] * 5 + [0.1] + [0.3] * 6
     for loss, cut in (("gspo", True), ("reinforce", False)):

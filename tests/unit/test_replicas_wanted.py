@@ -58,9 +58,7 @@ def advice(**changes: int | None) -> ReplicasWanted:
 
 
 def load(finished: float, busy_s: float, in_progress: int) -> ActorState:
-    return ActorState(
-        sequences_finished=round(finished), busy_s=busy_s, sequences_in_progress=in_progress, uptime_s=1000.0
-    )
+    return ActorState(sequences_finished=round(finished), busy_s=busy_s, sequences_in_progress=in_progress, uptime_s=1000.0)
 
 
 def counts(*actors: tuple[int, float, int]) -> dict[str, ActorState]:

@@ -81,12 +81,7 @@ def test_very_long_completions_are_clipped_with_their_length() -> None:
 
 def test_tokens_of_a_clipped_completion_are_clipped_with_it() -> None:
     pieces = ["word " for _ in range(1000)]
-    long = {
-        "completion": "word " * 1000,
-        "tokens": pieces,
-        "weights": [1.0] * 1000,
-        "spans": [[0, 0, 600], [1, 600, 1200]],
-    }
+    long = {"completion": "word " * 1000, "tokens": pieces, "weights": [1.0] * 1000, "spans": [[0, 0, 600], [1, 600, 1200]]}
     shown = data([], [sample(1, **long)])["samples"]["early"][0]
     assert (len(shown["tokens"]), len(shown["weights"]), shown["num_tokens"]) == (800, 800, 1200)
     text = shown["completion"]
@@ -97,23 +92,12 @@ def test_tokens_of_a_clipped_completion_are_clipped_with_it() -> None:
 
 
 def test_of_an_episode_so_many_branches_turns_and_characters_are_shown() -> None:
-    turn = {
-        "role": "assistant",
-        "start": 0,
-        "end": 400,
-        "text": "word " * 400,
-        "tokens": ["word "] * 400,
-        "weights": None,
-    }
+    turn = {"role": "assistant", "start": 0, "end": 400, "text": "word " * 400, "tokens": ["word "] * 400, "weights": None}
     branch = {"prompt": "x" * 5000, "spans": [[0, 0, 400]], "parts": [turn] * 40}
     shown = data([], [sample(1, branches=[branch] * 6)])["samples"]["early"][0]["branches"]
     assert [(len(one["parts"]), one["num_parts"], len(one["prompt"]) < 4100) for one in shown] == [(32, 40, True)] * 4
     part = shown[0]["parts"][0]
-    assert (len(part["tokens"]), part["weights"], part["text"][1490:]) == (
-        300,
-        None,
-        "word word  … (500 more characters)",
-    )
+    assert (len(part["tokens"]), part["weights"], part["text"][1490:]) == (300, None, "word word  … (500 more characters)")
 
 
 # The page

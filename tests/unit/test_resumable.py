@@ -132,12 +132,7 @@ def test_pids_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("taken", "steps", "summary", "refused"),
     [
-        (
-            100,
-            100,
-            {"interrupted": False},
-            r"trainer\.steps = 100: all of them are taken; raise it: --set trainer\.steps=200",
-        ),
+        (100, 100, {"interrupted": False}, r"trainer\.steps = 100: all of them are taken; raise it: --set trainer\.steps=200"),
         (100, 101, {"interrupted": False}, ""),
         (60, 50, None, r"trainer\.steps = 50: 60 are taken"),
         # ended between the last step and the run's end
@@ -160,8 +155,7 @@ def test_a_run_goes_on_while_steps_are_left_or_its_end_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "stays"),
-    [([], True), (["trainer.steps=200"], True), (["actor.count=1"], False), (["actor.count=3"], False)],
+    ("overrides", "stays"), [([], True), (["trainer.steps=200"], True), (["actor.count=1"], False), (["actor.count=3"], False)]
 )
 def test_what_scale_asked_for_stays_unless_the_user_now_says_how_many(
     tmp_path: Path, overrides: list[str], stays: bool

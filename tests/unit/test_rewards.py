@@ -20,14 +20,7 @@ from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
 from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty, user_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
-from services.verifier.rewards.reasoning_gym import (
-    GUARDS,
-    REFUSED,
-    is_arithmetic,
-    is_board,
-    is_formula,
-    reasoning_gym_scorer,
-)
+from services.verifier.rewards.reasoning_gym import GUARDS, REFUSED, is_arithmetic, is_board, is_formula, reasoning_gym_scorer
 from services.verifier.worker import score_item
 
 
@@ -89,11 +82,7 @@ def test_exact_and_regex(scorer: Scorer, reference: str, answer: str | None, val
         (lambda: json_schema_scorer({}), "not json", "not a JSON Schema"),
         (lambda: json_schema_scorer({}), "[]", "not a JSON Schema: an object is needed"),
         (lambda: json_schema_scorer({}), '{"type": "objekt"}', "not a JSON Schema"),
-        (
-            lambda: json_schema_scorer({}),
-            '{"$ref": "https://example.org/schema"}',
-            "refers to https://example.org/schema",
-        ),
+        (lambda: json_schema_scorer({}), '{"$ref": "https://example.org/schema"}', "refers to https://example.org/schema"),
     ],
 )
 def test_a_reference_that_cannot_be_used_is_not_a_wrong_answer(
@@ -346,9 +335,7 @@ def test_a_users_parts_stay_apart_and_cannot_hide_a_term() -> None:
     assert reward.value == 2.5
 
 
-@pytest.mark.parametrize(
-    ("value", "graded"), [(math.nan, True), (math.inf, True), (-math.inf, True), (math.nan, False)]
-)
+@pytest.mark.parametrize(("value", "graded"), [(math.nan, True), (math.inf, True), (-math.inf, True), (math.nan, False)])
 def test_a_reward_that_is_not_finite_is_no_wrong_answer(value: float, graded: bool) -> None:
     with pytest.raises(BadReward):
         compose(Score(value), graded=graded)(item("x"))
@@ -390,13 +377,9 @@ def test_finish_reason_and_lengths_reach_the_function() -> None:
     reward = ComposedReward(RewardConfig(), lambda got: seen.append(got) or Score(1.0))
     score_item(
         reward,
-        wire_item(
-            "x", {}, completion_tokens=7, max_tokens=9, finish_reason=sequence_pb2.FINISH_REASON_LENGTH, prompt_text="p"
-        ),
+        wire_item("x", {}, completion_tokens=7, max_tokens=9, finish_reason=sequence_pb2.FINISH_REASON_LENGTH, prompt_text="p"),
     )
-    assert seen == [
-        RewardInput("p", "x", "x", {}, completion_tokens=7, max_tokens=9, finish_reason="length", sequence_id="s")
-    ]
+    assert seen == [RewardInput("p", "x", "x", {}, completion_tokens=7, max_tokens=9, finish_reason="length", sequence_id="s")]
 
 
 def raiser(error: BaseException) -> ComposedReward:

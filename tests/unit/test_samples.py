@@ -60,10 +60,7 @@ def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
 def test_weights_are_unclamped_and_may_be_infinite() -> None:
     logs = np.log(np.array([1, 2, 9, 0.5], dtype=np.float32))
     weights = sampled_weights({"a": [slice(1, 3)], "b": [slice(3, 4)]}, logs)
-    assert {key: one.tolist() for key, one in weights.items()} == {
-        "a": pytest.approx([2, 9]),
-        "b": pytest.approx([0.5]),
-    }
+    assert {key: one.tolist() for key, one in weights.items()} == {"a": pytest.approx([2, 9]), "b": pytest.approx([0.5])}
     assert np.isinf(sampled_weights({"a": [slice(0, 1)]}, np.array([1000.0], dtype=np.float32))["a"]).all()
 
 
@@ -116,9 +113,7 @@ def words_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_pieces_are_those_of_the_text(
-    bytes_tokenizer: PreTrainedTokenizerFast,
-    words_tokenizer: PreTrainedTokenizerFast,
-    caplog: pytest.LogCaptureFixture,
+    bytes_tokenizer: PreTrainedTokenizerFast, words_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A character stands at the last of its bytes; bytes that never become one are left to the text; words keep its spaces."""
     ids = bytes_tokenizer.convert_tokens_to_ids
@@ -179,9 +174,7 @@ def test_a_sample_of_an_episode_has_its_turns_and_what_it_observed_branch_by_bra
     assert second["parts"] == [{**known, "start": 0, "end": 1, "text": "a", "tokens": ["a"], "weights": [0.1235]}]
     assert (line["prompt"], line["tokens"], line["weights"]) == ("the problem", None, None)
     bare = without_tokens(line)
-    assert {(part.get("tokens"), part.get("weights")) for own in bare["branches"] for part in own["parts"]} == {
-        (None, None)
-    }
+    assert {(part.get("tokens"), part.get("weights")) for own in bare["branches"] for part in own["parts"]} == {(None, None)}
     assert [[part["text"] for part in own["parts"]] for own in bare["branches"]] == [["ab", "ca", "b"], ["a"]]
     without = trained_sample(8, one, None, None)["branches"]
     assert [[(part["text"], part.get("tokens")) for part in own["parts"]] for own in without] == [

@@ -130,9 +130,7 @@ def test_too_few_problems_are_told_of_before_anything_runs_and_kept_runs_are_nam
 def test_trl_is_told_the_same_training_or_the_recipe_is_refused() -> None:
     recipe = load_recipe("arithmetic")
     assert loss_scale(recipe) == pytest.approx(64 * 8 / 7)
-    assert (
-        loss_scale(load_recipe("arithmetic", ["algorithm.advantage=group_mean", "algorithm.normalization=token"])) == 1
-    )
+    assert loss_scale(load_recipe("arithmetic", ["algorithm.advantage=group_mean", "algorithm.normalization=token"])) == 1
     assert TrlSettings.parse("pipeline") is None
     assert TrlSettings.parse("trl-continuous-g4") == TrlSettings(4, 1, continuous=True)
     for wrong in ("trl-x4", "trl-g0", "trl-g", "vllm"):

@@ -89,10 +89,7 @@ CASES: Cases = {
         "llama-tied",
         {"trainer": {"value_learning_rate": 2e-2}, "algorithm": {"advantage": "value", "kl_coefficient": 0.1}},
     ),
-    "adapters and reference": (
-        "qwen2-untied",
-        {"trainer": {"lora": {"rank": 3}}, "algorithm": {"kl_coefficient": 0.1}},
-    ),
+    "adapters and reference": ("qwen2-untied", {"trainer": {"lora": {"rank": 3}}, "algorithm": {"kl_coefficient": 0.1}}),
     "a step that was skipped": ("llama-tied", {"broken": True}),
 }
 ROUNDED: Cases = {
@@ -133,9 +130,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traces, Traces]:
 
 @pytest.mark.parametrize("case", CASES | ROUNDED)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_equally_many_ranks_go_on_exactly_as_if_never_stopped(
-    traces: tuple[Traces, Traces], ranks: int, case: str
-) -> None:
+def test_equally_many_ranks_go_on_exactly_as_if_never_stopped(traces: tuple[Traces, Traces], ranks: int, case: str) -> None:
     saved, resumed = traces
     for first, second in zip(saved[ranks], resumed[ranks], strict=True):
         before, after = first[f"{ranks} {case}"], second[f"{ranks} {case}"]

@@ -49,9 +49,7 @@ HOST = "127.0.0.1"
 
 
 def record(message: str = "swapped", **extra: Any) -> logging.LogRecord:
-    return logging.getLogger("actor.swap").makeRecord(
-        "actor.swap", logging.INFO, __file__, 1, message, (), None, extra=extra
-    )
+    return logging.getLogger("actor.swap").makeRecord("actor.swap", logging.INFO, __file__, 1, message, (), None, extra=extra)
 
 
 def test_json_line_says_who_and_what() -> None:
@@ -180,9 +178,7 @@ async def test_application_that_does_not_start() -> None:
 class Scripted(verifier_pb2_grpc.VerifierServiceServicer):
     """Does to each call what its first item's sequence_id says."""
 
-    async def Verify(
-        self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
-    ) -> verifier_pb2.VerifyResponse:
+    async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:
         match request.items[0].sequence_id:
             case "bug":
                 raise ZeroDivisionError("the secret of the bug")
@@ -426,6 +422,4 @@ def test_service_without_settings_is_the_users_mistake() -> None:
     with service("pass", PIPELINERL_GRPC_PORT="many") as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert errors.startswith(
-        "error: the environment does not configure this service:\n  - PIPELINERL_GRPC_PORT = 'many'"
-    )
+    assert errors.startswith("error: the environment does not configure this service:\n  - PIPELINERL_GRPC_PORT = 'many'")

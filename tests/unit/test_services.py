@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.local.processes import Launch, Restarts
 from pipelinerl.local.runner import grace_s
-from pipelinerl.local.services import (
-    ServiceLaunches,
-    ThreadPlan,
-    available_cores,
-    cache_folder,
-    keep_to_quota,
-    plan_threads,
-)
+from pipelinerl.local.services import ServiceLaunches, ThreadPlan, available_cores, cache_folder, keep_to_quota, plan_threads
 from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress
@@ -69,9 +62,7 @@ def test_threads_reach_the_processes(launches: ServiceLaunches) -> None:
     assert launches.verifier().environment["OMP_NUM_THREADS"] == "1"
 
 
-def test_the_trainers_page_keeps_its_port_over_restarts(
-    launches: ServiceLaunches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainers_page_keeps_its_port_over_restarts(launches: ServiceLaunches, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     again = ServiceAddress("127.0.0.1:1", f"127.0.0.1:{port}", 1)

@@ -120,9 +120,7 @@ def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
     assert set(counted.finished_by_length) == {16, 32}
     assert counted.stale_by_length[16] < counted.stale_by_length[32] <= counted.finished_by_length[32]
     assert counted.sequences > 0.9 * 800  # a step may lack what was stale, and no step lacks all
-    assert counted.sequences + counted.stale_by_length.total() == pytest.approx(
-        counted.finished_by_length.total(), abs=4
-    )
+    assert counted.sequences + counted.stale_by_length.total() == pytest.approx(counted.finished_by_length.total(), abs=4)
 
 
 @pytest.mark.parametrize(("num_actors", "num_ranks"), [(10, 50), (50, 20)])

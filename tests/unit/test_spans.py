@@ -72,10 +72,7 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
     ours = {*a.messaging("send", "s", "m", 1), *a.rpc("m"), a.RPC_STATUS}
     ours |= {a.INPUT_TOKENS, a.OUTPUT_TOKENS, a.FINISH_REASONS, a.CHOICES}
     theirs = {
-        v
-        for m in (gen_ai_attributes, messaging_attributes, rpc_attributes)
-        for v in vars(m).values()
-        if isinstance(v, str)
+        v for m in (gen_ai_attributes, messaging_attributes, rpc_attributes) for v in vars(m).values() if isinstance(v, str)
     }
     assert ours <= theirs
     assert a.STATUS == "pipelinerl.verify.status"

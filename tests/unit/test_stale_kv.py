@@ -16,9 +16,7 @@ def test_divergence_is_exact_over_known_tokens_and_counts_all_others_as_one() ->
     first, second = divergence(sampling, newest)
     assert first == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
     assert second == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5))
-    assert divergence(np.log([[0.1]]), np.log([[0.3]]))[0] == pytest.approx(
-        0.1 * math.log(1 / 3) + 0.9 * math.log(0.9 / 0.7)
-    )
+    assert divergence(np.log([[0.1]]), np.log([[0.3]]))[0] == pytest.approx(0.1 * math.log(1 / 3) + 0.9 * math.log(0.9 / 0.7))
     rounded = np.log([[0.5, 0.4999999]])
     assert divergence(rounded, rounded)[0] == 0
 

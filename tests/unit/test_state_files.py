@@ -118,12 +118,7 @@ def test_a_state_of_another_model_is_refused_by_the_first_weight_that_differs(
 
 @pytest.mark.parametrize(
     ("name", "keep", "told"),
-    [
-        (".metadata", 100, ""),
-        ("__0_0.distcp", 5000, ""),
-        ("__0_0.distcp", 0, ""),
-        ("__0_0.distcp", None, ".*No such file"),
-    ],
+    [(".metadata", 100, ""), ("__0_0.distcp", 5000, ""), ("__0_0.distcp", 0, ""), ("__0_0.distcp", None, ".*No such file")],
 )
 def test_a_damaged_state_is_told_of(tmp_path: Path, name: str, keep: int | None, told: str) -> None:
     folder = written(tmp_path / "state")
@@ -150,9 +145,7 @@ def test_a_full_disk_fails_the_save_and_not_the_training(tmp_path: Path) -> None
     saver = StateSaver(one)
     failure = saved_beside(saver, folder).exception()
     assert isinstance(failure, ServiceError)
-    assert str(failure) == (
-        f"the trainer's state is not written to {folder}: rank 0: OSError(28, 'No space left on device')"
-    )
+    assert str(failure) == (f"the trainer's state is not written to {folder}: rank 0: OSError(28, 'No space left on device')")
     assert not one.train_step([GROUP], 0)["skipped"]
     saved_beside(saver, tmp_path / "state").result()
     restore(learner(seed=1), tmp_path / "state")

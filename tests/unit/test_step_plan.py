@@ -61,9 +61,7 @@ def test_plans_by_hand(
     assert slots is None or plan.slots == slots
     waited = 1 - sum(map(sum, costs)) / (ranks * sum(map(max, costs))) if costs else 0.0
     assert plan.imbalance == pytest.approx(waited)
-    assert [plan.of_rank(rank) for rank in range(ranks)] == [
-        [slot[rank] for slot in plan.slots] for rank in range(ranks)
-    ]
+    assert [plan.of_rank(rank) for rank in range(ranks)] == [[slot[rank] for slot in plan.slots] for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -101,9 +99,7 @@ def test_a_prompt_is_planned_once_for_the_sequences_that_share_it() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=40), st.integers(60, 200), st.integers(1, 4))
-def test_plans_of_shared_prompts_cost_what_they_compute(
-    sequences: list[tuple[int, int]], budget: int, num_ranks: int
-) -> None:
+def test_plans_of_shared_prompts_cost_what_they_compute(sequences: list[tuple[int, int]], budget: int, num_ranks: int) -> None:
     """Sequences of prompt p have 5 (p + 1) tokens of it."""
     prompts = [(prompt, 5 * (prompt + 1)) for prompt, _ in sequences]
     lengths = [size + more for (_, size), (_, more) in zip(prompts, sequences, strict=True)]

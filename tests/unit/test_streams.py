@@ -98,9 +98,7 @@ def group_of(monkeypatch: pytest.MonkeyPatch, device: Device, rank: int, wire: l
 
 @pytest.mark.parametrize("without", ["", "checksums that wait for the copy", "waits for NCCL"])
 @pytest.mark.usefixtures("nccl")
-def test_a_snapshot_is_sent_twice_and_received_in_order(
-    device: Device, without: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_is_sent_twice_and_received_in_order(device: Device, without: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {f"w{i}": torch.arange(i, i + 3000.0) for i in range(5)}
     sender = WeightSender(describe(weights.items(), chunk_bytes=8192), placement=device.placement("snapshots"))
     with device.on(device.default):

@@ -10,9 +10,7 @@ from tests.support.suite import Suite, skip_is_error
 
 
 def skipped(nodeid: str, reason: str) -> Any:
-    return SimpleNamespace(
-        nodeid=nodeid, skipped=True, outcome="skipped", longrepr=("file.py", 1, f"Skipped: {reason}")
-    )
+    return SimpleNamespace(nodeid=nodeid, skipped=True, outcome="skipped", longrepr=("file.py", 1, f"Skipped: {reason}"))
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,7 @@ def test_everything_that_the_steps_tell() -> None:
     assert (summary["tokens_per_s"], summary["mfu_mean"]) == ({"trained": 250 / 1.5, "computed": 160}, 0.25)
     assert (summary["memory_peak_gib"], summary["idle_s_mean"]) == (2.5, 0.125)
     assert summary["logprob_mismatch_max"] == 2e-6
-    assert summary["sequences_truncated_fraction"] == 0.36, (
-        "of the step that tells: the others are an earlier version's"
-    )
+    assert summary["sequences_truncated_fraction"] == 0.36, "of the step that tells: the others are an earlier version's"
     assert (summary["mismatch_kl_mean"], summary["actor_busy_fraction"]) == (0.25, 0.875)
     assert summary["trainer_busy_fraction"] == 0.5
 
@@ -140,10 +138,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert "held-out accuracy  25.0% -> 75.0%; 70.0% with unanswered problems as wrong" in text
     steps = [*records()[:2], records()[2] | {"heldout_sets": {"sums": accuracy(0.9), "words": accuracy(0.6)}}]
     of_sets = closing_lines(summary_from_metrics(recipe(), steps), run, Ending(75.0))
-    assert [line for line in of_sets if line not in lines] == [
-        "    sums             90.0%",
-        "    words            60.0%",
-    ]
+    assert [line for line in of_sets if line not in lines] == ["    sums             90.0%", "    words            60.0%"]
     assert "mean 1.02, p95 2, max 10, by the formula 7; 60.0% of the sequences span several policy versions" in text
     assert "trainer            160 tokens/s while it computes, MFU 25.0%" in text
     assert "cut short          36.0% of the sequences" in text
@@ -171,9 +166,7 @@ def test_closing_lines(tmp_path: Path) -> None:
         (Ending(1.0, interrupted=True, error=ServiceError("x")), 130, True),
     ],
 )
-def test_exit_codes_and_how_a_run_that_ended_early_goes_on(
-    tmp_path: Path, ending: Ending, code: int, goes_on: bool
-) -> None:
+def test_exit_codes_and_how_a_run_that_ended_early_goes_on(tmp_path: Path, ending: Ending, code: int, goes_on: bool) -> None:
     run = RunDir(tmp_path / "my run", "tiny-run")
     assert ending.exit_code == code
     assert not any("--resume" in line for line in closing_lines({}, run, ending)), "it cannot: it has no name"

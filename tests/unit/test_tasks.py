@@ -121,11 +121,7 @@ def test_a_family_like_no_other_gets_the_way_to_list_them() -> None:
 @pytest.mark.parametrize(
     ("family", "config", "said"),
     [
-        (
-            "chain_sum",
-            {"zzz": 3},
-            "task.config.zzz = 3: chain_sum has no such argument; allowed: min_terms, max_terms, ",
-        ),
+        ("chain_sum", {"zzz": 3}, "task.config.zzz = 3: chain_sum has no such argument; allowed: min_terms, max_terms, "),
         ("chain_sum", {"seed": 3}, "task.config.seed = 3: leave it out"),
         ("chain_sum", {"min_terms": "three"}, "chain_sum refuses it"),
     ],
@@ -251,10 +247,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         make_source(file_task(tmp_path / "latin.jsonl"), seed=0)
 
 
-@given(
-    weights=st.lists(st.floats(0.01, 100) | st.integers(1, 9), min_size=1, max_size=6),
-    start=st.integers(0, 10**9),
-)
+@given(weights=st.lists(st.floats(0.01, 100) | st.integers(1, 9), min_size=1, max_size=6), start=st.integers(0, 10**9))
 def test_each_task_gets_its_share_and_its_problems_in_order(weights: list[float], start: int) -> None:
     """Of any n problems from the first on, off by half the number of tasks at most; each task's own indices have no gap."""
     interleaving, total = Interleaving(weights), sum(weights)

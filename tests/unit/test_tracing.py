@@ -10,10 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from pipelinerl.errors import UserError
@@ -70,18 +67,9 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch, variables: dic
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (
-            {"OTEL_TRACES_EXPORTER": "zipkin"},
-            "OTEL_TRACES_EXPORTER = 'zipkin': Input should be 'otlp', 'console' or 'none'",
-        ),
-        (
-            {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"},
-            "OTEL_EXPORTER_OTLP_ENDPOINT = 'collector:4318': .*give a URL",
-        ),
-        (
-            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json", **COLLECTOR},
-            "OTEL_EXPORTER_OTLP_PROTOCOL = 'http/json': .*'grpc'",
-        ),
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER = 'zipkin': Input should be 'otlp', 'console' or 'none'"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, "OTEL_EXPORTER_OTLP_ENDPOINT = 'collector:4318': .*give a URL"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json", **COLLECTOR}, "OTEL_EXPORTER_OTLP_PROTOCOL = 'http/json': .*'grpc'"),
         ({"OTEL_TRACES_SAMPLER": "sometimes", **COLLECTOR}, "OTEL_TRACES_SAMPLER = 'sometimes': .*'always_on'"),
         (
             {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "1%", **COLLECTOR},
@@ -91,17 +79,13 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch, variables: dic
         ({"OTEL_BSP_MAX_QUEUE_SIZE": "10", **COLLECTOR}, r"queue of spans \(OTEL_BSP_…\) cannot be made"),
     ],
 )
-def test_what_cannot_be_used_is_said_by_name(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
-) -> None:
+def test_what_cannot_be_used_is_said_by_name(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str) -> None:
     given(monkeypatch, variables)
     with pytest.raises(UserError, match=message), tracing(CONTEXT):
         raise AssertionError("it began all the same")
 
 
-def test_a_password_in_the_endpoint_is_not_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_password_in_the_endpoint_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     url = "http://user:secret@127.0.0.1:9/path-secret?token=secret"
     given(monkeypatch, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "60000"})
     with caplog.at_level(logging.INFO), tracing(CONTEXT):
@@ -184,9 +168,7 @@ def test_an_outage_is_said_once_when_it_begins_and_once_when_it_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    results = iter(
-        [SpanExportResult.FAILURE, SpanExportResult.FAILURE, SpanExportResult.SUCCESS, SpanExportResult.SUCCESS]
-    )
+    results = iter([SpanExportResult.FAILURE, SpanExportResult.FAILURE, SpanExportResult.SUCCESS, SpanExportResult.SUCCESS])
 
     class Flaky(SpanExporter):
         def export(self, spans: object) -> SpanExportResult:

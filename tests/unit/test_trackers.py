@@ -196,21 +196,13 @@ async def test_a_tracker_that_fails_is_warned_of_once_without_secrets(
 @pytest.mark.parametrize(
     ("refusals", "retry_open_s", "took"),
     [
-        (
-            0,
-            600.0,
-            ["start", 1, 2, "heldout/version 3", "end at 2, True"],
-        ),  # all points have arrived when a run has ended
+        (0, 600.0, ["start", 1, 2, "heldout/version 3", "end at 2, True"]),  # all points have arrived when a run has ended
         (1, 0.0, ["start", "start", 1, 2, "heldout/version 3", "end at 2, True"]),
         (1, 600.0, ["start"]),
     ],
 )
 async def test_a_tracker_that_is_away_at_the_start_is_tried_again_after_a_while(
-    refusals: int,
-    retry_open_s: float,
-    took: list[object],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    refusals: int, retry_open_s: float, took: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers_module, "RETRY_OPEN_S", retry_open_s)
     tracker = FakeTracker(refusals)
@@ -252,7 +244,5 @@ def test_stop_run_on_wandbs_page_does_not_stop_the_run(tmp_path: Path, monkeypat
 
 
 def test_a_runs_identity_outlives_its_trainer(tmp_path: Path) -> None:
-    assert [kept_id(tmp_path, "wandb", lambda made=made: made) for made in ("tiny-0a1b2c3d", "x")] == [
-        "tiny-0a1b2c3d"
-    ] * 2  # type: ignore[misc]
+    assert [kept_id(tmp_path, "wandb", lambda made=made: made) for made in ("tiny-0a1b2c3d", "x")] == ["tiny-0a1b2c3d"] * 2  # type: ignore[misc]
     assert kept_id(tmp_path, "mlflow", lambda: "other") == "other"

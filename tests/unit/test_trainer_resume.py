@@ -29,13 +29,7 @@ from pipelinerl.recipe.loading import ChangedRecipe
 from pipelinerl.rl.groups import Lineage
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from services.trainer.checkpoint.checkpointer import WriteTensors, WrittenCheckpoint, link_export, write_checkpoint
-from services.trainer.checkpoint.run_state import (
-    find_start,
-    load_run_state,
-    note_training_began,
-    read_lineage,
-    write_lineage,
-)
+from services.trainer.checkpoint.run_state import find_start, load_run_state, note_training_began, read_lineage, write_lineage
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from tests.support.memory_bus import MemoryBus, MemoryServer
@@ -117,9 +111,7 @@ async def life(run_dir: Path, bus: MemoryBus, recipe: Recipe = RECIPE) -> AsyncI
         await one.die()
 
 
-async def answer_next(
-    one: Life, version: int | None = None, *, samples: int = 2, incarnation: int | None = None
-) -> str:
+async def answer_next(one: Life, version: int | None = None, *, samples: int = 2, incarnation: int | None = None) -> str:
     """Takes a group off PROMPTS, publishes `samples` of it, acknowledges a whole one; its id, "" when there is none."""
     delivery = await one.bus.next_prompt(timeout_s=0.002)
     if delivery is None:

@@ -134,9 +134,7 @@ def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.usefixtures("at_its_end")
-async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_finished_trainer_answers_until_it_is_told_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with training_run(tmp_path, settings={"linger": True}) as (run, policy), asyncio.timeout(60):
         run.loop.version, policy.version, policy.num_ranks, stop = 4, 4, 2, asyncio.Event()
         running = asyncio.create_task(run.run(stop))

@@ -117,9 +117,7 @@ leave(0)
 
 def test_a_process_that_ends_in_the_middle_of_a_transfer_ends_well() -> None:
     """Without `leave` the interpreter's end aborts it: exit code 134."""
-    done = subprocess.run(
-        [sys.executable, "-c", END_IN_THE_MIDDLE], capture_output=True, text=True, timeout=150, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", END_IN_THE_MIDDLE], capture_output=True, text=True, timeout=150, check=False)
     assert (done.returncode, done.stdout) == (0, "the last words\n"), done.stderr
 
 

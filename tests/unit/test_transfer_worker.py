@@ -69,9 +69,7 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine(
-    *loaders: KeepingLoader, staging_buffers: int = 2, stall_timeout_s: float = 5.0
-) -> AsyncIterator[Engine]:
+async def engine(*loaders: KeepingLoader, staging_buffers: int = 2, stall_timeout_s: float = 5.0) -> AsyncIterator[Engine]:
     link = await WorkerLink.listen(len(loaders))
     workers = list[TransferWorker]()
     given = {"stall_timeout_s": stall_timeout_s, "staging_buffers": staging_buffers}

@@ -18,15 +18,7 @@ from pipelinerl.transfer.manifest import GroupFailed, GroupSpec
 from services.actor.weight_sync.client import StagedWeights
 from services.trainer.weight_sync.updater import TransferResult
 from tests.support.memory_bus import MemoryServer
-from tests.unit.test_update_protocol import (
-    ScriptedGroup,
-    ScriptedReceiver,
-    ScriptedSender,
-    Stage,
-    ended,
-    stage,
-    start_actor,
-)
+from tests.unit.test_update_protocol import ScriptedGroup, ScriptedReceiver, ScriptedSender, Stage, ended, stage, start_actor
 
 
 class Wire:

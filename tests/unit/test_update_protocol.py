@@ -244,9 +244,7 @@ async def stage(
         bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
         await bus.create_streams()
         history = Told()
-        updater = WeightUpdater(
-            bus, sender, history, incarnation=1, deadline_s=deadline_s, join_timeout_s=join_timeout_s
-        )
+        updater = WeightUpdater(bus, sender, history, incarnation=1, deadline_s=deadline_s, join_timeout_s=join_timeout_s)
         running = asyncio.create_task(updater.run())
         stack.push_async_callback(ended, running)
         one = Stage(updater, sender, {}, server, stack, running, history)
@@ -258,11 +256,7 @@ async def stage(
 
 
 async def start_actor(
-    name: str,
-    server: MemoryServer,
-    stack: AsyncExitStack,
-    receiver: ScriptedReceiver | None = None,
-    process: str = "p1",
+    name: str, server: MemoryServer, stack: AsyncExitStack, receiver: ScriptedReceiver | None = None, process: str = "p1"
 ) -> RunningActor:
     bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
     receiver, gate = receiver or ScriptedReceiver(), ServingGate(max_lag=None)
@@ -294,9 +288,7 @@ async def test_an_actor_that_misses_the_deadline_is_told_of_does_not_stop_the_ot
         reason, b = "deadline passed while sending", one.updater._main.coordinator.present["b"]
         assert one.history.aborts == [(0, 1, "", reason)]
         assert one.history.changes[0] == MemberChange("evicted", b, 1, -1, reason, EvictionCause.DEADLINE)
-        assert [(change.kind, change.member.actor, change.epoch) for change in one.history.changes[1:]] == [
-            ("joined", "a", 2)
-        ]
+        assert [(change.kind, change.member.actor, change.epoch) for change in one.history.changes[1:]] == [("joined", "a", 2)]
         one.actors["b"].receiver.may_receive.set()
         await one.brought_back("b", 0)
         await one.send(1)
@@ -401,11 +393,7 @@ async def test_a_side_group_outlives_the_epochs_of_the_others() -> None:
         await one.send(1)  # in an epoch of a alone, of which b hears
         await one.until(lambda: joiner.gate.announced == PolicyVersion(1, 1))
         assert (list(one.updater.members), one.joining, one.history.regroups) == (["a"], ["b"], 1)
-        assert (joiner.listener.epoch, joiner.listener.staging_state, joiner.receiver.discards) == (
-            side,
-            "receiving",
-            0,
-        )
+        assert (joiner.listener.epoch, joiner.listener.staging_state, joiner.receiver.discards) == (side, "receiving", 0)
         joiner.receiver.may_receive.set()
         await one.until(lambda: one.served("b") == [0, 1])
         assert one.sender.sent == ["snapshot-0", "snapshot-0", "snapshot-1", "snapshot-1"], "each once to b"

@@ -26,9 +26,7 @@ TINY = WarmStartConfig(
     hidden_size=32, num_layers=1, num_heads=1, intermediate_size=32, steps=3, batch_size=4, task_config={"min_terms": 2}
 )
 SUMS = TaskConfig(
-    config={"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
-    prompt_style="compact",
-    heldout_problems=64,
+    config={"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}, prompt_style="compact", heldout_problems=64
 )
 ADDITIONS = TaskConfig(name="repeated_addition", prompt_style="compact", heldout_problems=64)
 

@@ -21,14 +21,7 @@ from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.kube.client import Pod
 from pipelinerl.messages import sequences as messages
-from pipelinerl.messages.sequences import (
-    PolicyVersion,
-    PromptGroup,
-    VersionSpan,
-    decode_group,
-    encode_sequence,
-    spans_to_proto,
-)
+from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, VersionSpan, decode_group, encode_sequence, spans_to_proto
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.logs import LogContext
@@ -90,9 +83,7 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
 
     async def Score(self, request: Any, context: Any) -> actor_pb2.ScoreResponse:
         logprobs = np.array(self.logprobs, dtype=np.float32).tobytes()
-        return actor_pb2.ScoreResponse(
-            logprobs=logprobs, policy_version=self.version, incarnation=1, loader=self.loader
-        )
+        return actor_pb2.ScoreResponse(logprobs=logprobs, policy_version=self.version, incarnation=1, loader=self.loader)
 
 
 @asynccontextmanager
@@ -363,12 +354,7 @@ def make_run(
     """A run that has not begun. Its files are open as long as `stack`; `start`: that of a new run when None."""
     start = start or Start()
     given = TrainerSettings(
-        run=RUN,
-        recipe=run_dir / "recipe.yaml",
-        instance="trainer",
-        verifier="nowhere:1",
-        run_dir=run_dir,
-        **settings,
+        run=RUN, recipe=run_dir / "recipe.yaml", instance="trainer", verifier="nowhere:1", run_dir=run_dir, **settings
     )
     files, journal = stack.enter_context(RunFiles(run_dir)), stack.enter_context(Journal(run_dir / JOURNAL))
     policy: Any = FakePolicy(run_dir)

@@ -52,9 +52,7 @@ class ChatRequest:
     with_usage: bool
 
 
-def episode_app(
-    book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, *, model: str, vocab_size: int
-) -> FastAPI:
+def episode_app(book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
     """To be served on the event loop that samples: records and keys belong to it. `model`: the name that /models gives."""
     app, told = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), set[str]()
 
@@ -117,13 +115,9 @@ def episode_app(
             raise Refused(400, "invalid_request", str(error)) from error
         for name in ignored_fields(body, vars(episode.sampling)):
             note_ignored(name)
-        waits = episode.turn(
-            context, max_tokens=asked.max_tokens, stop=asked.stop, stop_token_ids=rendering.stop_token_ids
-        )
+        waits = episode.turn(context, max_tokens=asked.max_tokens, stop=asked.stop, stop_token_ids=rendering.stop_token_ids)
         turn = await _unless_over(waits, request, run.over)
-        answer = rendering.answer(
-            turn, asked.messages, asked.tools, (*episode.sampling.stop, *asked.stop), asked.may_call
-        )
+        answer = rendering.answer(turn, asked.messages, asked.tools, (*episode.sampling.stop, *asked.stop), asked.may_call)
         completion = chat_completion(turn, answer, model=str(body.get("model") or model))
         if asked.streams:
             return Response(stream_of(completion, asked.with_usage), media_type="text/event-stream")
@@ -150,9 +144,7 @@ def episode_app(
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Raises `Unrenderable`. Pure."""
     if body.get("n") not in (None, 1):
-        raise Unrenderable(
-            f"n = {body['n']!r}: only 1, since an episode records each answer once; ask again for another"
-        )
+        raise Unrenderable(f"n = {body['n']!r}: only 1, since an episode records each answer once; ask again for another")
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Unrenderable("tools: give a list of functions with their JSON schemas")
@@ -168,9 +160,7 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-def read_generate(
-    body: Mapping[str, Any], vocab_size: int
-) -> tuple[list[int], int | None, tuple[str, ...], tuple[int, ...]]:
+def read_generate(body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], int | None, tuple[str, ...], tuple[int, ...]]:
     """Tokens, the most tokens to sample, stop strings and stop tokens, of vLLM's request for tokens in, tokens out. Raises
     `Unrenderable`. Pure."""
     sampling = body.get("sampling_params") or {}
@@ -283,11 +273,7 @@ def _max_tokens(body: Mapping[str, Any], name: str) -> int | None:
 def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     given = body.get("stop") or ()
     stop = (given,) if isinstance(given, str) else given
-    if (
-        not isinstance(stop, list | tuple)
-        or len(stop) > MAX_STOPS
-        or not all(isinstance(one, str) and one for one in stop)
-    ):
+    if not isinstance(stop, list | tuple) or len(stop) > MAX_STOPS or not all(isinstance(one, str) and one for one in stop):
         raise Unrenderable(f"stop: give a string or a list of at most {MAX_STOPS}, none empty")
     return tuple(stop)
 

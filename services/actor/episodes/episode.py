@@ -136,9 +136,7 @@ class Episode:
             code, problem = MAX_TURNS, f"this episode had its {limits.max_turns} turns (task.max_turns)"
         elif num_tokens >= limits.max_context:
             code = CONTEXT_LENGTH
-            problem = (
-                f"{num_tokens} tokens leave no room for a turn in a context of {limits.max_context} (model.max_context)"
-            )
+            problem = f"{num_tokens} tokens leave no room for a turn in a context of {limits.max_context} (model.max_context)"
         else:
             return
         self.policy_fault = self.policy_fault or code

@@ -308,10 +308,7 @@ class PlainFormat:
 def _with_tool_names(messages: list[Message]) -> list[Message]:
     """A tool's message names its function where the client did not: some formats write that."""
     names = {
-        call["id"]: call["function"]["name"]
-        for message in messages
-        for call in message.get("tool_calls", ())
-        if call["id"]
+        call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ()) if call["id"]
     }
     return [
         {"name": names[message["tool_call_id"]], **message}
@@ -342,9 +339,7 @@ def _with_tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
             f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
             for call in message.get("tool_calls", ())
         ]
-        said.append(
-            {"role": message["role"], "content": "\n".join([*([content] if content or not calls else []), *calls])}
-        )
+        said.append({"role": message["role"], "content": "\n".join([*([content] if content or not calls else []), *calls])})
     return said
 
 

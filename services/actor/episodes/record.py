@@ -15,15 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.messages.sequences import (
-    Branch,
-    FinishReason,
-    PartialSequence,
-    SamplingParams,
-    TokenIds,
-    Turn,
-    VersionSpan,
-)
+from pipelinerl.messages.sequences import Branch, FinishReason, PartialSequence, SamplingParams, TokenIds, Turn, VersionSpan
 from services.actor.engine import Generation, appended
 
 _NOTHING = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
@@ -132,9 +124,7 @@ class EpisodeRecord:
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
         """The longest one; of equal ones, which parallel requests may have sampled, one that nothing extends yet."""
         extended = {id(turn.extends) for turn in self.turns if turn.served}
-        starts = [
-            turn for turn in self.turns if turn.served and turn.is_finished and turn.is_start_of(context_token_ids)
-        ]
+        starts = [turn for turn in self.turns if turn.served and turn.is_finished and turn.is_start_of(context_token_ids)]
         return max(starts, key=lambda turn: (turn.num_tokens, id(turn) not in extended), default=None)
 
 

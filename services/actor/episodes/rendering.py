@@ -40,12 +40,7 @@ class Rendering:
         return np.array(token_ids or self._chat.render(messages, tools), dtype=np.int32)
 
     def answer(
-        self,
-        turn: RecordedTurn,
-        messages: list[Message],
-        tools: Tools,
-        stop: tuple[str, ...] = (),
-        may_call: bool = True,
+        self, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: tuple[str, ...] = (), may_call: bool = True
     ) -> Answer:
         """The turn as a message, its text without the one of `stop` that ended it; notes with the turn what the next request's
         history is compared with."""

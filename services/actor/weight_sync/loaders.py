@@ -217,9 +217,7 @@ class ShadowLoader:
             with written:
                 self._fill(tensors)
         except (AssertionError, KeyError, ValueError, RuntimeError, AttributeError) as error:
-            raise ManifestMismatch(
-                f"the served model refuses these weights: {type(error).__name__}: {error}"
-            ) from error
+            raise ManifestMismatch(f"the served model refuses these weights: {type(error).__name__}: {error}") from error
         finally:
             self.drop()
         if written.count < needed:  # such as a fused qkv of which only q is sent
@@ -404,9 +402,7 @@ class PausedLoader:
 
     mode = "paused"
 
-    def __init__(
-        self, live: nn.Module, vllm_config: VllmConfig, device: torch.device, *, on_host: bool = False
-    ) -> None:
+    def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device, *, on_host: bool = False) -> None:
         self._live, self._model_config, self._device = live, vllm_config.model_config, device
         self._on_host = on_host
         self._tensors: list[Named] = []

@@ -49,14 +49,7 @@ class UpdateListener:
     """
 
     def __init__(
-        self,
-        bus: Bus,
-        receiver: WeightUpdateClient,
-        gate: ServingGate,
-        metrics: ActorMetrics,
-        *,
-        instance: str,
-        process: str,
+        self, bus: Bus, receiver: WeightUpdateClient, gate: ServingGate, metrics: ActorMetrics, *, instance: str, process: str
     ) -> None:
         self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
         self._instance, self._process = instance, process
@@ -93,8 +86,7 @@ class UpdateListener:
             stack.push_async_callback(self._end)
             kinds = ("manifest", *CONTROL_TYPES)
             messages = await retry_forever(
-                lambda: stack.enter_async_context(self._bus.watch_control(kinds, self._instance)),
-                "follow the control channel",
+                lambda: stack.enter_async_context(self._bus.watch_control(kinds, self._instance)), "follow the control channel"
             )
             async for message in messages:
                 await self._handle(message)
@@ -274,13 +266,9 @@ class UpdateListener:
         """Fields of each answer: who gives it, and to what."""
         return {"actor": self._instance, "incarnation": order.incarnation, "epoch": order.epoch}
 
-    async def _answer(
-        self, kind: str, message: EpochJoined | Staged | Serving | Abort, headers: Headers = NO_HEADERS
-    ) -> None:
+    async def _answer(self, kind: str, message: EpochJoined | Staged | Serving | Abort, headers: Headers = NO_HEADERS) -> None:
         payload = message.SerializeToString()
-        await retry_forever(
-            lambda: self._bus.publish_control(kind, payload, self._instance, headers), f"answer {kind!r}"
-        )
+        await retry_forever(lambda: self._bus.publish_control(kind, payload, self._instance, headers), f"answer {kind!r}")
 
 
 def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Abort | RunEnd:

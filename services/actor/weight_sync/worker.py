@@ -87,9 +87,7 @@ class Receiver:
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         """All parameters in the manifest's order. Raises TransferError; the group is then unusable."""
         unpacker = Unpacker(self._manifest, self._new_memory)
-        chunks: Generator[tuple[Tensor, int], None, None] = (
-            self._take(chunk, unpacker) for chunk in self._manifest.chunks
-        )
+        chunks: Generator[tuple[Tensor, int], None, None] = (self._take(chunk, unpacker) for chunk in self._manifest.chunks)
         if self._buffers > 1 and len(self._manifest.chunks) > 1:
             chunks = prefetch(chunks, self._buffers, f"receive-{self._version}")
         with contextlib.closing(chunks):

@@ -47,11 +47,7 @@ class WrittenCheckpoint:
 
 
 def write_checkpoint(
-    run_dir: Path,
-    keep: int,
-    write_tensors: WriteTensors,
-    state: RunState,
-    before_rename: Callable[[], None] = lambda: None,
+    run_dir: Path, keep: int, write_tensors: WriteTensors, state: RunState, before_rename: Callable[[], None] = lambda: None
 ) -> WrittenCheckpoint:
     """Blocks until it is on disk, and removes all but the newest `keep`. `write_tensors` and `state` are of the same version.
 

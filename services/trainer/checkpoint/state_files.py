@@ -141,9 +141,7 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
     if not isinstance(tensor, DTensor):
         return memory
     assert host_mesh is not None, "shards are of several ranks"
-    return DTensor.from_local(
-        memory, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return DTensor.from_local(memory, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 @torch.no_grad()
@@ -156,8 +154,7 @@ def restore(learner: Learner, folder: Path) -> None:
     _alone_is_meant()
     mesh = learner.world.host_mesh
     state = {
-        name: _host_memory(tensor, mesh) if is_quantized(tensor) else tensor
-        for name, tensor in learner_state(learner).items()
+        name: _host_memory(tensor, mesh) if is_quantized(tensor) else tensor for name, tensor in learner_state(learner).items()
     }
     saved = _saved_shapes(folder)
     wanted = {name: tensor for name, tensor in state.items() if name in saved or not name.startswith(f"{RNG}/")}

@@ -250,9 +250,7 @@ def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str
             f"model.max_context = {recipe.model.max_context}: {count} did not fit; raise it, or choose a task with "
             "shorter prompts"
         )
-    fix = (
-        "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
-    )
+    fix = "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
     return f"task {task!r}: {count} could not be sent out, the last one: {detail}; {fix}"
 
 
@@ -357,6 +355,4 @@ def prompt_text(problem: Problem, config: TaskConfig, tokenizer: PreTrainedToken
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except TemplateError as error:
-        raise FieldError(
-            "task.prompt_style", "chat", f"the chat template refuses {messages!r:.200}: {error}"
-        ) from error
+        raise FieldError("task.prompt_style", "chat", f"the chat template refuses {messages!r:.200}: {error}") from error

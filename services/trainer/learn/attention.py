@@ -184,9 +184,7 @@ def _attend_rows(
         mask = _window_mask(block[1], sliding_window, query.device)
         q, k, v = (x.unflatten(0, block).transpose(1, 2) for x in of_block)
         gqa = query.shape[1] != key.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
-        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return _FromSlots.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], layout.padded)
 

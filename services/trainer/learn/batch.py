@@ -218,9 +218,7 @@ def host_microbatch(
     )
 
 
-def _row_tokens(
-    members: list[Branch], share_prompts: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _row_tokens(members: list[Branch], share_prompts: bool) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """int64[T], and where the prompt and the completion of each begin in it, int64[S] each."""
     parts: list[NDArray[Any]] = []
     prompt_starts, completion_starts, begin = [], [], 0

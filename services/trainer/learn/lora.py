@@ -76,9 +76,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
 def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]:
     """The layers that the recipe means, by name. Raises `FieldError`."""
     if getattr(model.config, "quantization_config", None):
-        fix = (
-            "needs a model whose weights are not quantised: adapters are merged into them; name the original checkpoint"
-        )
+        fix = "needs a model whose weights are not quantised: adapters are merged into them; name the original checkpoint"
         raise FieldError("trainer.lora", f"rank {config.rank}", fix)
     modules = dict(model.named_modules())
     linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
@@ -90,9 +88,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
         targets = {name: modules[name] for part in config.target_modules for name in _named(part, modules)}
     field = "trainer.lora.target_modules"
     if not targets:
-        raise FieldError(
-            field, config.target_modules, f"{type(model).__name__} has no linear layer that could be adapted"
-        )
+        raise FieldError(field, config.target_modules, f"{type(model).__name__} has no linear layer that could be adapted")
     for name in targets:
         if name not in body:
             kinds = ", ".join(sorted({name.rpartition(".")[2] for name in body}))

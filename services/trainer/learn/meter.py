@@ -85,9 +85,7 @@ def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
     """
     share = (TRAINING_PASSES - 1) / TRAINING_PASSES
     return replace(
-        forward,
-        per_token=share * forward.per_token + 2.0 * num_trained,
-        per_output_token=share * forward.per_output_token,
+        forward, per_token=share * forward.per_token + 2.0 * num_trained, per_output_token=share * forward.per_output_token
     )
 
 
@@ -110,9 +108,7 @@ def _feed_forward(text: Any) -> list[int]:
     shared = 3 * shared_size * text.hidden_size + (text.hidden_size if shared_size else 0)
     sparse = 3 * text.hidden_size * expert_size * text.num_experts_per_tok + shared + text.hidden_size * experts
     every, dense_layers = getattr(text, "decoder_sparse_step", 1), getattr(text, "mlp_only_layers", None) or []
-    return [
-        dense if layer in dense_layers or (layer + 1) % every else sparse for layer in range(text.num_hidden_layers)
-    ]
+    return [dense if layer in dense_layers or (layer + 1) % every else sparse for layer in range(text.num_hidden_layers)]
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
@@ -322,9 +318,7 @@ def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) ->
     return {name: [of_one[member] for member in sorted(of_one)] for name, of_one in places.items()}
 
 
-def sampled_weights(
-    places: Mapping[str, list[slice]], log_weights: NDArray[np.float32]
-) -> dict[str, NDArray[np.float64]]:
+def sampled_weights(places: Mapping[str, list[slice]], log_weights: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
     """float64[sampled tokens], importance weights w by id, unclamped, branch after branch, out of `log_weights` [C] of the
     step, nats."""
     with np.errstate(over="ignore"):

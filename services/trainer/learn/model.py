@@ -159,9 +159,7 @@ def _try_compiler(device: torch.device) -> None:
     try:
         torch.compile(double)(torch.ones(8, device=device))
     except RuntimeError as error:
-        needed = (
-            "a C++ compiler (g++, or the one that CXX names)" if device.type == "cpu" else "Triton and a C compiler"
-        )
+        needed = "a C++ compiler (g++, or the one that CXX names)" if device.type == "cpu" else "Triton and a C compiler"
         fix = f"torch.compile needs {needed}: install that, or set false ({first_line(error)})"
         raise FieldError("trainer.compile", True, fix) from error
 
@@ -204,18 +202,11 @@ def _disable_dropout(holder: PretrainedConfig | torch.nn.Module) -> None:
             setattr(holder, name, 0.0)
 
 
-def _load_weights(
-    source: str, hf_config: PretrainedConfig, config: ModelConfig, hub: dict[str, Any]
-) -> PreTrainedModel:
+def _load_weights(source: str, hf_config: PretrainedConfig, config: ModelConfig, hub: dict[str, Any]) -> PreTrainedModel:
     loaded: Any
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=hf_config,
-            dtype=DTYPES[config.dtype],
-            attn_implementation="eager",
-            output_loading_info=True,
-            **hub,
+            source, config=hf_config, dtype=DTYPES[config.dtype], attn_implementation="eager", output_loading_info=True, **hub
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise FieldError("model.name", source, f"no causal language model loads: {first_line(error)}") from error

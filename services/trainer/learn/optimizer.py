@@ -123,9 +123,7 @@ class PolicyOptimizer:
     here.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None) -> None:
         self.config = config
         self.steps_taken = 0
         """Optimizer steps taken; skipped ones do not count and do not move the schedule."""

@@ -72,9 +72,7 @@ class Policy(nn.Module):
     `value_head`: a linear layer to one number, or None.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, attention: str, *, own_logits: bool = False, float32_head: bool = True
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str, *, own_logits: bool = False, float32_head: bool = True) -> None:
         super().__init__()
         self.model = model
         self.attention = attention
@@ -181,9 +179,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = 
     # Soft capping hardly shows on the small logits of an untrained model, so it is looked up and not measured.
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     policy = Policy(model, attention, own_logits=caps_logits, float32_head=float32_head)
-    tolerance = (
-        1e-3 if model.dtype == torch.float32 else 0.25
-    )  # nats, of two ways of computing the same log-probability
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.25  # nats, of two ways of computing the same log-probability
     if _packing_error(policy) > tolerance:
         policy.leave_logits_to_model()
         if (error := _packing_error(policy)) > tolerance:

@@ -137,13 +137,7 @@ def prepare_step(
         return StepPlan(slots, plan.costs)
 
     def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
-        of_chosen = (
-            [branches[index] for index in members],
-            advantages[members],
-            weights[members],
-            version,
-            pad_multiple,
-        )
+        of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version, pad_multiple)
         return host_microbatch(*of_chosen, share_prompts=share_prompts, has_gradient=has_gradient)
 
     timer = PhaseTimer()

@@ -47,15 +47,8 @@ def rank_orders(registry: CollectorRegistry) -> Counter:
 OF_STEP: dict[str, tuple[str, ...]] = {
     "reward_mean": ("reward_mean", "Mean reward of the batch.", "reward"),
     "reward_std": ("reward_std", "Standard deviation of the batch's rewards.", "reward"),
-    "group_reward_std": (
-        "group_reward_std",
-        "Standard deviation of rewards inside a group, mean over groups.",
-        "reward",
-    ),
-    "equal_reward_groups": (
-        "equal_reward_groups_ratio",
-        "Share of the batch's groups whose rewards are all equal: no signal.",
-    ),
+    "group_reward_std": ("group_reward_std", "Standard deviation of rewards inside a group, mean over groups.", "reward"),
+    "equal_reward_groups": ("equal_reward_groups_ratio", "Share of the batch's groups whose rewards are all equal: no signal."),
     "ess": ("ess_ratio", "Effective sample size of the tokens, from unclamped weights."),
     "clip_fraction": ("clip_ratio", "Share of tokens whose weight the loss bounded."),
     "mask_fraction": ("mask_ratio", "Share of tokens that algorithm.mask left out of the loss."),
@@ -72,10 +65,7 @@ OF_STEP: dict[str, tuple[str, ...]] = {
         "observed_ratio",
         "Share of the tokens after the prompts that environments added and nothing is trained on; with episodes only.",
     ),
-    "multi_version_fraction": (
-        "multi_version_ratio",
-        "Share of the batch's sequences that more than one version sampled.",
-    ),
+    "multi_version_fraction": ("multi_version_ratio", "Share of the batch's sequences that more than one version sampled."),
     "truncated_fraction": ("truncated_ratio", "Share of the batch's sequences that were cut at their length limit."),
     "packing_fill": ("packing_fill_ratio", "Tokens over token budget of the step's micro-batches."),
     "mfu": ("mfu_ratio", "Model FLOPs utilization of the step; of known devices only."),
@@ -101,11 +91,7 @@ NOW_AND_THEN: dict[str, tuple[str, ...]] = {
         "heldout_accuracy_lower_bound_ratio",
         "Held-out accuracy with problems without a verdict as wrong answers, last evaluation.",
     ),
-    "heldout_unanswered": (
-        "heldout_unanswered_problems",
-        "Held-out problems without a verdict, last evaluation.",
-        "problems",
-    ),
+    "heldout_unanswered": ("heldout_unanswered_problems", "Held-out problems without a verdict, last evaluation.", "problems"),
     "mismatch_kl": (
         "mismatch_kl_nats",
         "KL estimate between actor and trainer over tokens of lag 0, last step with such tokens.",
@@ -199,8 +185,7 @@ class StepMetrics:
             "update_idle_seconds", "Time of a step in which sending weights kept compute waiting.", PHASE_SECONDS
         )
         self._memory = metrics.reading(
-            "memory_peak_bytes",
-            "Most memory: tensors on a GPU since the step before, else the process since its start.",
+            "memory_peak_bytes", "Most memory: tensors on a GPU since the step before, else the process since its start."
         )
 
     def observe(self, record: StepRecord) -> None:
@@ -314,9 +299,7 @@ class CheckpointMetrics:
             "checkpoint_timestamp_seconds",
             "When the newest checkpoint was written, by this trainer or one before it; before the first, when training began.",
         )
-        self._seconds = metrics.histogram(
-            "checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS
-        )
+        self._seconds = metrics.histogram("checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS)
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
         """`checkpoint`: the version of the one that this trainer goes on from; `since_s`: when that was written, or when a
@@ -426,9 +409,7 @@ class TrainerMetrics:
             reading = metrics.reading(name, text, labels, unit=unit)
             reading.read_each(lambda: values(self._run) if self._run else {})
 
-        phase = metrics.reading(
-            "phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0"
-        )
+        phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
         phase.read_state(PHASES, lambda: phase_name(self._phase()))
         read("policy_version", "Optimizer steps taken.", lambda run: run.loop.version)
         read(

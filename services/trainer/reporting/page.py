@@ -134,9 +134,7 @@ MOST_MEMBERS = 256
 """That are listed; a run with more is better watched on a dashboard."""
 
 
-def member_rows(
-    states: Mapping[str, str], served_version: int, loads: Mapping[str, ActorState]
-) -> list[dict[str, Any]]:
+def member_rows(states: Mapping[str, str], served_version: int, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
     """Each registered actor in order of its name, with its state. An actor that is serving serves `served_version`;
     of the others, the version is known that they named when they were asked last."""
     rows = []

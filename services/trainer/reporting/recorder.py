@@ -325,9 +325,7 @@ class Recorder:
         """What was used up before this trainer's first step is not known."""
         before, self._used_up = self._used_up, sum(record["sequences"][outcome] for outcome in Outcome)
         seconds = record["step_s"]
-        self._replicas.step(
-            0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0)
-        )
+        self._replicas.step(0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0))
 
     def _max_lag_too_small(self, record: StepRecord) -> bool:
         """Whether the lag limit is below the formula's, and costs something: the trainer waits for sequences that the limit

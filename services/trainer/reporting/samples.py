@@ -117,9 +117,7 @@ def heldout_sample(version: int, sample: HeldoutSample, tokenizer: PreTrainedTok
     }
 
 
-def token_pieces(
-    tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int
-) -> list[str] | None:
+def token_pieces(tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
     """The pieces of `text`, to which `token_ids` were decoded, that the first `limit` of them make.
 
     A character of several tokens stands at the last of them, and special tokens have no text. None where tokens and text

@@ -112,10 +112,7 @@ class TensorBoardTracker:
 
     def _recipe_table(self, params: Mapping[str, object]) -> Any:
         """In Markdown, as the text plugin shows it."""
-        rows = [
-            f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |".replace("\n", " ")
-            for name, value in params.items()
-        ]
+        rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |".replace("\n", " ") for name, value in params.items()]
         text = "\n".join(["| field | value |", "|---|---|", *rows])
         shape = self._shape.TensorShapeProto(dim=[self._shape.TensorShapeProto.Dim(size=1)])
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")

@@ -56,9 +56,7 @@ def build(model: ModelConfig, tasks: Sequence[TaskShare], out: Path, say: Say) -
     say("saved")
 
 
-def warm_start(
-    model: ModelConfig, tasks: Sequence[TaskShare], say: Say
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def warm_start(model: ModelConfig, tasks: Sequence[TaskShare], say: Say) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """The small Llama of `model.warmstart`, trained on demonstrations of `tasks`, by the recipe's rules of one family.
     Raises `FieldError`."""
     config = model.warmstart

@@ -62,9 +62,7 @@ class Player:
     play: Play
 
 
-def play_episode(
-    player: Player, config: dict[str, Any], seed: int, careful: Sequence[float], rng: random.Random
-) -> list[str]:
+def play_episode(player: Player, config: dict[str, Any], seed: int, careful: Sequence[float], rng: random.Random) -> list[str]:
     """What was given and what the player said, in turn. `careful`: as of `Demonstrate`, by turn."""
     environment = player.make(**config)
     texts = [environment.start({}, seed)]
@@ -115,8 +113,7 @@ def parse_sum(question: str) -> tuple[int, list[tuple[str, int]]]:
     if match is None:
         raise ValueError(f"{question!r} is not a sum like '12+7-5='")
     terms = [
-        (operator + number, int(number) if operator == "+" else -int(number))
-        for operator, number in _TERM.findall(match[2])
+        (operator + number, int(number) if operator == "+" else -int(number)) for operator, number in _TERM.findall(match[2])
     ]
     return int(match[1]), terms
 

@@ -144,9 +144,7 @@ class WeightSender:
         self._memory = ReusedMemory(MOST_SNAPSHOTS)
 
     @torch.no_grad()
-    def snapshot(
-        self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-    ) -> Snapshot:
+    def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
         """Copy the parameters (such as `model.named_parameters()`); they may change as soon as this returns.
 
         On a device: by whatever is queued on the caller's stream from then on. Raises ManifestDiffers when they are not what
@@ -164,9 +162,7 @@ class WeightSender:
         # Not reused here: torch's allocators keep this memory themselves.
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
-    def open_group(
-        self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None
-    ) -> CollectiveGroup:
+    def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
         """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice. `patience_s`: how long to
         wait for the next rank once one has come; None: to the deadline."""
         assert self._store is not None

@@ -565,9 +565,7 @@ class WeightUpdater:
             await self._tend_sides()
 
 
-def coalesce_departures(
-    events: list[tuple[TransferSession | None, c.Event]],
-) -> list[tuple[TransferSession | None, c.Event]]:
+def coalesce_departures(events: list[tuple[TransferSession | None, c.Event]]) -> list[tuple[TransferSession | None, c.Event]]:
     """The same events in the same order, departures that follow one another as one. Pure."""
     merged: list[tuple[TransferSession | None, c.Event]] = []
     for session, event in events:

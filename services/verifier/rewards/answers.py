@@ -14,15 +14,7 @@ from typing import Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import JudgeConfig
-from services.verifier.rewards.item import (
-    NO_ANSWER,
-    BadReference,
-    BadReward,
-    RewardInput,
-    Score,
-    Scorer,
-    reference_answer,
-)
+from services.verifier.rewards.item import NO_ANSWER, BadReference, BadReward, RewardInput, Score, Scorer, reference_answer
 
 _BARE_CHARACTERS = 200
 """Length of an answer up to which it may be LaTeX without its dollar signs."""
