@@ -310,7 +310,11 @@ class GenerationLoop:
     async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
         """The finished episode, a failed one with its reason, or None: interrupted, with its record kept."""
         index, began_s, salt = start.sample_index, time.monotonic(), self._gate.cache_salt
-        assert self._episodes is not None, "a recipe's groups are of its tasks"
+        if self._episodes is None or group.task not in self._episodes.tasks:
+            failure = (
+                f"unknown_task: {group.task!r:.100} is no episodic task of this actor's recipe; give it the trainer's recipe"
+            )
+            return sequence_of(group, nothing_yet(index), self._instance, failure=failure)
 
         async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
             async with self._holding(place=True):
