@@ -45,7 +45,10 @@ OF_CASES: dict[str, dict[str, Any]] = {
         # Old actors go before new ones come, and a large model may load for longer than a rollout lasts as a rule.
         f"{ACTOR} spec strategy rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},
         f"{ACTOR} spec progressDeadlineSeconds": 600 + 3600,
-        f"{TRAINER} spec updateStrategy": None,
+        # In full: what the API server fills in of it stays, and would forbid OnDelete in an upgrade to two nodes.
+        f"{TRAINER} spec updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}},
+        # A drained node's actors hand over together; each alone would wait until a new one has loaded its model.
+        "PodDisruptionBudget/pipelinerl-actor spec maxUnavailable": "100%",
         "main/trainer startupProbe periodSeconds": 5,
         "main/trainer startupProbe failureThreshold": 600 / 5,
         # The verifier has as many pods as its autoscaler says.
@@ -150,6 +153,13 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"pod/trainer spec tolerations": [AMD_TAINT], "main/trainer resources limits amd.com/gpu": 4},
     ),
     ({"actor": {"image": {"reference": IMAGE}}}, {"main/actor image": IMAGE}),
+    (  # as a ResourceQuota on limits.cpu asks of each container
+        {"test": {part: {"limits": {"cpu": "1"}} for part in ("resources", "natsResources", "verifierResources")}},
+        {
+            "pod/test spec containers * resources limits cpu": ["1"],
+            "pod/test spec initContainers * resources limits cpu": ["1"] * 4,
+        },
+    ),
     ({"actor": {"strategy": {"type": "Recreate"}}}, {f"{ACTOR} spec strategy": {"type": "Recreate"}}),
     (
         {

@@ -6,6 +6,7 @@ standard: https://kubernetes.io/docs/concepts/security/pod-security-standards/
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,8 @@ def test_custom_resources_are_rendered_somewhere() -> None:
 def test_every_object_has_a_name_of_its_own_and_carries_the_release(rendered: Rendered, case: str) -> None:
     names = [(item["kind"], item["metadata"]["name"]) for item in rendered.objects]
     assert len(names) == len(set(names))
+    for kind, name in names:
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", name), (kind, name)  # the API server's rule, of no schema
     for item in rendered.objects:
         labels = item["metadata"]["labels"]
         assert labels["app.kubernetes.io/name"] == "pipelinerl"

@@ -172,14 +172,25 @@ def test_prometheus_parses_every_query(tmp_path: Path) -> None:
 
 
 def test_the_chart_brings_each_dashboard_as_grafanas_sidecar_takes_it() -> None:
-    found = render({"metrics": {"dashboards": {"enabled": True}}}).of_kind("ConfigMap")
-    maps = [item for item in found if "grafana_dashboard" in item["metadata"]["labels"]]
-    assert len(maps) == len(BOARDS)
-    for item in maps:
-        assert item["metadata"]["labels"]["grafana_dashboard"] == "1"
-        ((name, text),) = item["data"].items()
-        assert text == (FOLDER / name).read_text(encoding="utf-8")
-        assert len(text.encode()) < 1_000_000  # of a ConfigMap
+    """With uids, titles and files of the release: Grafana keeps one dashboard of each, and its sidecar one file of a name."""
+    seen: dict[str, set[str]] = {"file": set(), "uid": set(), "title": set()}
+    for release in ("blue", "green"):
+        found = render({"metrics": {"dashboards": {"enabled": True}}}, release=release).of_kind("ConfigMap")
+        maps = [item for item in found if item["metadata"]["labels"].get("grafana_dashboard") == "1"]
+        files = {name: json.loads(text) for item in maps for name, text in item["data"].items()}
+        assert max(len(text.encode()) for item in maps for text in item["data"].values()) < 1_000_000  # of a ConfigMap
+        uids = {board["uid"] for board in files.values()}
+        for kind, values in {"file": set(files), "uid": uids, "title": {one["title"] for one in files.values()}}.items():
+            assert len(values) == len(BOARDS)
+            assert not seen[kind] & values
+            seen[kind] |= values
+        assert max(map(len, uids)) <= 40  # Grafana's limit
+        of_the_release = {"uid": "", "title": "", "links": []}
+        originals = [shown(board) | of_the_release for board in BOARDS]
+        for board in files.values():
+            assert board | of_the_release in originals
+            links = {link["url"].removeprefix("/d/").partition("?")[0] for link in board["links"]}
+            assert links | {board["uid"]} == uids
 
 
 def test_labels_that_prometheus_adds_are_none_of_ours() -> None:
