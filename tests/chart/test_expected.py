@@ -51,7 +51,8 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "PodDisruptionBudget/pipelinerl-actor spec maxUnavailable": "100%",
         "main/trainer startupProbe periodSeconds": 5,
         "main/trainer startupProbe failureThreshold": 600 / 5,
-        # The verifier has as many pods as its autoscaler says.
+        # As many pods as `kubectl scale` or the autoscaler says.
+        f"{ACTOR} spec replicas": None,
         f"{VERIFIER} spec replicas": None,
         "HorizontalPodAutoscaler/pipelinerl-verifier spec minReplicas": 2,
         "HorizontalPodAutoscaler/pipelinerl-verifier spec maxReplicas": 16,

@@ -77,15 +77,11 @@ app.kubernetes.io/component: {{ . }}
 {{- end -}}
 {{- end -}}
 
-{{/* dict root, component. spec.replicas of a Deployment: what runs now wins over the value, so that an upgrade never undoes a
-     scaling; nothing where an autoscaler decides and nothing runs yet, or the value is null. */}}
+{{/* A service's values: spec.replicas of its Deployment; nothing where an autoscaler or `kubectl scale` owns the field. Whatever else a
+     manifest said there, an upgrade or a rollback would undo (Helm 3) or fail on as a conflict (Helm 4). */}}
 {{- define "pipelinerl.replicas" -}}
-{{- $values := index .root.Values .component -}}
-{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-%s" (include "pipelinerl.fullname" .root) .component) -}}
-{{- if and $live (not (kindIs "invalid" (dig "spec" "replicas" nil $live))) -}}
-{{- $live.spec.replicas | int -}}
-{{- else if and (not $values.autoscaling.enabled) (not (kindIs "invalid" $values.replicas)) -}}
-{{- $values.replicas | int -}}
+{{- if not (or .autoscaling.enabled (kindIs "invalid" .replicas)) -}}
+replicas: {{ int .replicas }}
 {{- end -}}
 {{- end -}}
 

@@ -56,12 +56,21 @@
 {{- $found -}}
 {{- end -}}
 
-{{/* Episodes that the actors keep under way at most, as far as the values say how many actors there are. */}}
+{{/* Number of actors as far as the values say it: the most that an autoscaler makes, actor.replicas, or where those are scaled by hand
+     as many as the first step waits for. */}}
+{{- define "pipelinerl.actor.count" -}}
+{{- if .Values.actor.autoscaling.enabled -}}
+{{- int .Values.actor.autoscaling.maxReplicas -}}
+{{- else -}}
+{{- .Values.actor.replicas | kindIs "invalid" | ternary (max 1 (int .Values.trainer.expectedActors)) (int .Values.actor.replicas) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Episodes that these actors keep under way at most. */}}
 {{- define "pipelinerl.actor.episodes" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- $each := dig "actor" "episodes_in_progress" nil $recipe | default (mul 2 (dig "actor" "sequences_in_progress" 64 $recipe | int)) -}}
-{{- $actors := .Values.actor.autoscaling.enabled | ternary .Values.actor.autoscaling.maxReplicas .Values.actor.replicas -}}
-{{- mul (int $actors) (int $each) -}}
+{{- mul (include "pipelinerl.actor.count" . | int) (int $each) -}}
 {{- end -}}
 
 {{/* GPUs of an actor pod: the engine's tensor parallel size, or 0. */}}
