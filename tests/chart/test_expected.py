@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from services.trainer.launch import RENDEZVOUS_TIMEOUT_S
-from tests.chart.cases import rendered_case
-from tests.chart.rendering import SERVICES, Rendered, environment, render
+from tests.chart.cases import EVERYWHERE, rendered_case
+from tests.chart.rendering import COMPONENT, SERVICES, Rendered, environment, render
 from tests.monitoring.catalogue import names_in, samples
 
 GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
@@ -23,6 +23,16 @@ NO_TOLERATIONS = {f"pod/{pod} spec tolerations": None for pod in PODS}
 RECIPE_MODEL = [["python", "-m", "services.trainer.warmstart"]]
 ACTOR, TRAINER, VERIFIER = ("Deployment/pipelinerl-actor", "StatefulSet/pipelinerl-trainer", "Deployment/pipelinerl-verifier")
 WANTED, EPISODES = "pipelinerl_actor_replicas_wanted", "pipelinerl_verifier_episodes"
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+TOGETHER = EVERYWHERE["affinity"]["podAffinity"][REQUIRED][0]
+
+
+def scheduled(index: str) -> dict[str, Any]:
+    """Of this pod of the trainer: all nodes are one domain, for they run the same operating system."""
+    names = {"app.kubernetes.io/name": "pipelinerl", "app.kubernetes.io/instance": "pipelinerl", COMPONENT: "trainer"}
+    labels = names | {"apps.kubernetes.io/pod-index": index}
+    return {"topologyKey": "kubernetes.io/os", "labelSelector": {"matchLabels": labels}}
+
 
 OF_CASES: dict[str, dict[str, Any]] = {
     "default": {
@@ -42,6 +52,9 @@ OF_CASES: dict[str, dict[str, Any]] = {
         # A hub's model needs no preparation.
         "pod/actor spec initContainers": None,
         "pod/trainer spec initContainers": None,
+        # Actors are scheduled when the trainer's pod is, on whichever node: spread before it, they could leave it none.
+        "pod/actor spec affinity": {"podAffinity": {REQUIRED: [scheduled("0")]}},
+        "pod/trainer spec affinity": None,
         # Old actors go before new ones come, and a large model may load for longer than a rollout lasts as a rule.
         f"{ACTOR} spec strategy rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},
         f"{ACTOR} spec progressDeadlineSeconds": 600 + 3600,
@@ -103,6 +116,8 @@ OF_CASES: dict[str, dict[str, Any]] = {
         f"{ACTOR} metadata labels app.kubernetes.io/name": "pipelinerl",
         "pod/actor metadata labels team": "a",
         "pod/actor metadata labels kueue.x-k8s.io/queue-name": None,
+        "pod/actor spec affinity": EVERYWHERE["affinity"]
+        | {"podAffinity": {REQUIRED: [TOGETHER, scheduled("0"), scheduled("1")]}},
     },
     "two-nodes": {
         # Nodes of a trainer start and change over together under one name: a rolling update waits for the new pod to be ready,
@@ -110,6 +125,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
         f"{TRAINER} spec podManagementPolicy": "Parallel",
         f"{TRAINER} spec replicas": 2,
         f"{TRAINER} spec updateStrategy": {"type": "OnDelete"},
+        "pod/actor spec affinity": {"podAffinity": {REQUIRED: [scheduled("0"), scheduled("1")]}},
         f"{TRAINER} spec serviceName": "pipelinerl-trainer",
         "Service/pipelinerl-trainer spec clusterIP": "None",
         "Service/pipelinerl-trainer spec publishNotReadyAddresses": True,
@@ -154,6 +170,7 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"pod/trainer spec tolerations": [AMD_TAINT], "main/trainer resources limits amd.com/gpu": 4},
     ),
     ({"actor": {"image": {"reference": IMAGE}}}, {"main/actor image": IMAGE}),
+    ({"actor": {"scheduleAfterTrainer": False}}, {"pod/actor spec affinity": None}),
     (  # as a ResourceQuota on limits.cpu asks of each container
         {"test": {part: {"limits": {"cpu": "1"}} for part in ("resources", "natsResources", "verifierResources")}},
         {

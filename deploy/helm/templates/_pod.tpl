@@ -21,7 +21,9 @@ seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
 {{/* dict root, component: where its pods go. A spread constraint without a selector gets the service's own; pods with GPUs go where
-     GPU nodes are tainted as is the custom (gpu.tolerations). */}}
+     GPU nodes are tainted as is the custom (gpu.tolerations). An actor has an affinity to each node of the trainer in a topology
+     that is one domain, since all nodes have the same operating system: it is scheduled when they are, wherever they are. Otherwise
+     actors spread over nodes of which the trainer needs one for itself, and wait for it for ever. */}}
 {{- define "pipelinerl.scheduling" -}}
 {{- $values := index .root.Values .component -}}
 {{- $spec := dict -}}
@@ -33,6 +35,16 @@ seccompProfile: {type: RuntimeDefault}
 {{- with $tolerations -}}{{- $_ := set $spec "tolerations" . -}}{{- end -}}
 {{- range $key := list "nodeSelector" "affinity" "runtimeClassName" "priorityClassName" -}}
 {{- with index $values $key -}}{{- $_ := set $spec $key . -}}{{- end -}}
+{{- end -}}
+{{- if and (eq .component "actor") $values.scheduleAfterTrainer -}}
+{{- $required := "requiredDuringSchedulingIgnoredDuringExecution" -}}
+{{- $terms := dig "podAffinity" $required list $values.affinity -}}
+{{- range until (int .root.Values.trainer.nodes) -}}
+{{- $trainer := include "pipelinerl.selectorLabels" (dict "root" $.root "component" "trainer") | fromYaml -}}
+{{- $_ := set $trainer "apps.kubernetes.io/pod-index" (toString .) -}}
+{{- $terms = append $terms (dict "topologyKey" "kubernetes.io/os" "labelSelector" (dict "matchLabels" $trainer)) -}}
+{{- end -}}
+{{- $_ := set $spec "affinity" (mergeOverwrite (deepCopy $values.affinity) (dict "podAffinity" (dict $required $terms))) -}}
 {{- end -}}
 {{- $spread := list -}}
 {{- range $values.topologySpreadConstraints -}}
