@@ -159,7 +159,7 @@ class PromptGroup:
 class Sequence(Branch):
     """One finished sequence, which is its own first branch; only an episode has further `branches`.
 
-    `failure` is empty for a good one. `finish_reason`: of the last turn.
+    `failure` is empty for a good one. `finish_reason`: of the last turn in time.
     """
 
     run: str
@@ -170,6 +170,12 @@ class Sequence(Branch):
     task: str
     reward: float
     reward_components: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What an episode's environment counted besides."""
+    answer: str = ""
+    """For people: what the reward took for the answer."""
+    reason: str = ""
+    """For people: what the reward says of its value."""
     finish_reason: FinishReason = FinishReason.STOP
     failure: str = ""
     actor: str = ""
@@ -189,6 +195,16 @@ class Sequence(Branch):
         return sum(branch.num_sampled_tokens for branch in self.all_branches)
 
     @property
+    def num_turns(self) -> int:
+        return sum(len(branch.turns) or 1 for branch in self.all_branches)
+
+    @property
+    def reported(self) -> dict[str, float]:
+        """By name, the numbers that its environment and its reward report; of an episode, `turns` too."""
+        turns = {"turns": float(self.num_turns)} if self.turns else {}
+        return {**turns, **self.metrics, **self.reward_components}
+
+    @property
     def num_versions(self) -> int:
         return len({(span.incarnation, span.version) for branch in self.all_branches for span in branch.spans})
 
@@ -203,7 +219,7 @@ FINISH_REASON_TO_PROTO = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason
 _FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items()}
 _SAME_IN_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "reward", "failure", "actor"),
-    *("completion_text", "prompt_text", "reference_json", "generation_s"),
+    *("completion_text", "prompt_text", "reference_json", "generation_s", "answer", "reason"),
 )
 """Fields that have the same form in the dataclass and in the protobuf message."""
 _SAME_IN_GROUP = (
@@ -227,9 +243,9 @@ def encode_sequence(sequence: Sequence) -> bytes:
         for span in sequence.spans:  # added in place: half the cost of handing over a list
             message.spans.add(version=span.version, start=span.start, end=span.end, incarnation=span.incarnation)
         message.turns.extend(map(_turn_to_proto, sequence.turns))
-        message.branches.extend(map(_branch_to_proto, sequence.branches))
-        for name, value in sequence.reward_components.items():
-            message.reward_components[name] = value
+        message.branches.extend(map(branch_to_proto, sequence.branches))
+        message.reward_components.update(sequence.reward_components)
+        message.metrics.update(sequence.metrics)
         return message.SerializeToString()
 
 
@@ -244,8 +260,9 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
         behaviour_logprobs=logprobs_from_bytes(message.behaviour_logprobs, _SEQUENCE, "behaviour_logprobs"),
         spans=spans_from_proto(message.spans),
         turns=tuple(map(_turn_from_proto, message.turns)),
-        branches=tuple(_branch_from_proto(branch, _SEQUENCE) for branch in message.branches),
+        branches=tuple(branch_from_proto(branch, _SEQUENCE) for branch in message.branches),
         reward_components=dict(message.reward_components),
+        metrics=dict(message.metrics),
         finish_reason=FinishReason.STOP if unfinished else _finish_reason(message.finish_reason, _SEQUENCE),
     )
     _check_sequence(sequence, expected_run)
@@ -374,7 +391,7 @@ def _partial_to_proto(partial: PartialSequence) -> pb.PartialSequence:
         spans=spans_to_proto(partial.spans),
         finish_reason=FINISH_REASON_TO_PROTO[partial.finish_reason] if partial.finish_reason else None,
         generation_s=partial.generation_s,
-        branches=map(_branch_to_proto, partial.branches),
+        branches=map(branch_to_proto, partial.branches),
     )
 
 
@@ -387,11 +404,11 @@ def _partial_from_proto(message: pb.PartialSequence) -> PartialSequence:
         spans=spans_from_proto(message.spans),
         finish_reason=None if unfinished else _finish_reason(message.finish_reason, _GROUP),
         generation_s=message.generation_s,
-        branches=tuple(_branch_from_proto(branch, _GROUP) for branch in message.branches),
+        branches=tuple(branch_from_proto(branch, _GROUP) for branch in message.branches),
     )
 
 
-def _branch_to_proto(branch: Branch) -> pb.Branch:
+def branch_to_proto(branch: Branch) -> pb.Branch:
     return pb.Branch(
         prompt_token_ids=branch.prompt_token_ids.tobytes(),
         completion_token_ids=branch.completion_token_ids.tobytes(),
@@ -401,7 +418,8 @@ def _branch_to_proto(branch: Branch) -> pb.Branch:
     )
 
 
-def _branch_from_proto(message: pb.Branch, kind: str) -> Branch:
+def branch_from_proto(message: pb.Branch, kind: str) -> Branch:
+    """Not checked but for the lengths of its arrays. Raises `MessageError`."""
     return Branch(
         prompt_token_ids=token_ids_from_bytes(message.prompt_token_ids, kind, "branches.prompt_token_ids"),
         completion_token_ids=token_ids_from_bytes(message.completion_token_ids, kind, "branches.completion_token_ids"),
@@ -442,8 +460,9 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
         if any(turn.finish_reason is None for turn in branch.turns):
             raise MessageError(_SEQUENCE, f"{prefix}turns", "one is unfinished: only a sequence handed back may have such")
     check_finite(sequence.reward, _SEQUENCE, "reward")
-    for name, value in sequence.reward_components.items():
-        check_finite(value, _SEQUENCE, f"reward_components[{name}]")
+    for field in ("reward_components", "metrics"):
+        for name, value in getattr(sequence, field).items():
+            check_finite(value, _SEQUENCE, f"{field}[{name}]")
     check_finite(sequence.generation_s, _SEQUENCE, "generation_s", at_least=0.0)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,7 @@ import grpc
 from grpc import aio
 
 from pipelinerl.errors import MessageError, ServiceError
+from pipelinerl.messages.sequences import Sequence
 from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, explained, open_channel
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.service.tls import RenewedCertificates
@@ -61,6 +63,18 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
+def judged(sequence: Sequence, result: VerifyResult) -> Sequence:
+    """The sequence with what the verifier says of it. `result.status` is OK."""
+    return replace(
+        sequence,
+        reward=result.reward,
+        reward_components=dict(result.components),
+        metrics=dict(result.metrics),
+        answer=result.answer,
+        reason=result.message,
+    )
+
+
 def status_name(status: int) -> str:
     """A `VerifyStatus` without its prefix, lower case."""
     return VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
@@ -94,7 +108,7 @@ class VerifierClient:
     ) -> None:
         await self._channel.close()
 
-    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyResult]:
+    async def verify(self, items: list[VerifyItem]) -> list[VerifyResult]:
         """One result for each item, in their order; when its status is OK, its reward is finite, otherwise 0.
 
         Waits and tries again, without end, while the verifier is unreachable, full or late; cancel the task to stop it.
@@ -164,7 +178,7 @@ class VerifierClient:
         return explained(error, self._tls_dir) if isinstance(error, aio.AioRpcError) else str(error)
 
 
-def _results(items: Sequence[VerifyItem | EpisodeRequest], response: VerifyResponse) -> list[VerifyResult]:
+def _results(items: Iterable[VerifyItem | EpisodeRequest], response: VerifyResponse) -> list[VerifyResult]:
     asked = [item.sequence_id for item in items]
     answered = [result.sequence_id for result in response.results]
     if asked != answered:

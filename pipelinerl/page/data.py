@@ -30,7 +30,7 @@ _SHOWN = (
     "step", "time_s", "reward_mean", "entropy", "grad_norm", "clipped", "ess", "lag", "lag_histogram", "largest_lag",
     "max_lag_too_small", "mismatch_kl", "tokens_generated_per_s", "tokens_trained_per_s", "weight_update", "stall_s",
     "actor_busy_fraction", "trainer_busy_fraction", "completion_tokens_mean", "truncated_fraction",
-    "step_s", "tasks",
+    "step_s", "tasks", "reported",
 )  # fmt: skip
 
 
@@ -181,9 +181,9 @@ def _short(value: Any) -> Any:
 
 def shown_sample(sample: Record) -> dict[str, Any]:
     """One line of samples.jsonl, its texts clipped and with them its tokens, of which `num_tokens` says how many there were.
-    Older lines lack `tokens` and `weights`."""
-    text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion")}
-    known = ("step", "version", "task", "reward", "spans", "heldout")
+    Older lines lack some keys."""
+    text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
+    known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
     tokens, weights = _clipped_tokens(sample)
     spans = sample.get("spans") or []
     num_tokens = max((span[2] for span in spans), default=len(tokens or ()))

@@ -1,7 +1,7 @@
 /* Sample completions: which policy version sampled which token, seen in the text itself, and what each token weighed.
  *
- * Samples are model output: they are set as text, never as HTML. sample: {step, version, task, prompt, completion, reward, spans:
- * [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens}; docs/run-directory.md, and
+ * Samples are model output: they are set as text, never as HTML. sample: {step, version, task, prompt, completion, reward, terms: {name:
+ * value}, metrics, reference, answer, reason, spans: [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens}; docs/run-directory.md, and
  * pipelinerl/page/data.py: long completions are clipped with their tokens, of which there were num_tokens. An episode has branches:
  * [{prompt, spans, parts, num_parts}], and these turns and observations: {role, start, end, text, finish_reason, tokens, weights}. */
 "use strict";
@@ -151,12 +151,19 @@ const PrlSamples = (() => {
     return [head, colored({ ...part, spans, version: sample.version, completion: part.text, num_tokens: tokens }, name)];
   }
 
+  /* Below a reward: its terms, what the environment counted, and what was compared with what. */
+  function earned(sample) {
+    const values = (of) => Object.entries(of || {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+    const known = [["", values(sample.terms)], ["", values(sample.metrics)], ["answer: ", sample.answer], ["reference: ", sample.reference], ["", sample.reason]];
+    return known.filter(([, text]) => text).map(([label, text]) => node("div", { class: "note" }, label + text));
+  }
+
   function sampleRow(sample, names, ofSeveral) {
     const cells = names.map((name, i) => node("td", i === 3 ? { class: "num", "data-label": name } : { "data-label": name }));
     cells[0].append(`${sample.step ?? "–"}${sample.heldout ? " held-out" : ""}${ofSeveral ? ` ${sample.task}` : ""}`);
     cells[1].append(node("div", { class: "text scroll", tabindex: 0, role: "group", "aria-label": "Prompt" }, sample.prompt));
     cells[2].append(completion(sample));
-    cells[3].append(number(sample.reward));
+    cells[3].append(number(sample.reward), ...earned(sample));
     cells[4].append(versions(sample));
     const row = node("tr");
     row.append(...cells);

@@ -77,9 +77,18 @@ const PrlViews = (() => {
     evaluations.push(...passed.filter((one) => one.points.length));
     const tasks = [...new Set(r.flatMap((one) => Object.keys(one.tasks || {})))].sort();
     const rewards = tasks.map((name, i) => ({ name, color: COLOR[1 + (i % 3)], points: smooth(pick(r, axis, (one) => ((one.tasks || {})[name] || {}).reward_mean)) }));
+    const reported = (rows, of, dots) => {
+      const named = rows.flatMap((one) => Object.entries(of(one)).flatMap(([task, own]) => Object.keys(own).map((name) => JSON.stringify([task, name]))));
+      const keys = [...new Set(named)].sort().map((key) => JSON.parse(key)), several = new Set(keys.map(([task]) => task)).size > 1;
+      return keys.map(([task, name], i) => ({ name: several ? `${task}: ${name}` : name, color: COLOR[i % COLOR.length], dots,
+        points: smooth(pick(rows, axis, (one) => (of(one)[task] || {})[name])) }));
+    };
+    const ofSets = (one) => Object.fromEntries(Object.entries(one.sets).map(([name, own]) => [name, own.reported || {}]));
     return [
       (root) => lines(root, { title: "Held-out accuracy", sub: "Problems never trained on", series: evaluations, xName: axis.name, format: percent, yLow: 0, yHigh: 1, emptyText: "No evaluation yet" }),
       (root) => lines(root, { title: "Train reward", sub: "Mean over the batch", series: [...noisy("reward", COLOR[0], pick(r, axis, (one) => one.reward_mean)), ...rewards], xName: axis.name }),
+      (root) => lines(root, { title: "Reported in training", sub: "Terms of the reward and environments' metrics, mean over the step", series: reported(r, (one) => one.reported || {}), xName: axis.name }),
+      (root) => lines(root, { title: "Reported of held-out problems", sub: "The same, mean over the answers of an evaluation", series: reported(data.heldout, ofSets, true), xName: axis.name, emptyText: "No evaluation yet" }),
       (root) => lines(root, { title: "Entropy", sub: "Of the policy's next token, nats; near zero means it has stopped exploring", series: noisy("entropy", COLOR[0], pick(r, axis, (one) => one.entropy)), xName: axis.name, yLow: 0 }),
       (root) => lines(root, { title: "Gradient norm", sub: clippedNote(r), series: noisy("norm", COLOR[0], pick(r, axis, (one) => one.grad_norm)), xName: axis.name, yLow: 0 }),
     ];

@@ -1,4 +1,5 @@
-"""Accuracy on held-out problems, of several answers to each: the mean, pass@k, and how sure they are. Pure.
+"""Accuracy on held-out problems, of several answers to each: the mean, pass@k, and how sure they are; and means of what else is
+reported of answers. Pure.
 
 Problems are the independent trials, and answers to one problem are not, so intervals count problems. They are Wilson's (1927),
 at 95 %, which hold near 0 and 1 too. For several answers to each problem they are too wide rather than too narrow: what varies
@@ -8,11 +9,14 @@ between 0 and 1 varies by p (1 - p) at most.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
+MOST_REPORTED = 24
+"""Names of which `means_of` gives a mean."""
 _Z = 1.959964
 """Standard normal quantile of 97.5 %."""
 
@@ -29,6 +33,16 @@ def pass_at(k: int, answers: int, right: int) -> float:
     """Probability that one of k answers is right, of which `right` of `answers` >= k were: 1 - C(answers - right, k) /
     C(answers, k), which is unbiased (Chen et al., arXiv 2107.03374, equation 1)."""
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
+
+
+def means_of(reported: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each number, by name, over the answers that report it; of the `MOST_REPORTED` most frequent names."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for numbers in reported:
+        for name, value in numbers.items():
+            values[name].append(value)
+    known = sorted(values, key=lambda name: (-len(values[name]), name))[:MOST_REPORTED]
+    return {name: fmean(values[name]) for name in sorted(known)}
 
 
 @dataclass(frozen=True)
@@ -49,13 +63,15 @@ class Estimate:
 class Accuracy:
     """Of one set of problems. `mean`: over problems that have a verdict, each the share of right answers among those with one.
     `lower_bound`: over all, with answers without a verdict as wrong ones; `num_unanswered` counts these. `pass_at`: by k, over
-    problems with at least k verdicts; for k = 2, 4, 8 and so on, and for all that were asked for.
+    problems with at least k verdicts; for k = 2, 4, 8 and so on, and for all that were asked for. `reported`: `means_of` what
+    answers with a verdict report.
     """
 
     mean: Estimate
     lower_bound: float
     num_unanswered: int
     pass_at: dict[int, Estimate] = field(default_factory=dict)
+    reported: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in metrics.jsonl and summary.json."""
@@ -64,6 +80,7 @@ class Accuracy:
             "lower_bound": self.lower_bound,
             "unanswered": self.num_unanswered,
             "pass_at": {str(k): asdict(estimate) for k, estimate in self.pass_at.items()},
+            "reported": dict(self.reported),
         }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -45,22 +45,22 @@ Value = float | None
 
 
 class Reading(Collector):
-    """A gauge or counter of at most one label. `name`: as Prometheus stores it.
+    """A gauge or counter. `name`: as Prometheus stores it. Of several labels, a key is their values.
 
     `set` and `set_each` give values, `read` and `read_each` say where to get them at each scrape. A scrape runs on another
     thread than the event loop: plain attributes may be read there, and nothing may be changed or waited for.
     """
 
-    def __init__(self, name: str, text: str, label: str = "", kind: Literal["gauge", "counter"] = "gauge") -> None:
-        self.name, self.text, self.label, self.kind = name, text, label, kind
-        self._values: Callable[[], Mapping[str, Value]] = dict
+    def __init__(self, name: str, text: str, labels: Sequence[str] = (), kind: Literal["gauge", "counter"] = "gauge") -> None:
+        self.name, self.text, self.labels, self.kind = name, text, tuple(labels), kind
+        self._values: Callable[[], Mapping[Any, Value]] = dict
 
     def set(self, value: Value) -> None:
         self.set_each({"": value})
 
-    def set_each(self, values: Mapping[str, Value]) -> None:
+    def set_each(self, values: Mapping[str, Value] | Mapping[tuple[str, ...], Value]) -> None:
         """By label value; all others lose their series."""
-        taken = dict(values)
+        taken: dict[Any, Value] = dict(values)
         self._values = lambda: taken
 
     def read(self, value: Callable[[], Value]) -> None:
@@ -80,10 +80,10 @@ class Reading(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family_of = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        family = family_of(self.name, self.text, labels=(self.label,) if self.label else ())
-        for label, value in self._values().items():
+        family = family_of(self.name, self.text, labels=self.labels)
+        for key, value in self._values().items():
             if value is not None:
-                family.add_metric((label,) if self.label else (), value)
+                family.add_metric(key if isinstance(key, tuple) else (key,) if self.labels else (), value)
         yield family
 
 
@@ -155,10 +155,10 @@ class MetricSet:
 
     def reading(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Reading:
         """A gauge, or a counter if `name` ends with `_total`, that has no series until it has a value, or is read when
-        scraped; of one label at most."""
+        scraped."""
         kind: Literal["gauge", "counter"] = "counter" if name.endswith("_total") else "gauge"
         full = self._describe(name, kind, text, labels, unit)
-        reading = Reading(full, text, "".join(labels or ()), kind)
+        reading = Reading(full, text, tuple(labels or ()), kind)
         self._registry.register(reading)
         return reading
 

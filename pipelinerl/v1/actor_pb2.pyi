@@ -77,7 +77,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[_Union[GeneratePrompt, _Mapping]]] = ..., sampling: _Optional[_Union[_sequence_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class GenerateResult(_message.Message):
-    __slots__ = ("id", "completion_token_ids", "behaviour_logprobs", "spans", "finish_reason", "completion_text", "failure", "verdict")
+    __slots__ = ("id", "completion_token_ids", "behaviour_logprobs", "spans", "finish_reason", "completion_text", "failure", "verdict", "branches")
     ID_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BEHAVIOUR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class GenerateResult(_message.Message):
     COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
     id: str
     completion_token_ids: bytes
     behaviour_logprobs: bytes
@@ -94,7 +95,8 @@ class GenerateResult(_message.Message):
     completion_text: str
     failure: str
     verdict: _verifier_pb2.VerifyResult
-    def __init__(self, id: _Optional[str] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[_sequence_pb2.VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sequence_pb2.FinishReason, str]] = ..., completion_text: _Optional[str] = ..., failure: _Optional[str] = ..., verdict: _Optional[_Union[_verifier_pb2.VerifyResult, _Mapping]] = ...) -> None: ...
+    branches: _containers.RepeatedCompositeFieldContainer[_sequence_pb2.Branch]
+    def __init__(self, id: _Optional[str] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[_sequence_pb2.VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sequence_pb2.FinishReason, str]] = ..., completion_text: _Optional[str] = ..., failure: _Optional[str] = ..., verdict: _Optional[_Union[_verifier_pb2.VerifyResult, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[_sequence_pb2.Branch, _Mapping]]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("token_ids",)

@@ -119,8 +119,15 @@ class PromptGroup(_message.Message):
     def __init__(self, run: _Optional[str] = ..., group_id: _Optional[str] = ..., problem_index: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., num_samples: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., issued_version: _Optional[int] = ..., partials: _Optional[_Iterable[_Union[PartialSequence, _Mapping]]] = ..., done_samples: _Optional[_Iterable[int]] = ..., episodic: _Optional[bool] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "prompt_token_ids", "completion_token_ids", "behaviour_logprobs", "spans", "reward", "reward_components", "finish_reason", "failure", "actor", "completion_text", "generation_s", "prompt_text", "reference_json", "turns", "branches")
+    __slots__ = ("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "prompt_token_ids", "completion_token_ids", "behaviour_logprobs", "spans", "reward", "reward_components", "finish_reason", "failure", "actor", "completion_text", "generation_s", "prompt_text", "reference_json", "turns", "branches", "metrics", "answer", "reason")
     class RewardComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +155,9 @@ class Sequence(_message.Message):
     REFERENCE_JSON_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     run: str
     sequence_id: str
     group_id: str
@@ -169,7 +179,10 @@ class Sequence(_message.Message):
     reference_json: str
     turns: _containers.RepeatedCompositeFieldContainer[Turn]
     branches: _containers.RepeatedCompositeFieldContainer[Branch]
-    def __init__(self, run: _Optional[str] = ..., sequence_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[str] = ..., actor: _Optional[str] = ..., completion_text: _Optional[str] = ..., generation_s: _Optional[float] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    answer: str
+    reason: str
+    def __init__(self, run: _Optional[str] = ..., sequence_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[str] = ..., actor: _Optional[str] = ..., completion_text: _Optional[str] = ..., generation_s: _Optional[float] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., answer: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DeadLetter(_message.Message):
     __slots__ = ("run", "msg_id", "prompt_group", "reason", "deliveries", "actor", "at_s")

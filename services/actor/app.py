@@ -31,6 +31,7 @@ from pipelinerl.messages.sequences import (
     FinishReason,
     SamplingParams,
     TokenIds,
+    branch_to_proto,
     check_sampling,
     sampling_from_proto,
     spans_to_proto,
@@ -320,7 +321,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     async def _heldout_episode(
         self, prompt: actor_pb2.GeneratePrompt, sampling: SamplingParams, seed: int, trace: Trace
     ) -> actor_pb2.GenerateResult:
-        """With the tokens of its first branch. It decodes in the places that training leaves free."""
+        """It decodes in the places that training leaves free."""
         assert self._episodes is not None, "checked by the caller"
         async with self._heldout_episodes:
             name, salt = f"eval-{prompt.id}-{os.urandom(4).hex()}", self._gate.cache_salt
@@ -338,14 +339,12 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         branches = episode.result()
         if failure or not branches:
             return actor_pb2.GenerateResult(id=prompt.id, failure=failure or NO_TURNS)
-        first, result.sequence_id = branches[0], prompt.id
+        result.sequence_id = prompt.id
         return actor_pb2.GenerateResult(
             id=prompt.id,
-            completion_token_ids=first.completion_token_ids.tobytes(),
-            behaviour_logprobs=first.behaviour_logprobs.tobytes(),
-            spans=spans_to_proto(first.spans),
-            finish_reason=FINISH_REASON_TO_PROTO[first.turns[-1].finish_reason or FinishReason.STOP],
-            completion_text=self._engine.decode(first.completion_token_ids),
+            branches=map(branch_to_proto, branches),
+            finish_reason=FINISH_REASON_TO_PROTO[episode.finish_reason or FinishReason.STOP],
+            completion_text=self._engine.decode(branches[0].completion_token_ids),
             verdict=result,
         )
 

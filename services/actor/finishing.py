@@ -18,7 +18,7 @@ from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
 from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, DeadLetter, PromptGroup, Sequence, encode_sequence
 from pipelinerl.messages.validation import building
-from pipelinerl.messages.verification import VerifierClient, status_name
+from pipelinerl.messages.verification import VerifierClient, judged, status_name
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import BoundedLabels
@@ -189,6 +189,9 @@ class Finisher:
             without_arrays(sequence, failure),
             prompt_token_ids=np.empty(0, dtype=np.int32),
             reward_components={},
+            metrics={},
+            answer="",
+            reason="",
             completion_text="",
             prompt_text="",
             reference_json="",
@@ -221,4 +224,4 @@ def with_reward(sequence: Sequence, result: VerifyResult) -> Sequence:
     """The sequence with its reward, or with the reason why it has none."""
     if result.status != VERIFY_STATUS_OK:
         return without_arrays(sequence, f"reward_{status_name(result.status)}: {result.message}"[:500])
-    return replace(sequence, reward=result.reward, reward_components=dict(result.components))
+    return judged(sequence, result)

@@ -336,7 +336,7 @@ class GenerationLoop:
         if failure:
             log.error("episode %s failed: %s", request.sequence_id, failure)
         return sequence_of_episode(
-            group, index, episode.result(), result, self._instance, self._engine.decode,
+            group, index, episode, result, self._instance, self._engine.decode,
             failure=failure, generation_s=elapsed_s,
         )  # fmt: skip
 

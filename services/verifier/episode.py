@@ -142,10 +142,7 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy) -> VerifyRe
         result = play(request, policy)
     except PolicyFault as fault:
         result = VerifyResult(
-            status=VERIFY_STATUS_OK,
-            components={"answer": 0.0},
-            metrics={fault.code: 1.0},
-            message=f"{fault.code}: {fault}"[:_MESSAGE_CHARACTERS],
+            status=VERIFY_STATUS_OK, components={"answer": 0.0}, message=f"{fault.code}: {fault}"[:_MESSAGE_CHARACTERS]
         )
     except MemoryError:  # the traceback holds what filled the memory; it is let go before anything else is done
         result = _failed(VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
@@ -171,17 +168,14 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         reward = float(done.reward)
         if not math.isfinite(reward):
             return _failed(VERIFY_STATUS_BAD_REWARD, f"the environment's reward is {reward}")
+        metrics = {str(name): float(value) for name, value in done.metrics.items()}
+        if not all(map(math.isfinite, metrics.values())):
+            return _failed(VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}
         if done.correct is not None:  # the answer's term says whether it is right
             components = {"answer": correct if done.correct else 0.0}
             components["environment"] = reward - components["answer"]
-        return VerifyResult(
-            status=VERIFY_STATUS_OK,
-            reward=reward,
-            components=components,
-            metrics={str(name): float(value) for name, value in done.metrics.items()},
-            answer=turn.text,
-        )
+        return VerifyResult(status=VERIFY_STATUS_OK, reward=reward, components=components, metrics=metrics, answer=turn.text)
 
     return play
 

@@ -52,11 +52,12 @@ def score_item(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifie
 
 def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
     try:
+        answer = reward.find_answer(item.completion_text)
         scored = reward(
             RewardInput(
                 prompt=item.prompt_text,
                 completion=item.completion_text,
-                answer=reward.find_answer(item.completion_text),
+                answer=answer,
                 reference=_reference(item.reference_json),
                 completion_tokens=item.completion_tokens,
                 max_tokens=item.max_tokens,
@@ -71,6 +72,7 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
             reward=scored.value,
             components=scored.parts,
             message=scored.reason[:_MESSAGE_CHARACTERS],
+            answer=(answer or "")[:_MESSAGE_CHARACTERS],
         )
     except BadReference as error:
         status, message = verifier_pb2.VERIFY_STATUS_BAD_REFERENCE, str(error)

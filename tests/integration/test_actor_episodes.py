@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion, Sequence, VersionSpan, spans_from_proto
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, Sequence, VersionSpan
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.address import host_port
@@ -28,7 +28,7 @@ from services.actor.episodes.formats import TemplateFormat
 from services.actor.episodes.rendering import Rendering
 from services.actor.episodes.running import EpisodeRunner
 from services.actor.metrics import ActorMetrics
-from services.trainer.data.evaluation import ActorClient
+from services.trainer.data.evaluation import ActorClient, branches_of
 from tests.integration.test_episodes import NAME, recipe
 from tests.support.generation import ScriptedEngine, Stage, stage
 from tests.support.memory_bus import MemoryBus, MemoryServer
@@ -86,7 +86,8 @@ def text(tokens: np.ndarray) -> str:
 
 def check_three_turns(sequence: Sequence) -> None:
     assert sequence.failure == ""
-    assert (sequence.reward, sequence.reward_components) == (0.75, {"answer": 0.75})
+    assert (sequence.reward, sequence.reward_components, sequence.answer) == (0.75, {"answer": 0.75}, "0.5")
+    assert sequence.reported == {"turns": 3.0, "said": 3.0, "answer": 0.75}
     assert text(sequence.prompt_token_ids).endswith("<|im_start|>assistant\n")
     said = [text(sequence.completion_token_ids[turn.start : turn.end]) for turn in sequence.turns]
     assert said == ["0.5<|im_end|>"] * 3
@@ -223,8 +224,10 @@ async def test_heldout_problems_of_such_a_task_are_episodes_that_come_back_with_
                 _ = [one async for one in client.generate([actor_pb2.GeneratePrompt(task="x")], SAMPLING, 1, 60)]
     good, bad = answers["good"], answers["bad"]
     assert (good.failure, good.verdict.sequence_id, good.verdict.reward) == ("", "good", 0.75)
-    assert spans_from_proto(good.spans)[-1].end * 4 == len(good.completion_token_ids)
-    assert len(good.behaviour_logprobs) == 2 * len(HALF) * 4
+    (branch,) = branches_of(good)
+    assert (len(branch.turns), branch.num_sampled_tokens) == (2, 2 * len(HALF))
+    assert branch.spans[-1].end == branch.num_completion_tokens
+    assert (dict(good.verdict.metrics), good.verdict.answer) == ({"said": 2.0}, "0.5")
     assert len({request.seed for request in engine.requests.values()}) == 2
     assert bad.failure.startswith("episode_crashed")
     assert not bad.HasField("verdict")

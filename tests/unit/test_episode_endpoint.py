@@ -299,17 +299,21 @@ async def test_a_request_whose_body_comes_after_the_end_of_its_run_gets_no_turn(
 
 
 async def test_a_turn_is_not_served_to_a_request_with_other_limits() -> None:
-    async with stage("one", "two", "three") as s, s.environment() as client:
+    """And the episode ended as its last turn in time, which extends the first branch."""
+    async with stage("one", "two", "three", "four") as s, s.environment() as client:
         s.sampler.open.clear()
         hurried = client.with_options(timeout=0.2, max_retries=0)
         with pytest.raises(openai.APITimeoutError):
             await hurried.chat.completions.create(model="m", messages=ASK)
         await until(lambda: not s.episode.record.served)
         s.sampler.open.set()
-        short = await client.chat.completions.create(model="m", messages=ASK, max_tokens=2)
-        assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("tw", "length")
         stopped = await client.chat.completions.create(model="m", messages=ASK, stop="STOP")
-        assert stopped.choices[0].message.content == "three"
+        assert stopped.choices[0].message.content == "two"
+        short = await client.chat.completions.create(model="m", messages=ASK, max_tokens=2)
+        assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("th", "length")
+        await client.chat.completions.create(model="m", messages=[*ASK, stopped.choices[0].message, *ASK])
+        assert [branch.turns[-1].finish_reason for branch in s.episode.result()] == ["stop", "length"]
+        assert s.episode.finish_reason == "stop"
 
 
 async def test_a_stop_text_that_began_before_an_interruption_ends_the_turn_after_it() -> None:

@@ -80,6 +80,7 @@ async def test_a_wrong_answer_in_the_right_format_is_wrong() -> None:
     }
     result = await evaluate(FakeVerifier(outcomes))
     assert (result.accuracy, result.num_unanswered, result.num_tokens) == (0.5, 0, 4)
+    assert [accuracy.reported["format"] for accuracy in result.sets.values()] == [1.0], "of the one answer that has the term"
     assert [sample.reward for sample in result.samples] == [1.0, 0.5, 0.0, 1.0]
 
 
@@ -143,7 +144,8 @@ async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_m
     assert sent == [("h000000", 0), ("h000001", 0), ("h000002", 1), ("h000003", 1)]
     assert (result.accuracy, result.lower_bound, result.num_unanswered) == (0.75, 0.5, 1)  # (1/2 + 1) / 2; 2 of 4
     (of_task,) = result.sets.values()
-    assert of_task == accuracy_of([[True, False], [True, None]])
+    assert replace(of_task, reported={}) == accuracy_of([[True, False], [True, None]])
+    assert of_task.reported == {"answer": pytest.approx(2 / 3)}
     assert of_task.pass_at[2].value == 1.0
 
 

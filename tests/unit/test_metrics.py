@@ -20,7 +20,7 @@ def test_the_run_is_on_every_sample_of_every_kind() -> None:
     Gauge("g", "a gauge", ["state"], registry=registry).labels("up").set(2)
     Counter("c", "a counter", registry=registry).inc(3)
     Histogram("h", "a histogram", buckets=(1.0,), registry=registry).observe(0.5)
-    reading = Reading("r", "a reading", "lag")
+    reading = Reading("r", "a reading", ["lag"])
     reading.set_each({"0": 0.5})
     registry.register(reading)
     assert series(registry) == {
@@ -36,7 +36,7 @@ def test_the_run_is_on_every_sample_of_every_kind() -> None:
 
 
 def test_what_has_no_value_has_no_series() -> None:
-    registry, reading, by_lag = CollectorRegistry(), Reading("r", "text"), Reading("l", "text", "lag")
+    registry, reading, by_lag = CollectorRegistry(), Reading("r", "text"), Reading("l", "text", ["lag"])
     registry.register(reading)
     registry.register(by_lag)
     assert series(registry) == {}
@@ -50,7 +50,7 @@ def test_what_has_no_value_has_no_series() -> None:
 
 def test_a_reading_is_read_at_each_scrape() -> None:
     registry, now = CollectorRegistry(), {"a": 1.0}
-    state, count = Reading("s", "text", "state"), Reading("n_total", "text", "outcome", "counter")
+    state, count = Reading("s", "text", ["state"]), Reading("n_total", "text", ["outcome"], "counter")
     registry.register(state)
     registry.register(count)
     state.read_state(("idle", "busy"), lambda: "busy" if now["a"] > 1 else "idle")

@@ -16,7 +16,7 @@ from pipelinerl.messages.sequences import FinishReason, VersionSpan
 from pipelinerl.rl.accuracy import accuracy_of
 from pipelinerl.rl.ledger import LedgerCounts
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.data.evaluation import HeldoutResult, HeldoutSample, Parity
+from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
 from services.trainer.reporting.metrics import TrainerMetrics
@@ -40,7 +40,9 @@ class Desk:
         """Trains on a group of two sequences; the second is of two versions, and was cut. `episodes`: the first is one."""
         group = make_group(self.taken)
         cut = replace(make_sequence(group, 1, spans=TWO_VERSIONS), finish_reason=FinishReason.LENGTH)
-        members = (make_episode(group, 0) if episodes else make_sequence(group, 0), cut)
+        first = make_episode(group, 0) if episodes else make_sequence(group, 0)
+        first = replace(first, metrics={"said": 3.0}, reward_components={"answer": 1.0}, reference_json='{"answer": "7"}')
+        members = (first, replace(cut, reward_components={"answer": 0.0, "format": 0.5}, answer="8", reason="7 is right"))
         self.taken += 1
         figures = {
             **step_figures(skipped),
@@ -84,13 +86,19 @@ def test_a_skipped_step_trained_on_nothing(desk: Desk) -> None:
 
 
 def test_turns_and_what_was_observed_are_figures_of_episodes_alone(desk: Desk) -> None:
-    """An episode of 3 sampled and 2 observed tokens in two turns, and a branch of one; beside a sequence of 2 tokens."""
+    """An episode of 3 sampled and 2 observed tokens in two turns, and a branch of one; beside a sequence of 2 tokens. Each
+    reports numbers, of which samples and records tell."""
     plain, mixed = desk.step(), desk.step(episodes=True)
     figures = {"turns_mean": 3.0, "branches_mean": 2.0, "observed_fraction": pytest.approx(2 / 6)}
     assert figures.keys() & plain.keys() == set()
     assert {name: mixed[name] for name in figures} == figures
     assert (mixed["completion_tokens_mean"], mixed["truncated_fraction"]) == (3.0, 0.5)
     assert [desk.of(name) for name in ("episode_turns", "episode_branches")] == [3.0, 2.0]
+    assert mixed["reported"] == {"chain_sum": {"answer": 0.5, "format": 0.5, "said": 3.0, "turns": 3.0}}
+    assert desk.of("task_reported_mean", task="chain_sum", figure="said") == 3.0
+    *_, first, second = map(json.loads, (desk.run_dir / "samples.jsonl").read_text().splitlines())
+    assert [first[name] for name in ("reference", "terms", "metrics")] == ["7", {"answer": 1.0}, {"said": 3.0}]
+    assert [second[name] for name in ("reference", "answer", "reason")] == [None, "8", "7 is right"]
     desk.step()
     assert desk.of("observed_ratio") is None
 
@@ -153,6 +161,7 @@ def test_what_an_evaluation_cost_and_problems_without_a_verdict_are_recorded(des
     assert desk.step()["heldout_unanswered"] is None
     accuracy = accuracy_of([[True, True], [True, False]])
     assert accuracy is not None
+    accuracy = replace(accuracy, reported={"answer": 0.75, "turns": 2.5})
     sets = {"chain_sum": accuracy.to_json()}
     desk.recorder.heldout(HeldoutResult(1, 0.75, 0.5, 4, 30, (), {"chain_sum": accuracy}))
     desk.recorder.commits_held(1.5)
@@ -165,6 +174,8 @@ def test_what_an_evaluation_cost_and_problems_without_a_verdict_are_recorded(des
     assert (record["heldout_sets"], sets["chain_sum"]["accuracy"]["value"]) == (sets, 0.75)
     assert desk.of("heldout_set_accuracy_ratio", set="chain_sum") == 0.75
     assert desk.of("heldout_set_pass_ratio", set="chain_sum") == 1.0
+    assert sets["chain_sum"]["reported"] == {"answer": 0.75, "turns": 2.5}
+    assert desk.of("heldout_set_reported_mean", set="chain_sum", figure="turns") == 2.5
     assert (record["heldout_accuracy_lower_bound"], desk.of("heldout_accuracy_lower_bound_ratio")) == (0.5, 0.5)
     assert (summary["heldout_tokens"], summary["commits_held_s"]) == (30, 1.5)
     assert desk.of("heldout_unanswered_problems") == 4
@@ -201,7 +212,7 @@ def test_the_page_gets_the_tokens_that_a_long_runs_file_leaves_out(tmp_path: Pat
     with RunFiles(tmp_path) as files:
         recorder = Recorder(recipe, files, TrainerMetrics(CollectorRegistry()), board=board, tokenizer=tokenizer)
         for version in (2, 3):
-            problem = HeldoutSample("p", "ab", 1.0, ((version, 0, 2),), np.array([0, 1], dtype=np.int32))
+            problem = replace(make_sequence(make_group(), 0, completion=(0, 1), version=version), completion_text="ab")
             recorder.heldout(HeldoutResult(version, 1.0, 1.0, 0, 3, (problem,)))
     written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [one["tokens"] for one in written] == [["a", "b"], None]

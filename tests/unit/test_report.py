@@ -134,11 +134,14 @@ def run_folder(folder: Path) -> Path:
     (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
     steps = [record(step, heldout_accuracy=0.1 * step if step % 2 else None) for step in range(1, 6)]
     steps[-1] |= {"heldout_unanswered": 9, "heldout_accuracy_lower_bound": 0.4, "multi_version_fraction": 0.5}
-    steps = [one | {"truncated_fraction": 0.25} for one in steps]
+    reported = {"sum": {"answer": 0.5, "turns": 3.0}}
+    sets = {"sum": {"accuracy": {"value": 0.5, "low": 0.4, "high": 0.6}, "pass_at": {}, "reported": {"turns": 2.5}}}
+    steps = [one | {"truncated_fraction": 0.25, "reported": reported, "heldout_sets": sets} for one in steps]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
     evil = EVIL.replace("\ud800", "")
     pieces = {"tokens": [evil[:7], evil[7:30], evil[30:]], "weights": [1.0, 3.0, None], "spans": [[1, 0, 2], [2, 2, 3]]}
-    samples = [sample(step, completion=evil, **(pieces if step == 5 else {})) for step in range(1, 6)]
+    earned = {"terms": {"answer": 0.5}, "metrics": {"said": 3.0}, "reference": 42, "answer": "41", "reason": "one too few"}
+    samples = [sample(step, completion=evil, **(pieces | earned if step == 5 else {})) for step in range(1, 6)]
     (folder / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
     return folder
 
@@ -181,9 +184,11 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     tags = Tags()
     tags.feed(body)
     names = [name for name, _ in tags.seen]
-    assert (names.count("figure"), names.count("img"), names.count("script")) == (19, 0, 0)
-    assert names.count("svg") == 10, "those that have data"
+    assert (names.count("figure"), names.count("img"), names.count("script")) == (21, 0, 0)
+    assert names.count("svg") == 12, "those that have data"
     assert "40% with unanswered problems as wrong" in body
+    notes = re.findall(r'<div class="note">([^<]+)</div>', body)
+    assert notes[-5:] == ["answer 0.5", "said 3", "answer: 41", "reference: 42", "one too few"]
     assert re.search(r"Cut short.{0,60}25%", body), "the tile"
     assert names.count("path") >= 7
     assert body.count("&lt;img src=x onerror=alert(2)&gt;") >= 3

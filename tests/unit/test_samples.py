@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.messages.sequences import Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
-from services.trainer.data.evaluation import HeldoutSample
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import SAMPLED_WEIGHTS, sampled_places, sampled_sequences, sampled_weights
 from services.trainer.learn.model import wrap_model
@@ -198,6 +197,10 @@ def test_of_a_long_completion_the_first_tokens_are_written() -> None:
 
 
 def test_a_held_out_sample_has_no_weights() -> None:
-    sample = HeldoutSample("p", "ab", 1.0, ((3, 0, 2),), np.array([0, 1], dtype=np.int32))
+    sample = replace(make_sequence(make_group(), 0, completion=(0, 1)), completion_text="ab")
     line = heldout_sample(3, sample, letters_tokenizer())
     assert (line["tokens"], line["weights"], line["heldout"]) == (["a", "b"], None, True)
+    assert heldout_sample(3, replace(sample, failure="no verdict"), None)["reward"] is None
+    episode = heldout_sample(3, make_episode(make_group(), 0), letters_tokenizer())
+    assert [len(branch["parts"]) for branch in episode["branches"]] == [3, 1]
+    assert {part.get("weights") for branch in episode["branches"] for part in branch["parts"]} == {None}

@@ -75,6 +75,7 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
                 yield actor_pb2.GenerateResult(
                     id=prompt.id,
                     completion_token_ids=np.array([1], dtype=np.int32).tobytes(),
+                    behaviour_logprobs=np.array([-1.0], dtype=np.float32).tobytes(),
                     spans=spans_to_proto([VersionSpan(self.version, 0, 1)]),
                     completion_text=f"text of {prompt.id}",
                 )

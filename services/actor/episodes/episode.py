@@ -106,7 +106,8 @@ class Episode:
             if not turn.is_finished:
                 await asyncio.shield(self._sampled(turn, sampling))
         except asyncio.CancelledError:
-            turn.served = turn.served and run != self._run  # another run may have it by now
+            if run == self._run:  # else another run may have it by now
+                turn.served = 0
             raise
         if turn.is_finished:
             return turn
@@ -127,6 +128,12 @@ class Episode:
         self._metrics.episode_branches.inc(max(0, len(branches) - 1))
         self._metrics.episode_dropped_turns.inc(num_dropped)
         return branches
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Of its last turn in time, among those that `result` has."""
+        reasons = [turn.made.finish_reason for turn in self.record.served if turn.is_finished]
+        return reasons[-1] if reasons else None
 
     def _refuse_beyond_limits(self, num_tokens: int) -> None:
         limits, served = self.limits, len(self.record.served)

@@ -9,6 +9,7 @@ at first, and a request whose tokens are those of a recorded turn gets that turn
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,8 +33,8 @@ class RecordedTurn:
     """The turn whose tokens, and those that it saw, are the start of what this one saw."""
     asked: SamplingParams | None = None
     """How it was to be sampled; None where another actor knew."""
-    served: bool = False
-    """A request of this run of the environment has it, or waits for it."""
+    served: int = 0
+    """Which request of this run of the environment has it, or waits for it, counted from 1; 0: none."""
     messages: Any = None
     """What the request that had it said, with the answer; None: it asked with tokens. `rendering` reads it."""
 
@@ -65,18 +66,20 @@ class EpisodeRecord:
 
     def __init__(self, branches: Iterable[Branch] = ()) -> None:
         """`branches`: what another actor has recorded."""
+        self._requests = itertools.count(1)
         self.turns: list[RecordedTurn] = []
         for branch in branches:
             self.turns.extend(_turns_of(branch))
 
     @property
     def served(self) -> list[RecordedTurn]:
-        return [turn for turn in self.turns if turn.served]
+        """In the order in which this run asked for them."""
+        return sorted((turn for turn in self.turns if turn.served), key=lambda turn: turn.served)
 
     def restart(self) -> None:
         """The environment is run anew: no turn is served yet."""
         for turn in self.turns:
-            turn.served = False
+            turn.served = 0
 
     def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
         """The first recorded turn that saw these tokens, was asked for with the same length and stops and is not served in this
@@ -91,7 +94,7 @@ class EpisodeRecord:
             turn = RecordedTurn(context_token_ids)
             self.turns.append(turn)
         turn.asked = sampling
-        turn.extends, turn.served = self._extended_by(context_token_ids), True
+        turn.extends, turn.served = self._extended_by(context_token_ids), next(self._requests)
         return turn
 
     def sampled(self, turn: RecordedTurn, generation: Generation) -> None:
@@ -105,7 +108,7 @@ class EpisodeRecord:
     def result(self) -> tuple[tuple[Branch, ...], int]:
         """The branches of the turns that this run was served, and how many other turns are dropped: those that it did not ask
         for, and those that were not sampled to their end."""
-        good = [turn for turn in self.turns if turn.served and turn.is_finished]
+        good = [turn for turn in self.served if turn.is_finished]
         return _branches(good), len(self.turns) - len(good)
 
     def partial(self, sample_index: int, generation_s: float = 0.0) -> PartialSequence:

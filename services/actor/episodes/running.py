@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import Branch, PromptGroup, SamplingParams, Sequence, TokenIds
-from pipelinerl.messages.verification import VerifierAway, VerifierClient, status_name
+from pipelinerl.messages.verification import VerifierAway, VerifierClient, judged, status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.retry import LOG_EVERY_S, Backoff
 from pipelinerl.tasks.source import Split, episode_seed
@@ -131,8 +131,10 @@ def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResul
     if episode.failure:
         return episode.failure, result
     if result.status == VERIFY_STATUS_CRASHED and episode.policy_fault:
-        earned = VerifyResult(sequence_id=result.sequence_id, status=VERIFY_STATUS_OK, components={"answer": 0.0})
-        return "", earned
+        why = f"{episode.policy_fault}: {result.message}"
+        return "", VerifyResult(
+            sequence_id=result.sequence_id, status=VERIFY_STATUS_OK, components={"answer": 0.0}, message=why
+        )
     if not result.status:
         return f"verifier_refused: {result.message}"[:500], result
     if result.status != VERIFY_STATUS_OK:
@@ -143,7 +145,7 @@ def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResul
 def sequence_of_episode(
     group: PromptGroup,
     sample_index: int,
-    branches: tuple[Branch, ...],
+    episode: Episode,
     result: VerifyResult,
     actor: str,
     decode: Callable[[TokenIds], str],
@@ -152,14 +154,14 @@ def sequence_of_episode(
     generation_s: float = 0.0,
 ) -> Sequence:
     """The episode with its reward, or with the reason why it has none. Its texts are those of its first branch."""
+    branches, last = episode.result(), episode.finish_reason
     failure = failure or ("" if branches else NO_TURNS)
     bare = replace(sequence_of(group, nothing_yet(sample_index), actor, failure="-"), generation_s=generation_s)
     if failure:
         return replace(bare, failure=failure, completion_text=result.answer)
+    assert last is not None, "a branch has a turn at its end"
     first, *others = branches
-    last = branches[-1].turns[-1].finish_reason
-    assert last is not None, "an episode's turns are at their ends"
-    return replace(
+    played = replace(
         bare,
         failure="",
         **vars(first),
@@ -167,6 +169,5 @@ def sequence_of_episode(
         prompt_text=decode(first.prompt_token_ids),
         completion_text=decode(first.completion_token_ids),
         finish_reason=last,
-        reward=result.reward,
-        reward_components=dict(result.components),
     )
+    return judged(played, result)

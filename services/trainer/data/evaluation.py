@@ -27,17 +27,20 @@ from opentelemetry.trace import SpanKind
 
 from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.messages.sequences import (
+    Branch,
     Logprobs,
     PolicyVersion,
     SamplingParams,
+    Sequence,
     TokenIds,
+    branch_from_proto,
     logprobs_from_bytes,
     spans_from_proto,
     token_ids_from_bytes,
 )
-from pipelinerl.messages.verification import VerifierClient, status_name
+from pipelinerl.messages.verification import VerifierClient, judged, status_name
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.accuracy import Accuracy, accuracy_of
+from pipelinerl.rl.accuracy import Accuracy, accuracy_of, means_of
 from pipelinerl.rl.groups import answer_reward
 from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.telemetry import attributes as a
@@ -62,9 +65,18 @@ class Scored:
     loader: str = ""
 
 
-def tokens_of(result: actor_pb2.GenerateResult) -> TokenIds:
-    """Of a held-out completion. Raises `MessageError`."""
-    return token_ids_from_bytes(result.completion_token_ids, "GenerateResult", "completion_token_ids")
+def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
+    """Of a held-out answer: an episode's, or its completion, without the prompt, as the only one. Raises `MessageError`."""
+    kind, nothing = "GenerateResult", np.empty(0, np.int32)
+    if result.branches:
+        return tuple(branch_from_proto(branch, kind) for branch in result.branches)
+    completion = Branch(
+        prompt_token_ids=nothing,
+        completion_token_ids=token_ids_from_bytes(result.completion_token_ids, kind, "completion_token_ids"),
+        behaviour_logprobs=logprobs_from_bytes(result.behaviour_logprobs, kind, "behaviour_logprobs"),
+        spans=spans_from_proto(result.spans),
+    )
+    return (completion,)
 
 
 class ActorClient:
@@ -164,20 +176,10 @@ EMPTY = "empty_completion"
 """An actor's reason that is the policy's own fault: a wrong answer."""
 
 
-@dataclass(frozen=True, eq=False)
-class HeldoutSample:
-    prompt: str
-    completion: str
-    reward: float | None
-    """None: no verdict."""
-    spans: tuple[tuple[int, int, int], ...]
-    token_ids: TokenIds
-    task: str = ""
-
-
 @dataclass(frozen=True)
 class HeldoutResult:
-    """Accuracy over all problems, and in `sets` that of each set of them, by name. `num_tokens`: of the completions.
+    """Accuracy over all problems, and in `sets` that of each set of them, by name. `num_tokens`: sampled. `samples`: some
+    answers; one without a verdict has a `failure`.
 
     No verdict: no completion in time, a failure of the actor, no answer of the verifier in time, or a reward that failed.
     """
@@ -187,7 +189,7 @@ class HeldoutResult:
     lower_bound: float
     num_unanswered: int
     num_tokens: int
-    samples: tuple[HeldoutSample, ...]
+    samples: tuple[Sequence, ...]
     sets: Mapping[str, Accuracy] = field(default_factory=dict)
 
 
@@ -292,11 +294,11 @@ class Evaluator:
 
     def _is_of(self, version: int, completion: actor_pb2.GenerateResult) -> bool:
         """Raises `MessageError` for one that cannot be read."""
-        tokens_of(completion)
+        branches = branches_of(completion)
         if completion.failure:
             log.warning("held-out problem %s failed: %s", completion.id, completion.failure)
             return True
-        versions = {(span.incarnation, span.version) for span in spans_from_proto(completion.spans)}
+        versions = {(span.incarnation, span.version) for branch in branches for span in branch.spans}
         if versions != {(self._incarnation, version)}:
             log.warning("held-out problem %s is asked again: sampled by versions %s", completion.id, versions)
             return False
@@ -308,6 +310,8 @@ class Evaluator:
         reasons = dict(self._without_verdict(completions, verdicts))
         told = dict(Counter(reasons.values()))
         by_set: dict[str, list[list[bool | None]]] = {}
+        known = {answer: self._sequence(completion, verdicts.get(answer)) for answer, completion in completions.items()}
+        reported: dict[str, list[dict[str, float]]] = {}
         for number, (answer, problem) in enumerate(self._problems.items()):
             of_set = by_set.setdefault(problem.share.name, [])
             if number % self._samples == 0:
@@ -315,6 +319,8 @@ class Evaluator:
             verdict = verdicts.get(answer)
             right = verdict is not None and is_right(verdict, problem.share.reward.correct)
             of_set[-1].append(None if answer in reasons else right)
+            if verdict is not None and answer not in reasons:
+                reported.setdefault(problem.share.name, []).append(known[answer].reported)
         overall = accuracy_of(problem for name in self._recipe.mixture for problem in by_set.get(name, ()))
         if overall is None:
             raise ServiceError(f"no held-out problem has a verdict: {told}")
@@ -325,9 +331,13 @@ class Evaluator:
             overall.mean.value,
             overall.lower_bound,
             overall.num_unanswered,
-            sum(len(tokens_of(completion)) for completion in completions.values()),
-            tuple(self._sample(completions[answer], verdicts) for answer in self._shown(completions)),
-            {name: known for name, of_set in by_set.items() if (known := accuracy_of(of_set)) is not None},
+            sum(sequence.num_episode_tokens for sequence in known.values()),
+            tuple(known[answer] for answer in self._shown(completions)),
+            {
+                name: replace(accuracy, reported=means_of(reported.get(name, ())))
+                for name, of_set in by_set.items()
+                if (accuracy := accuracy_of(of_set)) is not None
+            },
         )
 
     def _shown(self, completions: Mapping[str, actor_pb2.GenerateResult]) -> list[str]:
@@ -352,16 +362,26 @@ class Evaluator:
             elif verdict.status != VERIFY_STATUS_OK:
                 yield answer, f"reward_{status_name(verdict.status)}"
 
-    def _sample(self, completion: actor_pb2.GenerateResult, verdicts: Mapping[str, VerifyResult]) -> HeldoutSample:
-        verdict = verdicts.get(completion.id)
-        return HeldoutSample(
-            prompt=self._problems[completion.id].prompt_text,
-            completion=completion.completion_text,
-            reward=verdict.reward if verdict is not None and verdict.status == VERIFY_STATUS_OK else None,
-            spans=tuple((span.version, span.start, span.end) for span in completion.spans),
-            token_ids=tokens_of(completion),
-            task=self._problems[completion.id].share.name,
+    def _sequence(self, completion: actor_pb2.GenerateResult, verdict: VerifyResult | None) -> Sequence:
+        """The answer as a sequence of no group; one without a verdict has a `failure`."""
+        problem, (first, *others) = self._problems[completion.id], branches_of(completion)
+        sequence = Sequence(
+            **vars(first),
+            branches=tuple(others),
+            run="",
+            sequence_id=completion.id,
+            group_id="",
+            sample_index=0,
+            group_size=1,
+            task=problem.share.name,
+            reward=0.0,
+            prompt_text=problem.prompt_text,
+            completion_text=completion.completion_text,
+            reference_json=problem.reference_json,
         )
+        if verdict is None or verdict.status != VERIFY_STATUS_OK:
+            return replace(sequence, failure=completion.failure or "no verdict")
+        return judged(sequence, verdict)
 
     def _item(self, completion: actor_pb2.GenerateResult) -> VerifyItem:
         problem = self._problems[completion.id]
@@ -371,7 +391,7 @@ class Evaluator:
             prompt_text=problem.prompt_text,
             completion_text=completion.completion_text,
             reference_json=problem.reference_json,
-            completion_tokens=len(tokens_of(completion)),
+            completion_tokens=branches_of(completion)[0].num_completion_tokens,
             max_tokens=longest_completion(self._recipe, problem),
             finish_reason=completion.finish_reason,
         )

@@ -21,7 +21,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
 from pipelinerl.rl.groups import LAG_BUCKETS, StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
-from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, Labels, MetricSet
+from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
@@ -150,6 +150,20 @@ class StepMetrics:
         self._passed = metrics.reading(
             "heldout_set_pass_ratio", "pass@k of one set, k = evaluation.samples, last evaluation; where k > 1.", sets
         )
+        reported = {"figure": f"a term of a reward, a metric of an environment, or turns; the first {MOST_REASONS} of them"}
+        self._reported = metrics.reading(
+            "task_reported_mean",
+            "Mean of a number that rewards and environments report of a task's sequences; of tasks in the step.",
+            {**task, **reported},
+            unit="as reported",
+        )
+        self._heldout_reported = metrics.reading(
+            "heldout_set_reported_mean",
+            "The same of the answers to one set of problems, last evaluation.",
+            {**sets, **reported},
+            unit="as reported",
+        )
+        self._names = BoundedLabels()
         self._parity_failures = metrics.counter(
             "parity_failures_total",
             "Probe answers that are too far off the trainer's, or could not be compared.",
@@ -199,7 +213,9 @@ class StepMetrics:
             reading.set_each(record.get(key, {}))
         for key, reading in self._of_task.items():
             reading.set_each({name: figures[key] for name, figures in record.get("tasks", {}).items()})
+        self._reported.set_each(self._named(record.get("reported", {})))
         if sets := record.get("heldout_sets"):
+            self._heldout_reported.set_each(self._named({name: one["reported"] for name, one in sets.items()}))
             self._accuracy.set_each({name: one["accuracy"]["value"] for name, one in sets.items()})
             largest_k = {name: [*one["pass_at"].values()][-1] for name, one in sets.items() if one["pass_at"]}
             self._passed.set_each({name: passed["value"] for name, passed in largest_k.items()})
@@ -218,6 +234,10 @@ class StepMetrics:
             self._idle.observe(record["idle_s"])
         gib = record.get("memory_peak_gib")
         self._memory.set(None if gib is None else gib * GIB)
+
+    def _named(self, reported: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, ...], float]:
+        each = {(of, self._names.of(name)): value for of, own in reported.items() for name, value in own.items()}
+        return {labels: value for labels, value in each.items() if OTHER not in labels}
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

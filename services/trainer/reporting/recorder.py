@@ -19,6 +19,7 @@ import numpy as np
 from pipelinerl.kube.client import Pod
 from pipelinerl.messages.sequences import FinishReason, Sequence
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.accuracy import means_of
 from pipelinerl.rl.groups import CUT_STEPS, CUTTING, MOST_CUT, WAIT_SHARE, all_equal, narrow_clip_range
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.rl.throughput import MOST_STALE, too_small_max_lag
@@ -310,6 +311,7 @@ class Recorder:
             **group_figures(batch),
             **episode_figures(sequences),
             **({"tasks": task_figures(sequences)} if self._recipe.tasks else {}),
+            "reported": {name: means_of(one.reported for one in own) for name, own in _by_task(sequences).items()},
             "tokens_generated": tokens_arrived,
             "tokens_generated_per_s": (tokens_arrived - self.totals.tokens_generated) / since_last_s,
             "tokens_trained_per_s": figures["tokens_trained"] / since_last_s,
@@ -416,7 +418,7 @@ def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
         return {}
     sampled = sum(branch.num_sampled_tokens for branch in branches)
     return {
-        "turns_mean": sum(len(branch.turns) or 1 for branch in branches) / len(episodes),
+        "turns_mean": sum(episode.num_turns for episode in episodes) / len(episodes),
         "branches_mean": len(branches) / len(episodes),
         "observed_fraction": 1 - sampled / sum(branch.num_completion_tokens for branch in branches),
     }
@@ -424,9 +426,6 @@ def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
 
 def task_figures(sequences: list[Sequence]) -> dict[str, dict[str, float]]:
     """What a step says of each task that it has sequences of, by name, as metrics.jsonl has it. Pure."""
-    by_task: dict[str, list[Sequence]] = {}
-    for sequence in sequences:
-        by_task.setdefault(sequence.task, []).append(sequence)
     return {
         name: {
             "sequences": len(own),
@@ -434,8 +433,13 @@ def task_figures(sequences: list[Sequence]) -> dict[str, dict[str, float]]:
             "completion_tokens_mean": float(np.mean([sequence.num_episode_tokens for sequence in own])),
             "truncated_fraction": float(np.mean([one.finish_reason is FinishReason.LENGTH for one in own])),
         }
-        for name, own in sorted(by_task.items())
+        for name, own in _by_task(sequences).items()
     }
+
+
+def _by_task(sequences: list[Sequence]) -> dict[str, list[Sequence]]:
+    tasks = sorted({sequence.task for sequence in sequences})
+    return {task: [sequence for sequence in sequences if sequence.task == task] for task in tasks}
 
 
 def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:

@@ -7,6 +7,7 @@ Pure. `learn.meter.sampled_sequences` chooses the completions.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from pipelinerl.messages.sequences import Sequence, TokenIds, Turn
-from services.trainer.data.evaluation import HeldoutSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,21 +42,41 @@ def trained_sample(
 ) -> Sample:
     """Of a sequence that optimizer step `step` trained on; `weights` float64[sampled tokens]: its importance weights, which are
     written with four digits: enough to read, and a third of the text."""
-    sample = {
-        "step": step,
-        "version": step - 1,
+    return {"step": step, "version": step - 1, "heldout": False, **_told(sequence, tokenizer, weights)}
+
+
+def heldout_sample(version: int, answer: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
+    """Of the evaluation of `version`. An answer with a `failure` has no verdict."""
+    return {"step": version, "version": version, "heldout": True, **_told(answer, tokenizer, None)}
+
+
+def _told(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: NDArray[np.float64] | None) -> Sample:
+    sample: Sample = {
         "task": sequence.task,
         "prompt": sequence.prompt_text,
         "completion": sequence.completion_text,
-        "reward": sequence.reward,
+        "reward": None if sequence.failure else sequence.reward,
+        "terms": sequence.reward_components,
+        "metrics": sequence.metrics,
+        "reference": _reference(sequence.reference_json),
+        "answer": sequence.answer,
+        "reason": sequence.failure or sequence.reason,
         "spans": [[span.version, span.start, span.end] for span in sequence.spans],
-        "heldout": False,
     }
     digits = None if weights is None else [float(f"{one:.4g}") for one in weights]
     if sequence.turns:
         return sample | {"tokens": None, "weights": None, "branches": _branches(sequence, tokenizer, digits)}
     tokens = token_pieces(tokenizer, sequence.completion_token_ids, sequence.completion_text, MOST_TOKENS)
     return sample | {"tokens": tokens, "weights": digits and digits[:MOST_TOKENS]}
+
+
+def _reference(text: str) -> Any:
+    """The answer that the reward compares with; None where the task has none."""
+    try:
+        reference = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return reference.get("answer") if isinstance(reference, dict) else None
 
 
 def _branches(
@@ -99,22 +119,6 @@ def without_tokens(sample: Sample) -> Sample:
             for branch in sample["branches"]
         ]
     return bare
-
-
-def heldout_sample(version: int, sample: HeldoutSample, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
-    """Of the evaluation of `version`."""
-    return {
-        "step": version,
-        "version": version,
-        "task": sample.task,
-        "prompt": sample.prompt,
-        "completion": sample.completion,
-        "reward": sample.reward,
-        "spans": [list(span) for span in sample.spans],
-        "heldout": True,
-        "tokens": token_pieces(tokenizer, sample.token_ids, sample.completion, MOST_TOKENS),
-        "weights": None,
-    }
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
