@@ -92,7 +92,6 @@ def test_it_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     with subprocess.Popen(command, cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert not ends_within(pid, 0)
         parent.kill()

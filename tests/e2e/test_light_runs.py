@@ -4,8 +4,6 @@ They prove what does not depend on the engine: several trainer ranks, the learne
 each service, which the commit chooses. `--fault-seed N` plays those of another commit; `make soak` plays all, with vLLM.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -88,7 +86,6 @@ async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_tw
                 assert not running.done(), out.getvalue()
                 await asyncio.sleep(0.1)
         ending = await interrupt(running)
-    assert ending is not None
     assert ending.exit_code == 130
     records, summary = records_of(run_dir), json.loads(run_dir.summary.read_text())
     assert [record["lag"]["max"] for record in records] == [step % 4 for step in range(len(records))]

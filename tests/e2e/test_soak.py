@@ -1,7 +1,5 @@
 """Long runs with vLLM engines that are killed and frozen in every phase of a weight update, and a recipe that still learns."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

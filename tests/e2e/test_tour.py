@@ -15,8 +15,6 @@ A learned baseline is on, so that its metrics and its part of the checkpoint are
 and no run of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

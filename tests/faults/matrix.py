@@ -5,8 +5,6 @@ survived when the run has come further than it was before and the service that w
 to its last step, and its books add up (`pipelinerl audit`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

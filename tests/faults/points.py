@@ -3,8 +3,6 @@
 Each function returns the moment it sees the point; it waits for as long as that takes. Nothing here changes the system.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

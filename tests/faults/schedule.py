@@ -4,8 +4,6 @@ Drawn from a seed and nothing else, so that a history that broke something can b
 `FaultStage` and ends with what must hold after any of them: one more update, and everyone who lives serves its bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

@@ -1,7 +1,5 @@
 """Rewards that take their time, so that a fault can hit while one is computed, and a run does not use a whole machine."""
 
-from __future__ import annotations
-
 import time
 
 from services.verifier.rewards.item import RewardInput

@@ -4,8 +4,6 @@ The stage keeps what every test checks at its end: which bytes belong to which v
 control channel, in order.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -8,8 +8,6 @@ left out, and it (or its successor) is brought back beside the others.
 the command that plays it again. `make soak` plays every break and many more histories.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

@@ -4,8 +4,6 @@
 the commit, on a light engine: tests/e2e/test_light_runs.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

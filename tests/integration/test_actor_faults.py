@@ -1,7 +1,5 @@
 """Actors stopped, killed and cut off in the middle of their work: real processes and a real nats-server, a light engine."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from contextlib import AbstractAsyncContextManager

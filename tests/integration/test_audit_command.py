@@ -52,7 +52,6 @@ async def run_that_goes_on(folder: Path) -> AsyncIterator[tuple[Life, Bus, str]]
 
 async def answer(one: Life, bus: Bus) -> None:
     delivery = await bus.next_prompt(timeout_s=10)
-    assert delivery is not None
     group = decode_group(delivery.payload)
     for index in range(group.num_samples):
         await publish(bus, group, index, VersionSpan(one.version, 0, 2, 1))  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """Compiled decoder layers: the same gradients, the same names, and a clear error where nothing can be compiled."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

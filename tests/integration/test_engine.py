@@ -3,8 +3,6 @@
 One engine for each model shape: every property is checked on each. Engines with CUDA graphs are in tests/gpu.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import time

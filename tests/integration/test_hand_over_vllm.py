@@ -3,8 +3,6 @@
 They serve different weights, so that a token's log-probability says which of them sampled it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -5,8 +5,6 @@ refused is tested, and then packing is switched off, so that the model is as it 
 tests/gpu.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 

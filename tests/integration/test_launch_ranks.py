@@ -88,7 +88,6 @@ def start_agent(tmp_path: Path) -> Iterator[Agents]:
 
 
 def pids_of(agent: subprocess.Popen[str], count: int) -> list[int]:
-    assert agent.stdout is not None
     return [int(agent.stdout.readline().split()[1]) for _ in range(count)]
 
 

@@ -145,7 +145,6 @@ async def _beats(bus: Bus) -> None:
 
 async def _acknowledges(bus: Bus) -> None:
     held, delivery = HeldGroups(), await bus.next_prompt(SOON_S)
-    assert delivery is not None
     group = decode_group(delivery.payload, expected_run=RUN)
     held.take(group, delivery)
     await held.acknowledge(group.group_id)

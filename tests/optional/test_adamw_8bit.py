@@ -3,8 +3,6 @@
 Run by `make test-adamw8bit`, with torchao beside the environment and not in it (docs/development.md).
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

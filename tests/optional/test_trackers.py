@@ -3,8 +3,6 @@
 Run by `make test-trackers`, with the packages beside the environment and not in it (docs/development.md).
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

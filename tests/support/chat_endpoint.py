@@ -1,7 +1,5 @@
 """An OpenAI-compatible chat completions endpoint on a free port, which says what a test tells it to."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """An actor's episode endpoint without its engine: a policy that says what a test's script says."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tiny models, sequences and gradients for tests of the learner."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args

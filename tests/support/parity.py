@@ -397,7 +397,6 @@ async def check_uncommitted(run: Running, serving: PolicyVersion, staged: Policy
 
 async def check_abandoned_transfer(run: Running, version: PolicyVersion) -> None:
     """A trainer that leaves, and one that falls silent: the receive ends, decoding goes on, the next epoch works."""
-    assert run.group is not None
     receiving = asyncio.create_task(run.client.receive(version, 30))
     run.group.close()
     with pytest.raises(TransferError):

@@ -1,7 +1,5 @@
 """Whole runs for tests: a tiny model, a recipe that trains it, and the real `pipelinerl run` in a session of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

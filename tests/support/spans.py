@@ -33,7 +33,6 @@ class Recorded:
         by_id = {other.context.span_id: other for other in self.all if other.context}
         way = [span]
         while (parent := way[-1].parent) is not None:
-            assert way[-1].context is not None
             assert parent.trace_id == way[-1].context.trace_id
             way.append(by_id[parent.span_id])
         return [one.name for one in reversed(way)]

@@ -1,7 +1,5 @@
 """Hand-made sequences and groups for tests, and damaged messages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

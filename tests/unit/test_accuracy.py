@@ -25,7 +25,6 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers() -> None:
 
 def test_answers_without_a_verdict_are_left_out_of_the_mean_and_wrong_in_the_lower_bound() -> None:
     known = accuracy_of([[True, True, False, False], [True, None, False, None], [None] * 4, [False] * 4])
-    assert known is not None
     assert known.mean == Estimate(pytest.approx((0.5 + 0.5 + 0) / 3), *wilson_interval(known.mean.value, 3))
     assert (known.lower_bound, known.num_unanswered) == (3 / 16, 6)
     # k = 2: 1 - C(2, 2) / C(4, 2) = 5/6 of the first, 1 of the second, 0 of the last; k = 4: of those with four verdicts.
@@ -35,7 +34,6 @@ def test_answers_without_a_verdict_are_left_out_of_the_mean_and_wrong_in_the_low
 
 def test_one_answer_each_is_a_share_and_none_is_nothing() -> None:
     known = accuracy_of([[True], [None], [False]])
-    assert known is not None
     assert (known.mean.value, known.lower_bound, known.num_unanswered, known.pass_at) == (0.5, 1 / 3, 1, {})
     assert accuracy_of([[None], [None]]) is None
     assert accuracy_of([]) is None

@@ -1,7 +1,5 @@
 """The actor's parts together over an in-memory bus: the order of its stop, how its errors end it, what it answers over gRPC."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -141,7 +139,6 @@ async def test_a_stop_in_the_middle_of_generation_hands_over_and_leaves_evaluati
         async with asyncio.timeout(60):
             await one.task
         delivery = await one.bus.next_prompt(1.0)
-        assert delivery is not None
         partials = decode_group(delivery.payload).partials
         assert [(p.sample_index, p.completion_token_ids.tolist()) for p in partials] == [(0, [7, 2]), (1, [7, 2])]
         assert not members(one.bus)

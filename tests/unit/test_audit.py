@@ -1,7 +1,5 @@
 """The ledger derived again from a run directory: hand-written journals that add up, and one contradiction of each kind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -242,7 +240,6 @@ def checkpointed(folder: Path, *later: Event | bytes, **changes: Any) -> Path:
 def test_checkpoints_are_compared_with_the_journal_at_their_length(tmp_path: Path) -> None:
     found = audit_files(checkpointed(tmp_path, issue(2)))
     assert failures(found) == {}
-    assert found.checkpoint is not None
     assert (found.checkpoint.version, found.checkpoint.position, len(found.checkpoint.ledger.in_flight())) == (0, 7, 4)
 
 

@@ -2,8 +2,6 @@
 hand is found. The trainer is its real books, feeder, intake and checkpoints; weights are a version number.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -243,7 +241,6 @@ async def test_an_unreadable_message_accounts_for_the_sequence_that_it_was_publi
     async with streams() as bus, life(tmp_path, bus) as one:
         await one.idle()
         delivery = await bus.next_prompt(timeout_s=1)
-        assert delivery is not None
         group = decode_group(delivery.payload)
         await publish(bus, group, 0, VersionSpan(0, 0, 2, 1))
         await bus.publish_sequence(b"\xff", group.sequence_id(1))
@@ -255,7 +252,6 @@ async def test_an_unreadable_message_accounts_for_the_sequence_that_it_was_publi
 async def acknowledge_without_storing(bus: MemoryBus) -> str:
     """An actor that breaks its word: takes a group and acknowledges it with one of its two sequences stored."""
     delivery = await bus.next_prompt(timeout_s=1)
-    assert delivery is not None
     group = decode_group(delivery.payload)
     await publish(bus, group, 0, VersionSpan(0, 0, 2, 1))
     await delivery.ack()

@@ -1,8 +1,6 @@
 """What services do with messages that are none, or untrue: they count them, set them aside and go on. Any bytes, on every
 subject."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The paper's throughput model: its worked case, and small cases by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Control messages on the wire: what decoding accepts and how it names what it refuses."""
 
-from __future__ import annotations
-
 from math import inf, nan
 from typing import Any
 

@@ -180,7 +180,6 @@ def test_any_learned_baseline_leaves_the_gradient_unbiased() -> None:
     policy = policy_of(0)
     behaviour, exact = logprobs_of(policy), true_gradient(policy, REWARDS)
     add_value_head(policy)
-    assert policy.value_head is not None
     nn.init.normal_(policy.value_head.weight, std=1.0, generator=torch.Generator().manual_seed(0))
     config = AlgorithmConfig(advantage="value", value_coefficient=1e-9)  # the value's own loss adds next to nothing
     estimate = {name: torch.zeros_like(gradient) for name, gradient in exact.items()}

@@ -1,7 +1,5 @@
 """Groups in an actor's hands: when they are acknowledged; and how another actor goes on when this one leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator
@@ -146,7 +144,6 @@ async def test_what_cannot_be_stored_is_not_acknowledged(caplog: pytest.LogCaptu
         assert "g00000000 cannot be handed over, its 2 missing samples start anew and 4 tokens are lost" in caplog.text
         one.server.set_reachable(True)
         delivery = await one.bus.next_prompt(10.0)
-        assert delivery is not None
         assert (delivery.msg_id, delivery.num_deliveries) == ("g00000000", 2)
         assert (await one.bus.prompts_info()).messages == 1
 
@@ -155,7 +152,6 @@ async def test_a_full_queue_gets_its_group_back() -> None:
     async with under_way(7, limits=StreamLimits(prompts_max_messages=1, ack_wait_s=60.0)) as one:
         await one.leave(timeout_s=0.5)
         delivery = await one.bus.next_prompt(10.0)  # long before its deadline
-        assert delivery is not None
         assert (delivery.msg_id, delivery.num_deliveries) == ("g00000000", 2)
 
 

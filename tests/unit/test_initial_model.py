@@ -1,7 +1,5 @@
 """The initial model that a run builds: its name, its cache, and its way from the trainer to an actor over real gRPC."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

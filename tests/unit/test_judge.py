@@ -1,7 +1,5 @@
 """Completions scored by another model: what it is asked, how often, and what becomes of its failures. Against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,7 +62,6 @@ async def test_the_judge_gets_the_filled_template_and_the_key_and_each_text_once
             tricky = item("I say {reference} and {prompt} 😀")
             same = await asyncio.gather(one.answer(tricky), one.answer(tricky))
             again = await one.answer(tricky)
-            assert again is not None
             assert ([*same, again], again.text) == ([again] * 3, "Well.\nSCORE: 7")
             assert calls(one) == {"answered": 1, "cached": 2, "retried": 0, "failed": 0}
     ((path, headers, body),) = server.asked
@@ -81,7 +78,6 @@ async def test_what_may_heal_is_tried_again() -> None:
     with endpoint((503, "busy"), (429, "slow down"), "SCORE: 10") as server:
         async with judge_of(server.url) as one:
             answer = await one.answer(item("x"))
-            assert answer is not None
             assert (answer.text, len(server.asked)) == ("SCORE: 10", 3)
             assert calls(one) == {"answered": 1, "cached": 0, "retried": 2, "failed": 0}
 
@@ -103,7 +99,6 @@ async def test_a_failure_is_a_failure_tells_no_key_and_is_not_kept(
         async with judge_of(server.url, timeout_s=float(timeout_s)) as one:
             for _ in range(2):
                 answer = await one.answer(item("x"))
-                assert answer is not None
                 assert (answer.status, told in answer.text) == (status, True), answer.text
             assert (calls(one)["failed"], calls(one)["cached"]) == (2, 0)
     assert KEY not in caplog.text + answer.text
@@ -114,7 +109,6 @@ async def test_a_judge_that_is_away_is_waited_for() -> None:
         pass
     async with judge_of(server.url, timeout_s=0.1) as one:
         answer = await one.answer(item("x"))
-    assert answer is not None
     assert answer.status == VERIFY_STATUS_TIMEOUT
     assert "Connection refused" in answer.text
 

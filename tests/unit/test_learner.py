@@ -67,15 +67,6 @@ from tests.support.learner import (
 from tests.unit.builders import make_recipe
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["auto", "sdpa"])
-def test_packed_gradients_are_unpacked_gradients(family: str, attention: str) -> None:
-    model, group = model_of(family), group_of(sequences_of(LENGTHS))
-    config = AlgorithmConfig()
-    expected = plain_gradients(model, group, config, temperature=0.7)
-    assert_same(expected, packed_gradients(wrap_model(model, attention), group, config, temperature=0.7))
-
-
 @pytest.mark.parametrize("mask", ["none", "icepop", "sequence", "off_policy_sequence"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_is_the_same_packed(loss: str, mask: str) -> None:
@@ -714,7 +705,6 @@ def test_a_value_head_is_saved_beside_the_model_and_found_there(tmp_path: Path) 
     model_of("llama-tied").save_pretrained(tmp_path)
     recipe = make_recipe(model={"source": "path", "name": str(tmp_path), "max_context": 64}, algorithm={"advantage": "value"})
     first = load_learner(recipe, str(tmp_path), RankSettings())
-    assert first.policy.value_head is not None
     with torch.no_grad():
         first.policy.value_head.weight.fill_(0.5)
     save_value_head(dict(first.gather(VALUE_HEAD)), tmp_path / VALUE_HEAD_FILE)

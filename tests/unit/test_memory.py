@@ -1,7 +1,5 @@
 """What fits an accelerator, by hand, for 7.6B parameters in 16 bits: 14.16 GiB, and 0.49 GiB of KV cache for 9,216 tokens."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import weakref

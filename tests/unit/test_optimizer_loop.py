@@ -297,7 +297,6 @@ async def test_a_loop_that_is_stopped_stops_measuring(tmp_path: Path) -> None:
         running = await one.waiting()
         await measuring.wait()
         task = one.loop._measuring
-        assert task is not None
         running.cancel()
         await asyncio.wait((running, task))
         assert task.cancelled()

@@ -1,7 +1,5 @@
 """Plans: what they rest on by hand, what they promise, and that a part of a large system stands for it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

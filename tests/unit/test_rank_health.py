@@ -1,7 +1,5 @@
 """The first rank of a further node: it answers for its node's pod, from before its model is loaded to rank 0's last order."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

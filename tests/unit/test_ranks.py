@@ -1,7 +1,5 @@
 """A trainer of several ranks computes what one rank computes: losses, gradients, weights, metrics, scores."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import dataclass, replace
@@ -406,7 +404,6 @@ def whole_tensors_while_sharding(folder: str) -> tuple[list[int], bool]:
     if learner.world.is_first:
         learner.score(np.arange(9))
     else:
-        assert learner.world.links is not None
         carry_out(learner.world.links.hear(), learner)
     learner._reference_logprobs(learner.prepare([group_of(sequences_of(SHORT))], 0).shares[0][0].on("cpu"))
     policies = (learner.policy, learner.reference)

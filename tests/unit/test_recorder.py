@@ -1,7 +1,5 @@
 """Figures of a run: what skipped steps count for, what a broken probe and unanswered problems look like."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

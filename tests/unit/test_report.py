@@ -41,7 +41,6 @@ def data(records: list[dict[str, Any]], samples: list[dict[str, Any]], **summary
 
 def embedded(page: str) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
     return json.loads(found[1])
 
 

@@ -1,7 +1,5 @@
 """Whether a run can be resumed, judged by its folder alone: which recipe, which version, and every reason why not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -42,7 +40,6 @@ def process(*arguments: str, **environment: str) -> Iterator[int]:
     pipe, env = subprocess.PIPE, {**os.environ, **environment}
     with subprocess.Popen([*SLEEP, *arguments], stdin=pipe, stdout=pipe, env=env) as child:
         assert child.stdin is not None
-        assert child.stdout is not None
         child.stdout.readline()
         yield child.pid
         child.stdin.close()

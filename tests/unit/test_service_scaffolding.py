@@ -1,7 +1,5 @@
 """Logs, health over HTTP and gRPC, the address file, settings and signals: what every service's process relies on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -410,7 +408,6 @@ def service(body: str, stop_within_s: float = 60.0, **environment: str) -> subpr
 )
 def test_service_process_ends_with_its_code(body: str, code: int, said: str) -> None:
     with service(body, 0.3 if "sleep" in body else 60.0) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)

@@ -1,7 +1,5 @@
 """The simulator: small runs by hand, and the closed form where both must agree."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

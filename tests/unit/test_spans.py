@@ -101,9 +101,7 @@ def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained
     assert {link.context.span_id for link in step.links} == {
         span.context.span_id for span in spans.named("sequence.receive") if span.context
     }
-    assert step.context is not None
     assert [link.context.span_id for link in trained.links] == [step.context.span_id]
-    assert trained.attributes is not None
     assert (trained.attributes[a.OUTCOME], trained.attributes[a.VERSION]) == ("trained", 8)
     stale = spans.named("sequence.end")
     assert [spans.way(span)[:-1] for span in stale] == [["group.issue", "sequence.receive"], ["group.issue"]]
@@ -115,7 +113,6 @@ async def test_nothing_travels_where_there_is_nothing_to_follow(sampled: Abstrac
     with sampled:
         async with desk() as one:
             delivery = await one.bus.next_prompt(5.0)
-    assert delivery is not None
     assert delivery.headers == NO_HEADERS
 
 

@@ -3,8 +3,6 @@
 Most tests also run without some of the waits that they rest on: then there must be a race.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -33,7 +33,7 @@ def step(number: int, lags: dict[str, int], **more: Any) -> dict[str, Any]:
 def records() -> list[dict[str, Any]]:
     return [
         step(1, {"0": 90, "1": 10}, heldout_accuracy=0.25, tokens_generated=150, ess=0.9, multi_version_fraction=0.5,
-             ended_by_length={"64": [3, 1]}, largest_lag=9,
+             ended_by_length={"64": [3, 1]}, largest_lag=9, step_s={"compute": 1.5}, mfu=0.75,
              weight_update=update(0, 1.0, 0.1), logprob_mismatch=2e-6),
         step(2, {"1": 95, "10": 5}, heldout_accuracy=None, tokens_generated=250, ess=0.7, multi_version_fraction=0.7,
              ended_by_length={"16": [2, 0], "64": [5, 3]}, largest_lag=7,
@@ -63,7 +63,8 @@ def test_everything_that_the_steps_tell() -> None:
     assert summary["weight_updates"] == {
         "count": 2, "bytes": 20, "transfer_s_p50": 2.0, "stall_s_p50": 0.2, "stall_s_p99": 0.298,
     }  # fmt: skip
-    assert (summary["tokens_per_s"], summary["mfu_mean"]) == ({"trained": 250 / 1.5, "computed": 160}, 0.25)
+    # Over compute time: of 2.5 s, and of the 1.5 s and 0.5 s whose utilization is known
+    assert (summary["tokens_per_s"], summary["mfu_mean"]) == ({"trained": 100, "computed": 96}, (0.75 * 1.5 + 0.25 * 0.5) / 2)
     assert (summary["memory_peak_gib"], summary["idle_s_mean"]) == (2.5, 0.125)
     assert summary["logprob_mismatch_max"] == 2e-6
     assert summary["sequences_truncated_fraction"] == 0.36, "of the step that tells: the others are an earlier version's"
@@ -119,7 +120,10 @@ def test_without_one_the_steps_speak_and_the_error_is_kept(tmp_path: Path, capsy
     ending = Ending(3.0, error=ServiceError("trainer died"))
     assert finish(recipe(), run, ending) == 1
     summary = json.loads(run.summary.read_text())
-    assert summary.keys() >= summary_from_metrics(recipe(), []).keys()
+    nothing = summary_from_metrics(recipe(), [])
+    assert summary.keys() >= nothing.keys()
+    assert [nothing[name] for name in ("mfu_mean", "idle_s_mean", "memory_peak_gib")] == [None] * 3
+    assert nothing["tokens_per_s"] == {"trained": None, "computed": None}
     assert (summary["steps"], summary["error"], summary["interrupted"]) == (3, "trainer died", False)
     assert run.report.is_file()
     assert capsys.readouterr().err == "pipelinerl: the run failed: trainer died\n"
@@ -140,7 +144,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     of_sets = closing_lines(summary_from_metrics(recipe(), steps), run, Ending(75.0))
     assert [line for line in of_sets if line not in lines] == ["    sums             90.0%", "    words            60.0%"]
     assert "mean 1.02, p95 2, max 10, by the formula 7; 60.0% of the sequences span several policy versions" in text
-    assert "trainer            160 tokens/s while it computes, MFU 25.0%" in text
+    assert "trainer            96 tokens/s while it computes, MFU 62.5%" in text
     assert "cut short          36.0% of the sequences" in text
     assert f"report             {tmp_path}/report.html" in text
     assert "GRADIENT" not in text

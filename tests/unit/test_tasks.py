@@ -1,7 +1,5 @@
 """Sources of problems: the same index means the same problem, held-out ones stay apart, mistakes are named."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

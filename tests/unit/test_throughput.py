@@ -17,32 +17,12 @@ from services.trainer.learn.meter import HostMark, PhaseTimer, process_memory_pe
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from tests.support.learner import group_of, model_of, sequences_of
-from tests.unit.builders import make_recipe
 
 # Over a run
 
 
 def step(compute_s: float, trained: int, computed: int, **more: Any) -> dict[str, Any]:
     return {"step_s": {"compute": compute_s}, "tokens_trained": trained, "tokens_computed": computed, **more}
-
-
-def test_means_of_a_run_are_over_compute_time() -> None:
-    totals = RunTotals()
-    totals.add_step(step(1.0, 100, 150, mfu=0.5, idle_s=0.25, memory_peak_gib=2.0))
-    totals.add_step(step(3.0, 60, 90, mfu=0.25, idle_s=0.75, memory_peak_gib=1.0))
-    totals.add_step(step(4.0, 0, 160, mfu=None, idle_s=0.5))
-    summary = totals.summary(make_recipe(), {})
-    assert summary["tokens_per_s"] == {"trained": 20.0, "computed": 50.0}
-    assert summary["mfu_mean"] == (0.5 * 1 + 0.25 * 3) / 4
-    assert (summary["idle_s_mean"], summary["memory_peak_gib"]) == (0.5, 2.0)
-
-
-def test_steps_that_tell_nothing_leave_nothing() -> None:
-    totals = RunTotals()
-    totals.add_step({"step": 1, "tokens_trained": 5})
-    summary = totals.summary(make_recipe(), {})
-    assert summary["tokens_per_s"] == {"trained": None, "computed": None}
-    assert (summary["mfu_mean"], summary["idle_s_mean"], summary["memory_peak_gib"]) == (None, None, None)
 
 
 def test_totals_of_an_earlier_versions_checkpoint_are_read() -> None:

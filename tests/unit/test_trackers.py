@@ -1,7 +1,5 @@
 """Experiment trackers: what they are sent, and that none of them can hold up or end a run."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging

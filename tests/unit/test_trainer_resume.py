@@ -3,8 +3,6 @@
 The trainer here is its tracker, feeder and intake over an in-memory bus, with the real files; weights are a version number.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -154,7 +152,6 @@ async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> No
         async with life(tmp_path, bus) as again:
             assert (again.start.lineage, again.version) == (Lineage((0, 1)), 1)
             assert again.tracker.ledger.counts == counts
-            assert again.start.folder is not None
             assert again.start.saved_at_s == again.start.folder.stat().st_mtime
             assert again.intake.num_ready == 1  # the third group, complete and not trained
             assert again.published_again == 0
@@ -262,7 +259,6 @@ async def test_a_group_that_was_handed_over_is_not_taken_for_lost(tmp_path: Path
             await one.idle()
             await one.checkpoint()
             delivery = await bus.next_prompt(timeout_s=1)
-            assert delivery is not None
             group = decode_group(delivery.payload)
             await bus.publish_prompt(encode_group(group), f"{group.group_id}/actor-0-x")
             await delivery.ack()

@@ -1,7 +1,5 @@
 """Virtual accelerators sample from the whole policy, in the time that their profile says; and what is made of runs on them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
