@@ -298,6 +298,20 @@ _TRAINER = Section(
             unit="s",
             low=0,
         ),
+        Panel(
+            "Uploads",
+            "For how long a checkpoint has been waiting to be uploaded, how long an upload takes, and tries in the window. "
+            "Empty without checkpoint.upload.",
+            "No checkpoint waits for longer than an upload takes.",
+            "It waits ever longer, and tries fail: look at the trainer's log for what the store says.",
+            (
+                Query(gauge("trainer_checkpoint_upload_waiting_seconds"), "waiting"),
+                Query(mean("trainer_checkpoint_upload_seconds"), "upload, mean"),
+                Query(increase("trainer_checkpoint_uploads_total", "outcome"), "{{outcome}} tries"),
+            ),
+            unit="s",
+            low=0,
+        ),
     ),
 )
 

@@ -675,6 +675,11 @@ class CheckpointConfig(Section):
         0.0, ge=0, description="Minutes between checkpoints, at the end of a step; 0 = by steps only. Both 0: at the end only."
     )
     keep: Changeable[int] = Field(2, ge=1, description="Checkpoints kept.")
+    upload: Changeable[str] = Field(
+        "",
+        description="URL of a folder in an object store, such as s3://bucket/runs, to which the model of each checkpoint is "
+        "uploaded, as <run>/checkpoints/step-<version>; empty = none.",
+    )
 
 
 class Recipe(Section):

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from pipelinerl.errors import FieldError
 
@@ -37,7 +38,7 @@ class BrokenRules(ValueError):
 
 def check_rules(recipe: Recipe) -> None:
     """Raises `BrokenRules` with every rule that `recipe` breaks, in the order of its sections."""
-    rules = (_model, _tasks, _lengths, _rewards, _groups, _conventional_lag, _schedule, _ranks, _evaluation)
+    rules = (_model, _tasks, _lengths, _rewards, _groups, _conventional_lag, _schedule, _ranks, _evaluation, _upload)
     broken = [one for rule in rules for one in rule(recipe)]
     if broken:
         raise BrokenRules(tuple(FieldError(field, value_at(recipe, field), fix) for field, fix in broken))
@@ -49,6 +50,28 @@ def value_at(recipe: Recipe, field: str) -> Any:
     for name in field.split("."):
         value = value[int(name)] if name.isdecimal() else getattr(value, name)
     return value
+
+
+STORES = ("s3", "gs", "hf", "file")
+
+
+def wrong_url(url: str) -> str:
+    """Why this is no URL of a folder in a store; empty for one that is."""
+    parts = urlsplit(url)
+    if parts.scheme not in STORES or not url.startswith(f"{parts.scheme}://"):
+        return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in STORES)}..."
+    if parts.username or parts.password:
+        return "credentials do not belong here: give them in the environment, from a Secret (docs/storage.md)"
+    if parts.query or parts.fragment:
+        return "a URL here has no ? and no #: give the store's settings in the environment, such as AWS_ENDPOINT_URL"
+    if not (parts.path.startswith("/") and parts.path.strip("/") if parts.scheme == "file" else parts.netloc):
+        return "names no folder" if parts.scheme == "file" else "names no bucket"
+    return ""
+
+
+def _upload(recipe: Recipe) -> Broken:
+    if recipe.checkpoint.upload and (problem := wrong_url(recipe.checkpoint.upload)):
+        yield "checkpoint.upload", problem
 
 
 def _model(recipe: Recipe) -> Broken:

@@ -26,6 +26,7 @@ from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.retry import retry_forever
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState, Start
+from services.trainer.checkpoint.uploads import Uploads
 from services.trainer.data.feeder import Feeder, scan_in_flight
 from services.trainer.data.intake import Intake
 from services.trainer.loop import OptimizerLoop
@@ -53,6 +54,7 @@ class Resume:
     feeder: Feeder
     intake: Intake
     recorder: Recorder
+    uploads: Uploads
 
     def __post_init__(self) -> None:
         self._kept_positions = dict(self.start.positions)

@@ -32,6 +32,7 @@ from pipelinerl.v1 import trainer_pb2_grpc
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.checkpointer import link_export
 from services.trainer.checkpoint.run_state import Start, evaluates_first, note_training_began
+from services.trainer.checkpoint.uploads import Uploads
 from services.trainer.data.evaluation import ActorClient, Evaluator
 from services.trainer.data.feeder import Feeder, heldout_problems, training_problems
 from services.trainer.data.intake import Intake
@@ -51,6 +52,8 @@ LOAD_EVERY_S = 5.0
 ANSWER_WITHIN_S = 5.0
 DISMISS_S = 1.5
 """How long the last order to the other ranks may wait for a computation of theirs."""
+LAST_UPLOAD_S = 1800.0
+"""How long a trainer that does not linger waits at the end of the run for its last upload."""
 HEARTBEATS_ALONE = "an actor's departure is noticed by its own word or by its heartbeat"
 
 
@@ -89,7 +92,8 @@ class TrainingRun:
         self.feeder = Feeder(bus, recipe, problems, tracker, traces, self.updater, journal)
         self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
-        self.resume = Resume(run_dir, recipe, bus, journal, start, tracker, self.feeder, self.intake, recorder)
+        self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder)
+        self.resume = Resume(run_dir, recipe, bus, journal, start, tracker, self.feeder, self.intake, recorder, self.uploads)
         self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client)
         self.loop = OptimizerLoop(
             recipe, policy, self.intake, self.feeder, tracker, traces, updater, self.evaluator, recorder, self.resume
@@ -105,6 +109,10 @@ class TrainingRun:
 
     async def run(self, stop: asyncio.Event) -> None:
         """To the end of the run, or until `stop`."""
+        async with self.uploads.running():
+            await self._run(stop)
+
+    async def _run(self, stop: asyncio.Event) -> None:
         finished = False
         try:
             finished = await self._train(stop)
@@ -117,6 +125,8 @@ class TrainingRun:
                 await self._say_end(finished)
                 if finished and self._settings.linger:
                     await self._linger(stop)
+                elif finished:
+                    await self._upload_last(stop)
                 await self.loop.dismiss(DISMISS_S)
             finally:
                 self.loop.close()
@@ -177,6 +187,14 @@ class TrainingRun:
             f"{self.updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
             f"{self._recipe.weights.join_timeout_s:.0f} s; last heard: {self.updater.reasons or 'nothing'}"
         )
+
+    async def _upload_last(self, stop: asyncio.Event) -> None:
+        """Waits until the run's result is uploaded, or for `LAST_UPLOAD_S`."""
+        try:
+            async with asyncio.timeout(LAST_UPLOAD_S):
+                await unless_stopped(self.uploads.all_done(), stop)
+        except (StartStopped, TimeoutError):
+            log.error("the run ends before its last checkpoint is uploaded; pipelinerl run --resume uploads it")
 
     async def _linger(self, stop: asyncio.Event) -> None:
         """Stays as it is until `stop`: it answers, and the other ranks stay as well. Raises `RuntimeError` when one is gone."""

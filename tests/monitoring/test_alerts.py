@@ -27,6 +27,7 @@ ASKED_FOR = {
     "PipelineRLLedgerDoesNotAddUp",
     "PipelineRLWeightUpdatesFailing",
     "PipelineRLCheckpointOld",
+    "PipelineRLCheckpointNotUploaded",
     "PipelineRLVerifierErrors",
     "PipelineRLNoActors",
     "PipelineRLActorsEvicted",

@@ -21,6 +21,8 @@ RENEW = "python -m deploy.dashboards"
 GRID = 24
 NOT_SHOWN = {
     "pipelinerl_trainer_checkpoint_version": "its age is shown",
+    "pipelinerl_trainer_checkpoint_upload_version": "how long a later one waits is shown",
+    "pipelinerl_trainer_checkpoint_upload_timestamp_seconds": "the same",
     "pipelinerl_trainer_trainer_busy_ratio": "of the whole run; rates of busy seconds are shown",
     "pipelinerl_trainer_actor_busy_ratio": "the same",
     "pipelinerl_trainer_task_sequences": "the tasks' weights",

@@ -241,6 +241,7 @@ def parts_of_a_run(tracker: SequenceTracker | None = None, version: int = 3) -> 
         ),
         intake=SimpleNamespace(position=7, num_ready=3, tokens_arrived_here=12, bad_messages=0),
         tracker=tracker or SequenceTracker(),
+        uploads=SimpleNamespace(waiting_s=None),
     )
 
 

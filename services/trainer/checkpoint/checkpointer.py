@@ -160,6 +160,7 @@ class Checkpointer:
             raise ServiceError(f"the checkpoint of version {version} is not written: {error or repr(error)}") from error
         log.info("checkpoint of version %d is in %s, after %.2f s", version, written.folder, written.seconds)
         self._resume.checkpoint_written(written)
+        await self._resume.uploads.take(written.folder, version)
         return written
 
     def _ended(self, task: asyncio.Task[WrittenCheckpoint]) -> None:

@@ -342,6 +342,34 @@ class CheckpointMetrics:
         self._seconds.observe(written.seconds)
 
 
+class UploadMetrics:
+    """Models of checkpoints in the store that `checkpoint.upload` names."""
+
+    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+        self._tries = metrics.counter(
+            "checkpoint_uploads_total", "Tries to upload a checkpoint.", {"outcome": ("uploaded", "failed")}, unit="tries"
+        )
+        self._version = metrics.reading("checkpoint_upload_version", "Of the last upload; none before the first.")
+        self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
+        self._seconds = metrics.histogram(
+            "checkpoint_upload_seconds", "Uploading and verifying one checkpoint, beside training.", CHECKPOINT_SECONDS
+        )
+
+    def took_over(self, version: int, at_s: float) -> None:
+        """Of an earlier trainer of the run."""
+        self._version.set(version)
+        self._at.set(at_s)
+
+    def uploaded(self, version: int, seconds: float) -> None:
+        self.took_over(version, self._clock_s())
+        self._tries.labels("uploaded").inc()
+        self._seconds.observe(seconds)
+
+    def failed(self) -> None:
+        self._tries.labels("failed").inc()
+
+
 STREAMS = ("prompts", "sequences")
 BY_STREAM = {"stream": STREAMS}
 
@@ -409,6 +437,7 @@ class TrainerMetrics:
         self._run: TrainingRun | None = None
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
         self.checkpoints = CheckpointMetrics(metrics, clock_s)
+        self.uploads = UploadMetrics(metrics, clock_s)
         self.steps = StepMetrics(metrics)
         self.streams = StreamMetrics(metrics, clock_s)
         self.membership = MembershipMetrics(metrics)
@@ -485,6 +514,11 @@ class TrainerMetrics:
             "Messages set aside: sequences since the run began, others since this start.",
             lambda run: run.intake.bad_messages + run.updater.bad_messages,
             "messages",
+        )
+        read(
+            "checkpoint_upload_waiting_seconds",
+            "For how long a checkpoint has been waiting to be uploaded; no series where none is.",
+            lambda run: run.uploads.waiting_s,
         )
         read("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
         read("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready)

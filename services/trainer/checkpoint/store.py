@@ -1,0 +1,166 @@
+"""Models in an object store: put there so that nobody takes part of one for the whole, and fetched with digests checked.
+
+A folder of the store that this project wrote has `pipelinerl-manifest.json`. It is written first, and says that the model is
+not whole; then come the files, each of which is read back and compared; then the manifest again, with the size and the SHA-256
+of every file. The object `latest` beside the folders names the newest whole one. A folder without a manifest is somebody
+else's model, and taken as it is. Nothing is ever deleted. Stores are reached through pyarrow, which finds credentials where
+each store's own tools do.
+
+    python -m services.trainer.checkpoint.store FOLDER URL    # puts the model in FOLDER at URL, as a process of its own
+
+Not here: when, and how often.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
+
+from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, first_line
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+MANIFEST, LATEST = "pipelinerl-manifest.json", "latest"
+_FORMAT = 1
+_CHUNK_BYTES = 8 * 1024**2
+_SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL")
+"""In names of environment variables: their values are never shown."""
+
+Digest: TypeAlias = tuple[int, str]
+"""Bytes, and SHA-256 in hexadecimal."""
+
+
+def put_model(folder: Path, url: str) -> int:
+    """Uploads all files of `folder` to the folder `url`, verifies them, and lets `latest` name it; returns their bytes.
+
+    What was there before is not whole from the first byte on. Raises `ServiceError`, and `OSError` as the store says it.
+    """
+    store, root = _open(url)
+    _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files: dict[str, Digest] = {}
+    for name in names:
+        with (folder / name).open("rb") as source, _output(store, f"{root}/{name}") as target:
+            files[name] = _copy(source, target)
+    for name, sent in files.items():
+        with store.open_input_stream(f"{root}/{name}") as stored:
+            if (found := _copy(stored)) != sent:
+                raise ServiceError(f"{url}/{name} is not what was sent: {found[0]} bytes of {sent[0]}, or other ones")
+    _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": files})
+    parent, _, name = root.rpartition("/")
+    with _output(store, f"{parent}/{LATEST}") as target:
+        target.write(name.encode())
+    return sum(size for size, _ in files.values())
+
+
+def fetch_model(url: str, folder: Path) -> str:
+    """Fills the empty `folder` with the model at `url`, which may end in `latest`; returns the URL of the folder it was.
+
+    Raises `FieldError` for one that is not there or not whole, `ServiceError` for one that arrives damaged or is being
+    replaced, and `OSError` as the store says it.
+    """
+    store, root = _open(url)
+    parent, _, name = root.rpartition("/")
+    try:
+        if name == LATEST:
+            with store.open_input_stream(root) as stream:
+                name = stream.read(256).decode(errors="replace")
+            root, url = f"{parent}/{_safe(name, url)}", f"{url.rpartition('/')[0]}/{name}"
+        files = _listed(store, root, url)
+        for name, said in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with store.open_input_stream(f"{root}/{name}") as source, (folder / name).open("xb") as target:
+                found = _copy(source, target)
+            if said is not None and found != said:
+                raise ServiceError(f"{url}/{name} is not what {MANIFEST} says: damaged, or being replaced; start again")
+    except FileNotFoundError as error:
+        raise FieldError("model.name", url, f"there is no model: {first_line(error)}") from error
+    return url
+
+
+def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
+    """Files of a model by their names in its folder, with their digests where there is a manifest."""
+    from pyarrow.fs import FileSelector, FileType
+
+    if store.get_file_info(f"{root}/{MANIFEST}").type == FileType.NotFound:
+        found = store.get_file_info(FileSelector(root, recursive=True))
+        names = [PurePosixPath(info.path).relative_to(root).as_posix() for info in found if info.type == FileType.File]
+        return {_safe(name, url): None for name in names}
+    with store.open_input_stream(f"{root}/{MANIFEST}") as stream:
+        text = stream.read()
+    try:
+        manifest = json.loads(text)
+        if manifest["format"] != _FORMAT or manifest["files"] is None:
+            raise ValueError("its upload has not ended")
+        return {_safe(name, url): (int(size), str(sha256)) for name, (size, sha256) in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        fix = f"is not whole by its {MANIFEST} ({error}): wait for the upload, or take another checkpoint"
+        raise FieldError("model.name", url, fix) from error
+
+
+def _safe(name: str, url: str) -> str:
+    """A relative path that stays inside its folder."""
+    if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
+        raise FieldError("model.name", url, f"names a file {name!r}: that is no model of this project")
+    return name
+
+
+def _open(url: str) -> tuple[FileSystem, str]:
+    from pyarrow.fs import FileSystem
+
+    try:
+        store, root = FileSystem.from_uri(url)
+    except (ValueError, ImportError) as error:
+        raise FieldError("the URL of a model", url, first_line(error)) from error
+    return store, root.rstrip("/")
+
+
+def _output(store: FileSystem, path: str) -> IO[bytes]:
+    if store.type_name == "local":  # object stores have no folders to make
+        store.create_dir(path.rpartition("/")[0], recursive=True)
+    stream: IO[bytes] = store.open_output_stream(path)
+    return stream
+
+
+def _write(store: FileSystem, path: str, content: dict[str, Any]) -> None:
+    with _output(store, path) as target:
+        target.write(json.dumps(content).encode() + b"\n")
+
+
+def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
+    """What was read of `source`, and written to `target` where there is one."""
+    size, sha256 = 0, hashlib.sha256()
+    while chunk := source.read(_CHUNK_BYTES):
+        sha256.update(chunk)
+        size += len(chunk)
+        if target is not None:
+            target.write(chunk)
+    return size, sha256.hexdigest()
+
+
+def without_secrets(text: str) -> str:
+    """`text` with the values of secret environment variables struck out, should a store have repeated one."""
+    secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8}
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
+
+
+def main() -> int:
+    folder, url = sys.argv[1:]
+    try:
+        put_model(Path(folder), url)
+    except (PipelineRLError, OSError) as error:  # of others the traceback's last line says as much
+        print(without_secrets(first_line(error)), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

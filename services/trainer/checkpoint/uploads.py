@@ -1,0 +1,179 @@
+"""Brings each checkpoint's model to `checkpoint.upload`, beside training, which it never keeps waiting.
+
+Consumes checkpoints as they are written (`take`); produces whole models in the store, and `uploaded.json`. It waits for the
+store; a checkpoint that is written meanwhile takes the place of the one that waits. Each try is a process of its own, so that a
+store that hangs holds up nothing else. The files are linked aside first: the checkpoint itself may be removed while they are
+sent. What a trainer has not uploaded, the next one of the run does. What training would go on from stays on the volume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl.errors import ServiceError
+from pipelinerl.local.die_with_parent import guarded
+from pipelinerl.run_dir import CHECKPOINTS, read_json, resumable
+from pipelinerl.service.retry import Backoff, retry_forever
+from services.trainer.checkpoint.checkpointer import link_export
+from services.trainer.checkpoint.files import tidy, write_json_durably
+from services.trainer.checkpoint.store import without_secrets
+
+if TYPE_CHECKING:
+    from services.trainer.reporting.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+UPLOADED = "uploaded.json"
+"""In the run's folder: `{"version", "url", "at_s"}` of the last upload."""
+BACKOFF = Backoff(first_s=1.0, most_s=60.0, jitter=0.2)
+TRY_S = 4 * 3600
+"""A try that takes longer is given up: the store hangs."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    version: int
+    folder: Path
+    since_s: float
+    """Unix time at which the oldest checkpoint was written that has not been uploaded, nor one after it."""
+
+
+class Uploads:
+    """Of one run; does nothing where `url` is empty. Used on one event loop."""
+
+    def __init__(self, url: str, run_dir: Path, run: str, recorder: Recorder) -> None:
+        self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
+        self._run_dir, self._aside, self._recorder = run_dir, run_dir / "uploading", recorder
+        self._waiting: _Waiting | None = None
+        self._trying: Path | None = None
+        self._last: int | None = None
+        """Version of the last upload."""
+        self._arrived, self._done, self._changing_files = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._done.set()
+
+    @property
+    def waiting_s(self) -> float | None:
+        """For how long a checkpoint has been waiting to be uploaded; 0 when all are, None where nothing is uploaded."""
+        if not self._root:
+            return None
+        return max(0.0, time.time() - self._waiting.since_s) if self._waiting else 0.0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Uploads inside the block; what is under way at its end is left to the run's next trainer."""
+        if not self._root:
+            yield
+            return
+        await self._take_over()
+        uploading = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            uploading.cancel()
+            await asyncio.wait({uploading})
+
+    async def take(self, checkpoint: Path, version: int) -> None:
+        """Returns when the checkpoint in that folder may be removed. What goes wrong is logged, and training goes on."""
+        if not self._root or version == (self._waiting.version if self._waiting else self._last):
+            return
+        async with self._changing_files:
+            try:
+                folder = await asyncio.to_thread(link_export, checkpoint, self._aside / checkpoint.name)
+            except OSError as error:
+                log.error("the checkpoint of version %d will not be uploaded: %s", version, error)
+                return
+            self._waiting = _Waiting(version, folder, self._waiting.since_s if self._waiting else _written_s(folder))
+            await self._tidy()
+        self._done.clear()
+        self._arrived.set()
+
+    async def all_done(self) -> None:
+        """Returns when every checkpoint that was taken has been uploaded, or one after it."""
+        await self._done.wait()
+
+    async def _take_over(self) -> None:
+        """What an earlier trainer of the run uploaded last, and the newest checkpoint where that is another."""
+        tidy(self._aside)
+        last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
+        if str(last.get("url", "")).startswith(f"{self._root}/"):
+            self._last = last["version"]
+            self._recorder.metrics.uploads.took_over(last["version"], last["at_s"])
+        if found:
+            await self.take(found[max(found)].parent.parent, max(found))
+
+    async def _run(self) -> None:
+        def can_heal(error: Exception) -> bool:
+            return isinstance(error, ServiceError | OSError)
+
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            if self._waiting is not None:  # a later try of the one before may have taken it along
+                await retry_forever(self._try, "upload a checkpoint", retried=can_heal, backoff=BACKOFF)
+
+    async def _try(self) -> None:
+        """The newest checkpoint that waits."""
+        assert self._waiting is not None, "one has arrived"
+        tried, began_s = self._waiting, time.monotonic()
+        url, self._trying = f"{self._root}/{tried.folder.name}", tried.folder
+        try:
+            await _put(tried.folder, url)
+            last = {"version": tried.version, "url": url, "at_s": time.time()}
+            await asyncio.to_thread(write_json_durably, self._run_dir / UPLOADED, last)
+        except (ServiceError, OSError):
+            self._recorder.metrics.uploads.failed()
+            raise
+        finally:
+            self._trying = None
+        self._last, seconds = tried.version, time.monotonic() - began_s
+        self._recorder.metrics.uploads.uploaded(tried.version, seconds)
+        log.info("checkpoint of version %d is uploaded to %s, after %.2f s", tried.version, url, seconds)
+        async with self._changing_files:
+            another = None if self._waiting is tried else self._waiting  # which came meanwhile
+            self._waiting = another and replace(another, since_s=_written_s(another.folder))
+            await self._tidy()
+            if another is None:
+                self._done.set()
+
+    async def _tidy(self) -> None:
+        """Removes what is neither waiting nor being sent."""
+        kept = {self._waiting.folder if self._waiting else None, self._trying}
+        for folder in self._aside.iterdir():
+            if folder not in kept:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _written_s(folder: Path) -> float:
+    """Unix time: a copy's is that of the checkpoint."""
+    return folder.stat().st_mtime
+
+
+async def _put(folder: Path, url: str) -> None:
+    """Raises `ServiceError` with what the process said that could not."""
+    command = (sys.executable, "-m", "services.trainer.checkpoint.store", str(folder), url)
+    process = await asyncio.create_subprocess_exec(
+        *guarded(command, signal.SIGKILL), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(TRY_S):
+            _, said = await process.communicate()
+    except TimeoutError as error:
+        raise ServiceError(f"{url} has not taken it after {TRY_S} s") from error
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = without_secrets(said.decode(errors="replace")).strip().splitlines()
+        raise ServiceError(lines[-1] if lines else f"the process that uploads ended with code {process.returncode}")

@@ -1,0 +1,151 @@
+"""Uploads to a real S3 server that is away, refuses, hangs and dies; and models fetched from it. Loopback only.
+
+Run by `make test-storage`, with the server beside the environment and not in it (docs/development.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from pyarrow.fs import FileSelector, FileSystem
+
+from pipelinerl.errors import FieldError
+from pipelinerl.service.retry import Backoff
+from services.trainer.checkpoint import uploads
+from services.trainer.checkpoint.store import LATEST, MANIFEST
+from tests.support.machine import free_port
+from tests.unit.builders import RUN
+from tests.unit.test_training_run import until_logged
+from tests.unit.test_uploads import fetched, model
+from tests.unit.trainer_fakes import training_run
+
+pytest.importorskip("moto", reason="no moto: make test-storage has it")
+
+KEY = "not-the-key-of-anybody"
+ROOT = f"s3://models/team/{RUN}/checkpoints"
+LARGE = {"config.json": b"{}", "a.safetensors": os.urandom(10_000_000), "b.safetensors": bytes(100_000_000)}
+
+
+class Server:
+    """An S3 server in a process of its own, which forgets everything when it ends."""
+
+    def __init__(self, log: Path) -> None:
+        self._log, self.port = log, free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    async def make_bucket(self) -> None:
+        """Once it answers."""
+        while True:
+            request = urllib.request.Request(f"http://127.0.0.1:{self.port}/models", method="PUT")
+            try:
+                return (await asyncio.to_thread(urllib.request.urlopen, request, timeout=5)).close()
+            except OSError:
+                await asyncio.sleep(0.05)
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+def stored() -> set[str]:
+    """Names of everything under the run."""
+    store, root = FileSystem.from_uri(ROOT)
+    found = store.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
+    return {info.path.removeprefix(f"{root}/") for info in found if info.is_file}
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server(tmp_path / "s3.log")
+    environment = {"ACCESS_KEY_ID": "someone", "SECRET_ACCESS_KEY": KEY, "REGION": "us-east-1", "EC2_METADATA_DISABLED": "true"}
+    for name, value in {**environment, "ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(uploads, "BACKOFF", Backoff(0.05, 0.2))
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+@contextmanager
+def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.timeout(600)
+async def test_what_a_server_does_costs_retries_and_a_model_is_there_whole_or_not_at_all(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    async with training_run(run_dir) as (run, _), asyncio.timeout(500):
+        sending = uploads.Uploads("s3://models/team", run_dir, RUN, run.recorder)
+
+        async def take(version: int, files: dict[str, bytes]) -> None:
+            await sending.take(model(run_dir / "checkpoints" / f"step-{version}", files), version)
+
+        async with sending.running():
+            await take(1, {"config.json": b"1"})
+            await until_logged(caplog, "Could not connect to server")  # away
+            server.start()
+            await until_logged(caplog, "NO_SUCH_BUCKET")  # there, and refuses
+            await server.make_bucket()
+            await sending.all_done()
+            assert stored() == {LATEST, f"step-1/{MANIFEST}", "step-1/config.json"}
+
+            await take(2, LARGE)
+            while "step-2/a.safetensors" not in await asyncio.to_thread(stored):
+                await asyncio.sleep(0.01)
+            server.end()  # in the middle of it
+            failed = caplog.text.count("trying again")
+            await until_logged(caplog, "trying again", failed + 1)
+            server.start()
+            await server.make_bucket()
+            await sending.all_done()
+            assert stored() == {LATEST, f"step-2/{MANIFEST}", *(f"step-2/{name}" for name in LARGE)}
+
+            assert server.process is not None
+            with stopped(server.process):  # it hangs: whoever takes checkpoints does not
+                await take(3, {"config.json": b"3"})
+                await take(4, {"config.json": b"4"})
+            await sending.all_done()
+        assert sending.waiting_s == 0
+    assert await asyncio.to_thread(fetched, f"{ROOT}/{LATEST}", tmp_path / "a") == (f"{ROOT}/step-4", {"config.json": b"4"})
+    assert (await asyncio.to_thread(fetched, f"{ROOT}/step-2", tmp_path / "b"))[1] == LARGE
+
+    command = [
+        sys.executable,
+        "-m",
+        "services.trainer.checkpoint.store",
+        str(model(tmp_path / "large", LARGE)),
+        f"{ROOT}/step-2",
+    ]
+    with subprocess.Popen(command) as uploader:  # over what is there, and killed in the middle
+        store, root = FileSystem.from_uri(f"{ROOT}/step-2")
+        while b"null" not in store.open_input_stream(f"{root}/{MANIFEST}").read():
+            await asyncio.sleep(0.01)
+        uploader.kill()
+    with pytest.raises(FieldError, match="is not whole"):
+        await asyncio.to_thread(fetched, f"{ROOT}/step-2", tmp_path / "c")
+    assert (await asyncio.to_thread(fetched, f"{ROOT}/{LATEST}", tmp_path / "d"))[1] == {"config.json": b"4"}
+    assert KEY not in caplog.text
