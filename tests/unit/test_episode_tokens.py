@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
 from pipelinerl.messages.sequences import FinishReason, SamplingParams, VersionSpan
@@ -48,7 +49,7 @@ def format_of(name: str) -> tuple[ChatFormat, ByteTokenizer]:
     chat = FamilyFormat(tokenizer, name)
     Conversation(chat, tokenizer, has_tools=True).play([("a", CALLS["hermes"], True), ("b", "<think>", False)] * 2)
     tokenizer.learns = False
-    return chat, tokenizer
+    return FamilyFormat(tokenizer, name), tokenizer
 
 
 @dataclass
@@ -135,8 +136,9 @@ def test_what_is_recorded_is_what_was_sampled_and_observed(name: str, script: li
 
 
 @pytest.mark.parametrize("name", [*(family for family in FAMILIES if family != "deepseek-r1"), "template"])
-def test_a_call_is_read_and_its_result_extends_what_was_sampled(name: str) -> None:
-    """Sampled as the family writes a call. DeepSeek-R1 begins to think in the prompt, and has no word of how it calls."""
+def test_a_call_is_read_and_its_result_extends_what_was_sampled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled as the family writes a call. DeepSeek-R1 begins to think in the prompt, and has no word of how it calls. What is
+    written a second time is what the renderer writes by itself, without tokenising it again."""
     chat, tokenizer = format_of(name)
     asked: list[dict] = [{"role": "user", "content": "Begin."}]
     call = {"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "ab"}}}
@@ -145,6 +147,13 @@ def test_a_call_is_read_and_its_result_extends_what_was_sampled(name: str) -> No
         written: list[int] = build_trajectory_step(chat.renderer, asked, said, tools=[LOOK_UP])["completion_ids"]
         ends = [number for number, token in enumerate(written) if token in chat.stop_token_ids]
         sampled, end = tokenizer.decode(written[: ends[0]] if ends else written), written[ends[0]] if ends else None
+        by_itself = create_renderer(tokenizer, config_from_name(name))
+        told = [*asked, *said, {"role": "tool", "tool_call_id": "call_1", "name": "look_up", "content": "4 2"}]
+        tokens = by_itself.render_ids(told, tools=[LOOK_UP], add_generation_prompt=True)
+        assert chat.render(told, [LOOK_UP]) == list(tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer, "encode", None)
+            assert chat.render(told, [LOOK_UP]) == list(tokens)
     else:
         sampled, end = CALLS["hermes"].replace("ẞ\\n", "ab"), None
     conversation = Conversation(chat, tokenizer, has_tools=True)

@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+from array import array
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
+
+import numpy as np
 
 from pipelinerl.errors import PipelineRLError
 
@@ -19,6 +23,10 @@ log = logging.getLogger(__name__)
 Message = dict[str, Any]
 """Of OpenAI's chat completions, as `rendering.read_messages` returns it: content is text, fields without value are left out."""
 Tools = list[dict[str, Any]]
+
+
+_KEPT_TEXTS, _KEPT_CHARACTERS = 1024, 16_384
+"""Of a conversation's messages; with their tokens up to 80 MB."""
 
 
 class Unrenderable(PipelineRLError):
@@ -128,6 +136,27 @@ def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
     return True
 
 
+class RendererTokenizer:
+    """What renderers need of a tokenizer. They write a conversation anew with each of its turns, so the tokens of its texts are
+    kept. Without `__call__` they ask for no character offsets, which nobody here reads and which take most of the time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.name_or_path: str = tokenizer.name_or_path
+        self.unk_token_id, self.eos_token_id = tokenizer.unk_token_id, tokenizer.eos_token_id
+        self.convert_tokens_to_ids, self.decode = tokenizer.convert_tokens_to_ids, tokenizer.decode
+        self.apply_chat_template, self.chat_template = tokenizer.apply_chat_template, tokenizer.chat_template
+        self.all_special_tokens = tokenizer.all_special_tokens
+        self._tokenizer, self._kept = tokenizer, lru_cache(_KEPT_TEXTS)(self._encoded)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if add_special_tokens or len(text) > _KEPT_CHARACTERS:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return list(self._kept(text))
+
+    def _encoded(self, text: str) -> array[int]:
+        return array("i", self._tokenizer.encode(text, add_special_tokens=False))
+
+
 class FamilyFormat:
     """A renderer of the package `renderers`, by its name there: one model family's format, written down by hand.
 
@@ -138,9 +167,9 @@ class FamilyFormat:
     def __init__(self, tokenizer: Any, family: str) -> None:
         from renderers import config_from_name, create_renderer
 
-        self._tokenizer, config = tokenizer, config_from_name(family)
-        self.renderer = create_renderer(tokenizer, config)
-        self._keeping = create_renderer(tokenizer, type(config)(thinking_retention="all"))
+        self._tokenizer, config = RendererTokenizer(tokenizer), config_from_name(family)
+        self.renderer = create_renderer(self._tokenizer, config)
+        self._keeping = create_renderer(self._tokenizer, type(config)(thinking_retention="all"))
         self.stop_token_ids = tuple(self.renderer.get_stop_token_ids())
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
@@ -166,7 +195,11 @@ class FamilyFormat:
         return None
 
     def _is_written(self, token_ids: list[int], messages: list[Message], tools: Tools) -> bool:
-        texts = [self._tokenizer.decode(ids).split() for ids in (token_ids, self.render(messages, tools))]
+        written = self.render(messages, tools)
+        if written == token_ids:
+            return True
+        # As arrays: of a list, transformers looks at every token first.
+        texts = [self._tokenizer.decode(np.array(ids)).split() for ids in (token_ids, written)]
         return "".join(texts[0]) == "".join(texts[1])
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
