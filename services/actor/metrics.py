@@ -23,7 +23,14 @@ COMPLETION_TOKENS = tuple(2**power for power in range(2, 18))
 STAGING_STATES = ("idle", "receiving", "staged", "committing")
 CARRIED_STATES = ("unfinished", "finished")
 REFUSALS = (
-    *("max_turns_exceeded", "context_length_exceeded", "episode_not_found", "invalid_request", "request_too_large"),
+    *(
+        "max_turns_exceeded",
+        "context_length_exceeded",
+        "episode_not_found",
+        "invalid_request",
+        "request_too_large",
+        "request_timeout",
+    ),
     *("not_found", "failed", "interrupted", "hung_up"),
 )
 """Codes of the errors with which an episode's environment is answered."""

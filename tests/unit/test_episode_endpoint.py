@@ -1,6 +1,7 @@
 """The endpoint of episodes over real HTTP: OpenAI's client, a token client and rude clients ask; the sampler is scripted."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,8 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.messages.sequences import FinishReason, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.service import http
 from pipelinerl.service.http import serve_http
 from services.actor.engine import EngineError, Generation
+from services.actor.episodes import endpoint
 from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
 from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits, Refused, base_path
 from services.actor.episodes.formats import TemplateFormat
@@ -276,26 +279,38 @@ async def test_the_end_of_a_run_refuses_its_open_requests_and_leaves_the_turn_to
         assert [said for _, said in s.told()] == ["once<|im_end|>"]
 
 
-async def test_a_request_whose_body_comes_after_the_end_of_its_run_gets_no_turn() -> None:
+async def test_a_request_that_does_not_come_whole_is_waited_for_to_its_deadline_or_the_end_of_its_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with stage("never") as s:
-        begun = asyncio.Event()
 
-        async def body() -> AsyncIterator[bytes]:
-            yield b'{"messages": '
-            begun.set()
-            await ended.wait()
-            yield b'[{"role": "user", "content": "Begin."}]}'
+        async def begin(head: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.address.rpartition(":")[2]))
+            writer.write(head.encode())
+            return reader, writer
 
-        ended = asyncio.Event()
-        async with httpx.AsyncClient(timeout=20) as raw:
-            with s.book.running(s.episode) as key:
-                url = f"{s.address}{base_path(key)}/chat/completions"
-                asked = asyncio.create_task(raw.post(url, content=body()))
-                await begun.wait()
-                await raw.get(f"{s.address}{base_path(key)}/models")
-            ended.set()
-            assert (await asked).status_code == 404
+        with s.book.running(s.episode) as key:
+            ask = f"POST {base_path(key)}/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{"
+            reader, writer = await begin(ask)
+            async with httpx.AsyncClient(timeout=20) as raw:
+                await raw.get(f"{s.address}{base_path(key)}/models")  # which is answered after the other was received
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+        writer.close()
+        monkeypatch.setattr(endpoint, "BODY_WITHIN_S", 0.05)
+        with s.book.running(s.episode) as key:
+            reader, writer = await begin(ask.replace(ask.split("/")[2], key))
+            async with asyncio.timeout(10):
+                head, _, content = (await reader.read()).partition(b"\r\n\r\n")  # to the end: the connection is closed
+            writer.close()
+        assert (head.split()[1], json.loads(content)["error"]["code"]) == (b"408", "request_timeout")
+        assert s.count("episode_refusals_total", code="request_timeout") == 1
         assert s.episode.record.turns == []
+        monkeypatch.setattr(http, "REQUEST_WITHIN_S", 0.05)
+        for slow in ("", "GET / HTTP/1.1\r\nHo", "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"):
+            reader, writer = await begin(slow)
+            async with asyncio.timeout(10):
+                assert (await reader.read())[:12] == (b"HTTP/1.1 404" if "POST" in slow else b"")
+            writer.close()
 
 
 async def test_a_turn_is_not_served_to_a_request_with_other_limits() -> None:

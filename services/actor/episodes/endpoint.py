@@ -12,7 +12,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Of a request: a context of a million tokens, about."""
+BODY_WITHIN_S = 30.0
+"""For all of it to come."""
 MAX_STOPS = 16
 _AS_RECIPE = ("temperature", "top_p", "top_k")
 """A request may say what holds anyway."""
@@ -54,91 +56,117 @@ class ChatRequest:
 
 def episode_app(book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
     """To be served on the event loop that samples: records and keys belong to it. `model`: the name that /models gives."""
-    app, told = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), set[str]()
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    endpoint = Endpoint(book, rendering, metrics, model, vocab_size)
+    app.add_api_route("/episodes/{key}/v1/models", endpoint.models)
+    app.add_api_route("/episodes/{key}/v1/chat/completions", endpoint.chat_completions, methods=["POST"])
+    app.add_api_route("/episodes/{key}/inference/v1/generate", endpoint.generate, methods=["POST"])
+    app.add_exception_handler(Refused, endpoint.refuse)
+    app.add_exception_handler(HTTPException, endpoint.not_found)
+    return app
 
-    def note_ignored(name: str) -> None:
-        metrics.episode_ignored_fields.labels(name).inc()
-        if name not in told:
-            told.add(name)
-            log.warning("environments ask with %s, which is not heeded: turns are sampled as the recipe says", name)
 
-    async def body_of(request: Request) -> dict[str, Any]:
-        size, chunks = 0, list[bytes]()
-        try:
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > MAX_BODY_BYTES:
-                    raise Refused(413, "request_too_large", f"a request has at most {MAX_BODY_BYTES} bytes")
-                chunks.append(chunk)
-        except ClientDisconnect as error:
-            raise _hung_up_on() from error
-        try:
-            body = json.loads(b"".join(chunks))
-        except (ValueError, RecursionError) as error:
-            raise Refused(400, "invalid_request", f"the body is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise Refused(400, "invalid_request", "the body is no JSON object")
-        return body
+class Endpoint:
+    """What `episode_app` answers with."""
 
-    async def received(key: str, request: Request) -> tuple[EnvironmentRun, dict[str, Any]]:
-        book[key]  # else nothing is read
-        body = await body_of(request)
-        return book[key], body  # a run may end before the body has come
+    def __init__(self, book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, model: str, vocab_size: int) -> None:
+        self._book, self._rendering, self._metrics = book, rendering, metrics
+        self._model, self._vocab_size = model, vocab_size
+        self._logged_fields: set[str] = set()
 
-    @app.exception_handler(Refused)
-    async def refuse(_: Request, error: Refused) -> Response:
-        metrics.episode_refusals.labels(error.code).inc()
-        kind = "server_error" if error.status >= 500 else "invalid_request_error"
-        content = {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
-        # OpenAI's clients would ask again after a 5xx, and be refused again.
-        return JSONResponse(content, error.status, headers={"x-should-retry": "false"})
-
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        answered = "POST {base_url}/chat/completions and GET {base_url}/models are answered"
-        return await refuse(request, Refused(error.status_code, "not_found", f"{error.detail}: only {answered}"))
-
-    @app.get("/episodes/{key}/v1/models")
-    async def models(key: str) -> dict[str, Any]:
-        episode = book[key].episode
-        card = {"id": model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
+    async def models(self, key: str) -> dict[str, Any]:
+        episode = self._book[key].episode
+        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
         return {"object": "list", "data": [{**card, "max_model_len": episode.limits.max_context}]}
 
-    @app.post("/episodes/{key}/v1/chat/completions")
-    async def chat_completions(key: str, request: Request) -> Response:
-        run, body = await received(key, request)
-        episode = run.episode
+    async def chat_completions(self, key: str, request: Request) -> Response:
+        run, body = await self._received(key, request)
+        episode, rendering = run.episode, self._rendering
         try:
             asked = read_chat(body)
             context = rendering.context(episode.record, asked.messages, asked.tools)
         except (Unrenderable, RecursionError) as error:
             raise Refused(400, "invalid_request", str(error)) from error
-        for name in ignored_fields(body, vars(episode.sampling)):
-            note_ignored(name)
+        self._count_ignored(ignored_fields(body, vars(episode.sampling)))
         waits = episode.turn(context, max_tokens=asked.max_tokens, stop=asked.stop, stop_token_ids=rendering.stop_token_ids)
-        turn = await _unless_over(waits, request, run.over)
+        turn = await _unless_over(waits, run.over, _hung_up(request))
         answer = rendering.answer(turn, asked.messages, asked.tools, (*episode.sampling.stop, *asked.stop), asked.may_call)
-        completion = chat_completion(turn, answer, model=str(body.get("model") or model))
+        completion = chat_completion(turn, answer, model=str(body.get("model") or self._model))
         if asked.streams:
             return Response(stream_of(completion, asked.with_usage), media_type="text/event-stream")
         return JSONResponse(completion)
 
-    @app.post("/episodes/{key}/inference/v1/generate")
-    async def generate(key: str, request: Request) -> Response:
-        run, body = await received(key, request)
+    async def generate(self, key: str, request: Request) -> Response:
+        run, body = await self._received(key, request)
         try:
-            token_ids, max_tokens, stop, stop_token_ids = read_generate(body, vocab_size)
+            token_ids, max_tokens, stop, stop_token_ids = read_generate(body, self._vocab_size)
         except Unrenderable as error:
             raise Refused(400, "invalid_request", str(error)) from error
-        for name in ignored_fields(body.get("sampling_params") or {}, vars(run.episode.sampling)):
-            if name != "logprobs":  # they are in the answer
-                note_ignored(name)
+        ignored = ignored_fields(body.get("sampling_params") or {}, vars(run.episode.sampling))
+        self._count_ignored(name for name in ignored if name != "logprobs")  # they are in the answer
         context = np.array(token_ids, dtype=np.int32)
         waits = run.episode.turn(context, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids)
-        turn = await _unless_over(waits, request, run.over)
-        return JSONResponse(generated(turn, model=str(body.get("model") or model)))
+        turn = await _unless_over(waits, run.over, _hung_up(request))
+        return JSONResponse(generated(turn, model=str(body.get("model") or self._model)))
 
-    return app
+    async def refuse(self, _: Request, error: Exception) -> Response:
+        """In OpenAI's form of an error."""
+        assert isinstance(error, Refused)
+        self._metrics.episode_refusals.labels(error.code).inc()
+        kind = "server_error" if error.status >= 500 else "invalid_request_error"
+        content = {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+        # OpenAI's clients would ask again after a 408 or 5xx, and be refused again.
+        headers = {"x-should-retry": "false"} | ({"connection": "close"} if error.status == 408 else {})
+        return JSONResponse(content, error.status, headers=headers)
+
+    async def not_found(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        answered = "POST {base_url}/chat/completions and GET {base_url}/models are answered"
+        return await self.refuse(request, Refused(error.status_code, "not_found", f"{error.detail}: only {answered}"))
+
+    async def _received(self, key: str, request: Request) -> tuple[EnvironmentRun, dict[str, Any]]:
+        run = self._book[key]  # else nothing is read
+        body = _parsed(await _unless_over(_body_of(request), run.over))
+        return self._book[key], body  # the run may have ended just now
+
+    def _count_ignored(self, fields: Iterable[str]) -> None:
+        """Each is logged once."""
+        for name in fields:
+            self._metrics.episode_ignored_fields.labels(name).inc()
+            if name not in self._logged_fields:
+                self._logged_fields.add(name)
+                log.warning("environments ask with %s, which is not heeded: turns are sampled as the recipe says", name)
+
+
+async def _body_of(request: Request) -> bytes:
+    """Raises `Refused`. What is too large is read nevertheless: a client that still sends may not see an answer."""
+    chunks, size = list[bytes](), 0
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > MAX_BODY_BYTES:
+                    chunks.clear()
+                else:
+                    chunks.append(chunk)
+    except TimeoutError as error:
+        raise Refused(408, "request_timeout", f"a request comes whole within {BODY_WITHIN_S:g} s") from error
+    except ClientDisconnect as error:
+        raise _hung_up_on() from error
+    if size > MAX_BODY_BYTES:
+        raise Refused(413, "request_too_large", f"a request has at most {MAX_BODY_BYTES} bytes")
+    return b"".join(chunks)
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    """Raises `Refused`. Pure."""
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "invalid_request", f"the body is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise Refused(400, "invalid_request", "the body is no JSON object")
+    return parsed
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
@@ -239,10 +267,12 @@ def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
     return {"request_id": f"gen-{secrets.token_hex(12)}", "model": model, "choices": [choice], "usage": _usage(turn)}
 
 
-async def _unless_over(waits: Coroutine[Any, Any, _Result], request: Request, over: asyncio.Event) -> _Result:
-    """What `waits` returns. Cancels it when the client has hung up, or the environment's run is `over`. Raises `Refused`."""
+async def _unless_over(
+    waits: Coroutine[Any, Any, _Result], over: asyncio.Event, *hung_up: Coroutine[Any, Any, None]
+) -> _Result:
+    """What `waits` returns. Cancels it when the environment's run is `over`, or the client has hung up. Raises `Refused`."""
     working = asyncio.create_task(waits)
-    ending = [asyncio.create_task(over.wait()), asyncio.create_task(_hung_up(request))]
+    ending = [asyncio.create_task(one) for one in (over.wait(), *hung_up)]
     try:
         await asyncio.wait([working, *ending], return_when=asyncio.FIRST_COMPLETED)
         if working.done() and not working.cancelled():
