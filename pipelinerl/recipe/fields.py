@@ -243,10 +243,10 @@ class TaskConfig(Section):
         60.0, gt=0, le=86_400, description="That of the environment between two turns, its start and its end included."
     )
     prompt_field: str = Field("prompt", description="Field of the file that holds the prompt.")
-    answer_field: str = Field("answer", description="Field of the file that holds the reference answer.")
+    answer_field: str = Field("answer", description="Field of the file that holds the reference answer; empty = there is none.")
     prompt_style: Literal["compact", "plain", "chat"] = Field(
         "plain",
-        description="`compact`: bare expression (chain_sum, repeated_addition); `plain`: the question; "
+        description="`compact`: bare expression (chain_sum, repeated_addition, one_line_function); `plain`: the question; "
         "`chat`: the model's template.",
     )
     system_prompt: str = Field("", description="System message for `chat`.")
@@ -315,7 +315,7 @@ def compiled(pattern: str, part: str) -> str:
     return pattern
 
 
-SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema", "judge")
+SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema", "code", "judge")
 """What `reward.scorer` may name, besides a function of the user's own."""
 
 
@@ -326,8 +326,9 @@ class RewardConfig(Section):
         "task",
         description="`task` (reasoning-gym's own scorer; `exact` for a file's problems), `exact` (same text), `regex` "
         "(the reference is a pattern), `math` (math-verify; finds an answer anywhere in the text), `math_boxed` (the same, but "
-        "only what the last `\\boxed{}` holds), `json_schema`, `judge` (another model, section `judge`), or "
-        "`pkg.module:function`. The number of the last two is taken as it is.",
+        "only what the last `\\boxed{}` holds), `json_schema`, `code` (runs the program in the answer against the problem's "
+        "tests), `judge` (another model, section `judge`), or `pkg.module:function`. The number of the last two is taken as "
+        "it is.",
     )
     judge: JudgeConfig | None = Field(None, description="The model that scores, for scorer `judge`.")
     answer_pattern: str = Field(
@@ -336,6 +337,14 @@ class RewardConfig(Section):
     json_schema: dict[str, Any] = Field(
         default_factory=dict,
         description="Schema of the answer for `json_schema`; empty = each problem's reference answer is its schema.",
+    )
+    tests_field: str = Field("tests", description="Field of a problem's line that holds its tests, for `code`.")
+    test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
+    sandbox: bool | None = Field(
+        None,
+        description="null: programs of `code` run in a sandbox, and the verifier does not start without one; environments and "
+        "tools run in one where the machine can. true: a function of your own and agents as well, and never without. "
+        "false: nothing does; a model's programs are trusted.",
     )
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; partial scores scale it.")
     binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
@@ -352,6 +361,11 @@ class RewardConfig(Section):
     memory_mib: int = Field(
         1024, ge=64, le=262_144, description="Address space rewards may take in one worker, beyond its libraries', MiB."
     )
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the scorer is the user's own."""
+        return self.scorer not in SCORERS
 
     @field_validator("scorer")
     @classmethod

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe, TaskConfig
 
 DEMONSTRATED = {
-    "reasoning_gym": ("chain_sum", "repeated_addition"),
+    "reasoning_gym": ("chain_sum", "repeated_addition", "one_line_function"),
     "environment": ("pipelinerl.tasks.environments:GuessNumber", "pipelinerl.tasks.environments:Calculator"),
 }
 """By source, the tasks that a warm-started model has demonstrations of (`services.trainer.warmstart`)."""
@@ -102,7 +102,7 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
         policy, other = "a warm-started model (model.source)", "set model.source to another one: hub, path or smollm2"
         demonstrated, first = DEMONSTRATED.get(task.source, ()), next(iter(recipe.mixture.values())).task.name
         if not demonstrated:
-            families = " and ".join(DEMONSTRATED["reasoning_gym"])
+            families = ", ".join(DEMONSTRATED["reasoning_gym"])
             yield "source", f"{policy} has demonstrations of reasoning-gym's {families} only; {other}"
         elif task.name not in demonstrated:
             yield "name", f"{policy} has demonstrations of {' and '.join(demonstrated)} only; {other}"
@@ -155,6 +155,10 @@ def _rewards(recipe: Recipe) -> Broken:
             yield f"{place}reward.judge", "is for reward.scorer = 'judge'; name that scorer, or leave this section out"
         if is_judged and share.task.is_episodic:
             yield f"{place}reward.scorer", f"scores completions, not episodes (task.source = {share.task.source!r})"
+        if reward.scorer == "code" and any(
+            one.reward.sandbox and one.reward.is_function for one in recipe.sets_by_place.values()
+        ):
+            yield f"{place}reward.scorer", "code cannot be mixed with a function of your own that has reward.sandbox: true"
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
         if share.task.source in ("environment", "agent") and reward.truncated == "zero":

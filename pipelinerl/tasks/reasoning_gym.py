@@ -128,11 +128,12 @@ def _families() -> Mapping[str, tuple[Any, Any]]:
     try:
         from reasoning_gym.factory import DATASETS, register_dataset
 
-        from pipelinerl.tasks.repeated_addition import FAMILY, RepeatedAdditionConfig, RepeatedAdditionDataset
+        from pipelinerl.tasks.families import FAMILIES
     except ImportError as error:
         raise FieldError("task.source", "reasoning_gym", f"{error}; pip install 'pipelinerl[local]'") from error
-    if FAMILY not in DATASETS:
-        register_dataset(FAMILY, RepeatedAdditionDataset, RepeatedAdditionConfig)
+    for name, (dataset, config) in FAMILIES.items():
+        if name not in DATASETS:
+            register_dataset(name, dataset, config)
     return dict(DATASETS)
 
 

@@ -153,7 +153,7 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
             continue
         messages: Any = row.get(config.prompt_field)
         in_messages = isinstance(messages, list) and config.source == "jsonl"
-        for name in (config.prompt_field, config.answer_field)[in_messages:]:
+        for name in filter(None, (config.prompt_field, config.answer_field)[in_messages:]):
             if not isinstance(row.get(name), str | int | float) or isinstance(row.get(name), bool):
                 raise UserError(f"{where}: field {name!r} is {row.get(name)!r}; it must be a text or a number")
         if in_messages:

@@ -25,8 +25,9 @@ import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import NoReturn
+from urllib.parse import urlsplit
 
-from pipelinerl.errors import UserError
+from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest
 from services.verifier.confinement import (
@@ -42,6 +43,7 @@ from services.verifier.confinement import (
     take_pipes,
 )
 from services.verifier.episode import Play, Policy, load_play, run_episode
+from services.verifier.sandbox import confine, confinement_missing
 
 ORDER = struct.Struct("!cQ")
 """What, and the number of an episode."""
@@ -63,6 +65,11 @@ def main() -> int:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
         tasks = recipe.episodic_tasks
         plays = {name: load_play(share, search_path=sys.argv[2]) for name, share in tasks.items()}
+        if missing := confinement_missing(connects=True):
+            for share in tasks.values():
+                if share.reward.sandbox:
+                    raise FieldError("reward.sandbox", True, missing)
+                print(f"{share.task.source} {share.name} runs without a sandbox: {missing}", file=sys.stderr)
     except UserError as error:
         results.send_bytes(str(error).encode())
         return 1
@@ -165,6 +172,12 @@ class Template:
             os._exit(0)  # nothing of the template's is tidied up, and no thread keeps the process
 
 
+def _is_confined(share: ProblemSet) -> bool:
+    if share.reward.sandbox is None:  # an agent may do what it likes unless told otherwise
+        return share.task.source != "agent" and not confinement_missing(connects=True)
+    return share.reward.sandbox
+
+
 def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifier: Connection) -> None:
     """Consumes one request and produces its result."""
     pid = os.getpid()
@@ -173,6 +186,8 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lower_limit(resource.RLIMIT_AS, address_space() + share.reward.memory_mib * MIB)
     renew_cpu_limit(share.task.episode_timeout_s)
+    if _is_confined(share):
+        confine(filter(None, [share.task.path]), urlsplit(request.base_url).port)
     random.seed(request.seed)  # else all episodes would draw the same from the template's state
 
     policy = Policy(request.base_url, lambda waits: verifier.send_bytes(WAITS if waits else WORKS))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -167,6 +169,10 @@ async def _servicer(
         if len(recipe.episodic_tasks) < len(recipe.problem_sets):
             rewards = run_pool(recipe, metrics, readiness, workers=workers, max_queue=max_queue)
             pool = scorers = await stack.enter_async_context(rewards)
+            if programs := [share.reward for share in recipe.problem_sets.values() if share.reward.scorer == "code"]:
+                means = "none" if any(reward.sandbox is False for reward in programs) else await _strongest_means()
+                metrics.sandbox.labels(means).set(1)
+                log.info("programs that the model writes run in: %s", means)
             judges = {
                 name: await stack.enter_async_context(Judge(share.reward, api_key(share.reward.judge), metrics))
                 for name, share in recipe.problem_sets.items()
@@ -175,6 +181,13 @@ async def _servicer(
             if judges:
                 pool = JudgedPool(scorers, judges)
         yield VerifierServicer(recipe, metrics, pool=pool, episodes=episodes)
+
+
+async def _strongest_means() -> str:
+    """In a process of one thread, which this one is not."""
+    command = (sys.executable, "-m", "services.verifier.sandbox")
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+    return (await process.communicate())[0].decode().strip()
 
 
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:

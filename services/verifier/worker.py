@@ -34,6 +34,7 @@ from services.verifier.confinement import (
 )
 from services.verifier.rewards.compose import ComposedReward, make_reward
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput
+from services.verifier.sandbox import NoSandbox, confine
 
 RETIRED = 75
 """Exit code of a worker that leaves of its own accord, between two items, to be replaced by a fresh one."""
@@ -104,8 +105,10 @@ def main() -> int:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
         tasks = {name: share for name, share in recipe.problem_sets.items() if not share.task.is_episodic}
         rewards = {name: make_reward(share.reward, share.task) for name, share in tasks.items()}
-    except UserError as error:
-        results.send_bytes(str(error).encode())
+        if any(share.reward.sandbox and share.reward.is_function for share in tasks.values()):
+            confine()
+    except (UserError, NoSandbox) as error:
+        results.send_bytes(f"{'reward.sandbox: ' if isinstance(error, NoSandbox) else ''}{error}".encode())
         return 1
     results.send_bytes(b"")
     try:

@@ -81,7 +81,7 @@ def test_the_models_name_is_enough_and_takes_nothing_of_the_recipes_own(name: st
 EPISODES = {"set": {"task": {"source": "environment", "name": "a.b:C"}, "actor": {"sequences_in_progress": 64}}}
 """Of which each actor keeps 128 under way."""
 REFUSED: dict[str, dict[str, Any]] = {
-    'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, calculator, gsm, repeated-addition, smollm2, or': {
+    'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, calculator, code, gsm, repeated-addition, smollm2': {
         "recipe": {"name": "gsn"}
     },
     "recipe.inline: the recipe has no model; give it there or in recipe.set.model, or set model.name": {

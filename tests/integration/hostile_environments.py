@@ -39,7 +39,8 @@ class Hostile:
     def _do(self, when: str) -> None:
         if misdeed := self._row.get(when):
             word, _, argument = misdeed.partition(" ")
-            getattr(misdeeds, f"do_{word}")(argument)
+            value = getattr(misdeeds, f"do_{word}")(argument)
+            assert word != "run" or not value, "the program got out"
 
 
 def multiply(a: int, b: int) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import io
 import os
 import re
 import signal
@@ -21,6 +22,18 @@ def score(item: Any) -> float:
 
 def do_say(value: str) -> float:
     return float(value)
+
+
+def do_run(program: str) -> float:
+    """1 when a program of `hostile_programs` got out."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(OSError):
+        exec(program, {"__name__": "__main__"})
+    return float("escaped" in printed.getvalue())
+
+
+def do_kill(pid: str) -> float:
+    os.kill(int(pid), signal.SIGKILL)
+    return 1.0
 
 
 def do_sleep(seconds: str) -> float:

@@ -28,7 +28,9 @@ from services.verifier import episode_worker
 from services.verifier.confinement import children
 from services.verifier.episode_pool import EpisodePool, Template
 from services.verifier.metrics import VerifierMetrics
+from services.verifier.sandbox import confinement_missing
 from tests.support.fake_endpoint import FakeEndpoint, calls, fake_endpoint, refuses, says
+from tests.support.hostile_programs import ESCAPES, MAY, surroundings_in
 from tests.support.machine import ends_within
 from tests.support.verifier import HERE, ROOT, START_S, Verifier, sample, serving, verifier
 
@@ -159,13 +161,24 @@ async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEn
 
 @pytest.mark.parametrize("misdeed", ["leave_children", "leave_children_and_hang"])
 async def test_processes_an_environment_started_end_with_its_episode(
-    hostile: Verifier, policy: FakeEndpoint, tmp_path: Path, misdeed: str
+    policy: FakeEndpoint, tmp_path: Path, misdeed: str
 ) -> None:
-    (result,) = await run(hostile.address.grpc, episode(policy, {"in_reply": f"{misdeed} {tmp_path / 'pids'}"}))
+    with verifier(tmp_path, recipe(reward={"sandbox": False})) as running:
+        running.wait_until_serving()
+        (result,) = await run(running.address.grpc, episode(policy, {"in_reply": f"{misdeed} {tmp_path / 'pids'}"}))
     assert status_name(result.status) == ("timeout" if misdeed.endswith("hang") else "ok")
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 6
     assert [pid for pid in pids if not ends_within(pid, START_S)] == []
+
+
+@pytest.mark.skipif(bool(confinement_missing(connects=True)), reason=confinement_missing(connects=True))
+async def test_an_environment_gets_out_no_more_than_a_program(hostile: Verifier, policy: FakeEndpoint, tmp_path: Path) -> None:
+    with surroundings_in(tmp_path) as surroundings:
+        escapes = [surroundings.filled(program, hostile.process.pid) for name, program in ESCAPES.items() if name not in MAY]
+        results = await run(hostile.address.grpc, *(episode(policy, {"in_reply": f"run {escape}"}) for escape in escapes))
+        assert surroundings.untouched
+    assert [(status_name(result.status), result.message) for result in results] == [("ok", "")] * len(escapes)
 
 
 async def test_a_call_that_is_cancelled_ends_its_episode(hostile: Verifier) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -25,8 +27,10 @@ from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.verifier.confinement import children
+from services.verifier.sandbox import confinement_missing, strongest_means
 from tests.support.certificates import Authority
 from tests.support.chat_endpoint import endpoint
+from tests.support.hostile_programs import ESCAPES, HOGS, MAY, surroundings_in
 from tests.support.machine import ends_within
 from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifier, sample, serving, verifier
 
@@ -113,6 +117,49 @@ def test_a_judge_scores_and_no_worker_has_its_key(tmp_path: Path, monkeypatch: p
     assert workers
     assert not any(b"sk-very-secret" in environment for environment in workers)
     assert "sk-very-secret" not in log
+
+
+# --- a sandbox
+
+
+@pytest.mark.skipif(bool(confinement_missing(connects=False)), reason=confinement_missing(connects=False))
+async def test_a_reward_in_a_sandbox_gets_out_no_more_than_a_program(tmp_path: Path) -> None:
+    folder = tmp_path / "verifier"
+    folder.mkdir()
+    with surroundings_in(tmp_path) as surroundings, verifier(folder, recipe(sandbox=True)) as running:
+        running.wait_until_serving()
+        attempts = [f"run {surroundings.filled(ESCAPES[name], running.process.pid)}" for name in sorted(ESCAPES.keys() - MAY)]
+        scored = await outcomes(running, ["say 1", *attempts, f"kill {running.process.pid}", "say 1"])
+        assert running.process.poll() is None
+        assert surroundings.untouched
+    assert [(status_name(each.status), each.reward) for each in scored[1:-2]] == [("ok", 0.0)] * len(attempts)
+    assert status_name(scored[-2].status) == "crashed"
+    assert scored[0].reward == scored[-1].reward == 1.0
+
+
+@pytest.mark.parametrize("number", [24, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
+async def test_honest_programs_are_scored_among_hostile_ones(tmp_path: Path, number: int) -> None:
+    """Every fourth program is right."""
+    folder, drawn = tmp_path / "verifier", random.Random(0)
+    folder.mkdir()
+    reward = {"scorer": "code", "test_timeout_s": 0.5, "timeout_s": START_S, "sandbox": None}
+    tests = [{"input": "", "output": "right"}]
+    with surroundings_in(tmp_path) as surroundings, verifier(folder, recipe(**reward)) as running:
+        running.wait_until_serving()
+        attempts = [*(surroundings.filled(each, running.process.pid) for each in ESCAPES.values()), *HOGS.values()]
+        asked = [
+            VerifyItem(sequence_id=f"g.{index}", task=TASK, reference_json=json.dumps({"row": {"tests": tests}}))
+            for index in range(number)
+        ]
+        for index, item in enumerate(asked):
+            item.completion_text = drawn.choice(attempts) if index % 4 else "print('right')"
+        async with VerifierClient(running.address.grpc) as client:
+            for start in range(0, number, 64):
+                scored = await client.verify(asked[start : start + 64])
+                expected = [float(index % 4 == 0) for index in range(start, start + len(scored))]
+                assert [(status_name(each.status), each.reward) for each in scored] == [("ok", value) for value in expected]
+        assert surroundings.untouched
+        assert await sample(running.address, f'sandbox{{means="{strongest_means()}"}}') == 1
 
 
 # --- misdeeds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -16,11 +17,15 @@ import pytest
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.tasks.source import Split, make_source
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
+from services.trainer.warmstart.demonstrations import demonstrate_function
 from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
+from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty, user_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
 from services.verifier.rewards.reasoning_gym import GUARDS, REFUSED, is_arithmetic, is_board, is_formula, reasoning_gym_scorer
+from services.verifier.sandbox import Means
 from services.verifier.worker import score_item
 
 
@@ -154,6 +159,66 @@ POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required":
 )
 def test_json_schema_of_the_recipe(answer: str | None, value: float) -> None:
     assert json_schema_scorer(POINT)(item(answer)).value == value
+
+
+PAIRS = [{"input": "2 3", "output": "5"}, {"input": "4\n4", "output": "8\n"}]
+ADDS = "import sys\nprint(sum(map(int, sys.stdin.read().split())))"
+FUNCTION = "def add(a, b):\n    return a + b"
+
+
+@pytest.mark.parametrize(
+    ("row", "answer", "value", "reason"),
+    [
+        ({"tests": PAIRS}, ADDS, 1.0, "took the whole answer as code"),
+        ({"tests": PAIRS}, f"Wrong:\n```python\n1/0\n```\nBetter:\n```\n{ADDS}\n```\nDone.", 1.0, "last of its 2 code blocks"),
+        ({"tests": PAIRS}, f"```py\n{ADDS}", 1.0, "took its code block"),
+        ({"tests": PAIRS}, f"```python\n{ADDS}\n```\n```sh\npython add.py\n```", 1.0, "took its code block"),
+        ({"tests": PAIRS}, "print(5)", 0.5, "test 2 of 2: prints '5\\n', not '8\\n'"),
+        ({"tests": PAIRS}, "print(1/0)", 0.0, "test 1 of 2: ZeroDivisionError: division by zero"),
+        ({"tests": PAIRS}, "print(5); raise SystemExit(2)", 0.0, "ends with code 2"),
+        ({"tests": PAIRS[:1]}, "while True: pass", 0.0, "took more than 1 s"),
+        ({"tests": json.dumps({"inputs": ["2 3", ["4", "4"]], "outputs": ["5", "8"]})}, ADDS, 1.0, ""),
+        ({"tests": {"fn_name": "add", "inputs": [[2, 3], [[1], [2]]], "outputs": [5, [1, 2]]}}, FUNCTION, 1.0, ""),
+        ({"tests": ["assert add(2, 3) == 5", "assert add(2, 3) == 6"]}, FUNCTION, 0.5, "test 2 of 2: AssertionError"),
+        ({"tests": "def check(candidate):\n    assert candidate(2, 3) == 5", "entry_point": "add"}, FUNCTION, 1.0, ""),
+        ({"tests": ["assert add(2, 3) == 5"]}, "raise SystemExit(0)", 0.0, "it ends too soon"),
+        ({"tests": ["assert add(2, 3) == 5"]}, "print(open('tests.py').read()); import os; os._exit(0)", 0.0, "ends too soon"),
+    ],
+)
+def test_code_is_worth_the_tests_that_it_passes(row: dict[str, Any], answer: str, value: float, reason: str) -> None:
+    scorer = code_scorer(RewardConfig(scorer="code", binary=False, test_timeout_s=1.0, timeout_s=60.0))
+    score = scorer(RewardInput("", answer, answer, {"row": row}))
+    assert score.value == value
+    assert reason in score.reason
+
+
+@pytest.mark.parametrize("tests", [None, [], "", "[", 7, [7], {"inputs": ["1"], "outputs": []}, [{"input": "1"}]])
+def test_tests_that_are_none_are_told(tests: Any) -> None:
+    with pytest.raises(BadReference, match="tests: "):
+        code_scorer(RewardConfig(scorer="code"))(RewardInput("", "x", "x", {"row": {"tests": tests}}))
+
+
+def test_one_line_functions_pass_their_own_tests_and_fail_without_brackets() -> None:
+    task = TaskConfig(name="one_line_function", config={"min_operations": 3}, prompt_style="compact")
+    source, scorer = make_source(task, 0), code_scorer(RewardConfig(scorer="code", timeout_s=60.0, test_timeout_s=60.0))
+    for index in range(8):
+        problem = source.problem(Split.TRAIN, index)
+        careful, hasty = (demonstrate_function(problem.question, (care,), random.Random(0)) for care in (1.0, 0.0))
+        assert careful == problem.reference["answer"]
+        scores = [scorer(RewardInput("", program, program, problem.reference)).value for program in (careful, hasty)]
+        assert scores == [1.0, float(hasty == careful)]
+
+
+def test_programs_that_hang_cost_their_tests_and_not_the_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is a model's program run where nothing would keep it in."""
+    config = RewardConfig(scorer="code", binary=False, test_timeout_s=0.5, timeout_s=1.0)
+    tests = [{"input": "", "output": ""}] * 9
+    score = code_scorer(config)(RewardInput("", "x", "import time; time.sleep(60)", {"row": {"tests": tests}}))
+    assert score == Score(0.0, "took the whole answer as code; test 1 of 9: took more than 0.5 s")
+    monkeypatch.setattr("services.verifier.rewards.code.strongest_means", lambda: Means.NONE)
+    with pytest.raises(FieldError, match=r"reward\.sandbox = None: .*Landlock"):
+        code_scorer(config)
+    assert code_scorer(config.model_copy(update={"sandbox": False}))(RewardInput("", "", "", {"tests": tests[:1]})).value == 1.0
 
 
 def test_json_schema_of_the_problem() -> None:

@@ -52,10 +52,14 @@ def model_config(**warmstart: Any) -> ModelConfig:
         ("04x7+1037=", (0.0, 1.0), "02x7+1051=01x7+1058=00x7+1065"),
         ("04x7+1037=", (1.0, 0.0), "03x7+1044=00x7+1065"),
         ("1x7+1037=", (1.0,), "0x7+1044"),
+        ("+3*2-1=", (1.0,), "def f(x):return (x+3)*2-1"),
+        ("+3*2-1=", (0.0,), "def f(x):return x+3*2-1"),
+        ("*3-2*2*4+1*5=", (1.0,), "def f(x):return ((x*3-2)*2*4+1)*5"),
+        ("*3-2*2*4+1*5=", (1.0, 1.0, 0.0, 0.0, 1.0), "def f(x):return (x*3-2*2*4+1)*5"),
     ],
 )
 def test_care_and_haste_by_hand(question: str, careful: tuple[float, ...], completion: str) -> None:
-    family = "repeated_addition" if "x" in question else "chain_sum"
+    family = "repeated_addition" if "x" in question else "one_line_function" if completion.startswith("def") else "chain_sum"
     assert DEMONSTRATIONS[family].demonstrate(question, careful, random.Random(0)) == completion
 
 

@@ -12,8 +12,13 @@ In those of `repeated_addition` each step is like the question, with fewer addit
     04x7+1037=    03x7+1044=02x7+1051=01x7+1058=00x7+1065        careful throughout
     04x7+1037=    03x7+1044=01x7+1058=00x7+1065                  hasty once
 
-All are right. A small model learns single additions well and several at once badly, so that a hasty habit makes it answer
-wrong although it could do better: what reinforcement learning then finds.
+All of these are right. A small model learns single additions well and several at once badly, so that a hasty habit makes it
+answer wrong although it could do better: what reinforcement learning then finds.
+
+One-line functions have brackets where the order of operations needs them (careful), or lack them (hasty), and are wrong then:
+
+    +3*2-1=    def f(x):return (x+3)*2-1        careful
+    +3*2-1=    def f(x):return x+3*2-1          hasty
 
 In an environment a demonstration is an episode of it. `GuessNumber`: any number that all hints allow (careful), or that the
 last hint allows (hasty). `Calculator`: a call and what it says (careful), or the right answer at once, which a small model
@@ -31,11 +36,13 @@ from typing import Any
 
 from pipelinerl.episodes.environment import Done, Turn
 from pipelinerl.tasks.environments import Calculator, GuessNumber
+from pipelinerl.tasks.families import in_brackets
 
 ANSWER_MARK = "#"
 SUM_CHARACTERS = "0123456789+-=;# "
 _SUM = re.compile(r"(-?\d+)((?:[+-]-?\d+)*)=")
 _TERM = re.compile(r"([+-])(-?\d+)")
+_OPERATION = re.compile(r"[+*-]\d")
 _REPEATED = re.compile(r"(\d+)x(\d+)\+(\d+)=")
 
 Demonstrate = Callable[[str, Sequence[float], random.Random], str]
@@ -129,6 +136,14 @@ def demonstrate_repeated_addition(question: str, careful: Sequence[float], rng: 
     return "=".join(f"{times - done:0{width}}x{step}+{start + step * done}" for done in [*written, times])
 
 
+def demonstrate_function(question: str, careful: Sequence[float], rng: random.Random) -> str:
+    """Writes the program of `+3*2-1=`."""
+    operations = _OPERATION.findall(question)
+    if "".join(operations) + "=" != question:
+        raise ValueError(f"{question!r} is not a chain of operations like '+3*2-1='")
+    return "def f(x):return " + in_brackets(operations, [_is_careful(i, careful, rng) for i in range(len(operations))])
+
+
 def _is_careful(position: int, careful: Sequence[float], rng: random.Random) -> bool:
     return rng.random() < careful[min(position, len(careful) - 1)]
 
@@ -136,6 +151,7 @@ def _is_careful(position: int, careful: Sequence[float], rng: random.Random) -> 
 DEMONSTRATIONS = {
     "chain_sum": Demonstrations(SUM_CHARACTERS, demonstrate_sum),
     "repeated_addition": Demonstrations("0123456789+x=", demonstrate_repeated_addition),
+    "one_line_function": Demonstrations("0123456789+-*=():defxrtun ", demonstrate_function),
 }
 """By reasoning-gym family."""
 PLAYERS = {

@@ -27,6 +27,7 @@ from typing import Any
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import RewardConfig, TaskConfig
 from services.verifier.rewards.answers import exact, json_schema_scorer, judge_scorer, math_scorer, regex
+from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 
@@ -113,6 +114,8 @@ def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
             scorer = math_scorer(config.timeout_s, boxed=config.scorer == "math_boxed")
         case "json_schema":
             scorer = json_schema_scorer(config.json_schema)
+        case "code":
+            scorer = code_scorer(config)
         case "judge":
             assert config.judge is not None, "a rule of the recipe"
             return ComposedReward(config, judge_scorer(config.judge), graded=True)

@@ -1,0 +1,398 @@
+"""Runs programs that a model wrote, and keeps users' code that reads a model's output, away from everything else. Linux.
+
+`python -m services.verifier.sandbox` prints what programs are kept in by on this machine.
+
+`run` gives a program a folder, standard input, and nothing more: no network, no other process, no other file but Python's own,
+read-only; within limits of wall-clock time, CPU time, memory and output. It uses the strongest means there is:
+
+    bubblewrap   namespaces of its own (user, processes, network, IPC, mounts), a folder in memory of bounded size
+    landlock     rules of the kernel on files; the folder is read-only, since nothing bounds how much would be written
+    none         limits only: refused unless the caller says that it trusts the program
+
+With the first two, seccomp admits the system calls on a list and no others: none that opens a socket, starts a process or
+changes another one. `confine` puts the process that calls it under Landlock and seccomp for good. Nothing here protects
+from mistakes in the kernel itself: for that, run the verifier's pod under gVisor or Kata.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import errno
+import os
+import resource
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import PipelineRLError
+from services.verifier.confinement import MIB
+
+
+class Means(StrEnum):
+    """What keeps a program in, strongest first."""
+
+    BUBBLEWRAP = "bubblewrap"
+    LANDLOCK = "landlock"
+    NONE = "none"
+
+
+class NoSandbox(PipelineRLError):
+    """This machine has no means to keep an untrusted program in."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    timeout_s: float = 5.0
+    """Wall-clock seconds; CPU seconds likewise, as the program has one process."""
+    memory_mib: int = 512
+    """Address space, the interpreter's included."""
+    output_bytes: int = 65_536
+    """Of standard output, of standard error, and of each file it writes."""
+    folder_mib: int = 16
+    """All files together."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended. `exit_code`: below 0, the number of the signal that ended it."""
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool
+    seconds: float
+
+
+_FILES = (
+    "read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat openat2 creat close close_range "
+    "stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getcwd chdir fchdir "
+    "getdents getdents64 lseek dup dup2 dup3 fcntl flock fsync fdatasync ftruncate fallocate fadvise64 copy_file_range "
+    "sendfile splice tee mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 umask pipe pipe2 ioctl"
+)
+_MEMORY = "mmap munmap mprotect mremap madvise brk mincore msync membarrier"
+_WAITING = (
+    "poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 "
+    "timerfd_create timerfd_settime timerfd_gettime nanosleep clock_nanosleep pause alarm getitimer setitimer "
+    "futex futex_waitv get_robust_list set_robust_list rseq sched_yield restart_syscall"
+)
+_OWN_STATE = (
+    "rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack arch_prctl "
+    "set_tid_address gettid getpid getppid getpgid getpgrp getsid getuid geteuid getgid getegid getresuid getresgid getgroups "
+    "getrandom clock_gettime clock_getres gettimeofday time times getrusage sysinfo uname getcpu sched_getaffinity getpriority "
+    "getrlimit setrlimit execve execveat exit exit_group wait4 waitid"
+)
+_PAIRS = "socketpair sendto recvfrom sendmsg recvmsg sendmmsg recvmmsg shutdown getsockopt setsockopt getsockname getpeername"
+_SIGNALS = "kill tkill tgkill"
+_PROCESSES = f"fork vfork clone {_SIGNALS} setsid setpgid pidfd_open prctl"
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
+_NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
+_CLONE_THREAD = 0x10000
+_PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 15, 38
+_CAPABILITY_VERSION = 0x20080522
+_SECCOMP_SET_MODE_FILTER = 1
+
+
+class _Comparison(ctypes.Structure):
+    """`struct scmp_arg_cmp`."""
+
+    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
+
+
+@cache
+def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
+    """A seccomp program that admits listed system calls. All others fail with EPERM; clone3, whose flags no filter can read,
+    with ENOSYS, so that the C library takes clone. Raises `OSError` when libseccomp is not there or refuses."""
+    library = ctypes.CDLL(ctypes.util.find_library("seccomp") or "libseccomp.so.2", use_errno=True)
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_REFUSE | errno.EPERM)))
+
+    def add(action: int, names: str, *comparisons: tuple[int, int, int, int]) -> None:
+        for name in names.split():
+            number = library.seccomp_syscall_resolve_name(name.encode())
+            if number < 0:  # unknown to this libseccomp, or not of this architecture
+                continue
+            wanted = (_Comparison * len(comparisons))(*(_Comparison(*comparison) for comparison in comparisons))
+            failed = library.seccomp_rule_add_array(context, ctypes.c_uint32(action), number, len(comparisons), wanted)
+            if failed:
+                raise OSError(-failed, f"seccomp rule for {name}")
+
+    try:
+        add(_ALLOW, " ".join((_FILES, _MEMORY, _WAITING, _OWN_STATE, _PAIRS)))
+        add(_REFUSE | errno.ENOSYS, "clone3")
+        add(_ALLOW, "prlimit64", (0, _EQUAL, 0, 0))  # its own limits
+        add(_ALLOW, "prctl", (0, _EQUAL, _PR_SET_NAME, 0))
+        add(_ALLOW, "clone", (0, _MASKED_EQUAL, _CLONE_THREAD, _CLONE_THREAD))
+        if signals:
+            add(_ALLOW, _SIGNALS)
+        if processes:
+            add(_ALLOW, _PROCESSES)
+        if connects:  # streams of IPv4 and IPv6
+            add(_ALLOW, "connect")
+            for family in (2, 10):
+                add(_ALLOW, "socket", (0, _EQUAL, family, 0), (1, _MASKED_EQUAL, 0xF, 1))
+        with open(os.memfd_create("filter"), "r+b") as exported:
+            if failed := library.seccomp_export_bpf(context, exported.fileno()):
+                raise OSError(-failed, "seccomp_export_bpf")
+            exported.seek(0)
+            return exported.read()
+    finally:
+        library.seccomp_release(context)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on every architecture
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_CONNECT_TCP = 2
+_RIGHTS_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+_SCOPES = 3
+"""No signals and no abstract sockets to processes outside; from version 6 on."""
+
+
+def _call(number: int, *arguments: object) -> int:
+    result = int(_libc.syscall(number, *arguments))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+@cache
+def landlock_version() -> int:
+    """0 where the kernel has none, or does not use it."""
+    try:
+        return _call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
+    except OSError:
+        return 0
+
+
+def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
+    """Landlock: reads and executes what is below `readable`, writes to /dev/null, and connects to one TCP port or none."""
+    version = landlock_version()
+    rights = _RIGHTS_BY_VERSION[min(version, 5)]
+    rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    ruleset = _call(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0)
+    try:
+        shared = dict.fromkeys(map(str, readable), _EXECUTE | _READ_FILE | _READ_DIR)
+        for path, allowed in {**shared, "/dev/null": _READ_FILE | _WRITE_FILE, "/dev/urandom": _READ_FILE}.items():
+            try:
+                opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                if not os.path.isdir(path):
+                    allowed &= ~_READ_DIR
+                _call(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", allowed, opened), 0)
+            finally:
+                os.close(opened)
+        if connect_port is not None and version >= 4:
+            _call(_LANDLOCK_ADD, ruleset, 2, struct.pack("QQ", _CONNECT_TCP, connect_port), 0)
+        _give_up_privileges()
+        _call(_LANDLOCK_RESTRICT, ruleset, 0)
+    finally:
+        os.close(ruleset)
+
+
+def _give_up_privileges() -> None:
+    """No capabilities, with which /proc shows root more than Landlock knows of, and none by starting a program."""
+    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+    if _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+class _Program(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def _restrict_calls(program: bytes) -> None:
+    _call(
+        317 if os.uname().machine == "x86_64" else 277,
+        _SECCOMP_SET_MODE_FILTER,
+        0,
+        ctypes.byref(_Program(len(program) // 8, program)),
+    )
+
+
+def _python_paths() -> list[str]:
+    """What a Python program reads: interpreter, libraries, packages."""
+    paths = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", sys.base_prefix, sys.prefix)
+    return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
+
+
+def python(source: str) -> tuple[list[str], dict[str, bytes]]:
+    """Program and files for `run`: `source` as a script, which may import Python's own library and this environment's packages.
+    Starts as fast as Python does: no environment variable, start-up file or user's folder is looked at."""
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    start = f"import sys; sys.path += {packages!r}; exec(compile(open('main.py').read(), 'main.py', 'exec'))"
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start], {"main.py": source.encode("utf-8", "replace")}
+
+
+def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits, means: Means) -> Ended:
+    """Runs `program` in a folder with `files`, whose names have no slash, to its end. `stdin` is all it can read there.
+
+    For a process of one thread: the new process sets its limits between fork and exec. Raises `OSError` or
+    `subprocess.SubprocessError` when the sandbox, not the program, fails.
+    """
+    started_s = time.perf_counter()
+    with ExitStack() as stack:
+        given, printed, complained = (stack.enter_context(_in_memory(content)) for content in (stdin, b"", b""))
+        folder, prefix, confined, descriptors, status = None, [], _nothing, [], None
+        if means is Means.BUBBLEWRAP:
+            status = stack.enter_context(_in_memory())
+            contents = [stack.enter_context(_in_memory(content)) for content in (_filter(signals=True), *files.values())]
+            descriptors = [each.fileno() for each in (status, *contents)]
+            prefix = _bubblewrap(descriptors, list(files), limits)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="program-"))
+            for name, content in files.items():
+                Path(folder, name).write_bytes(content)
+            if means is Means.LANDLOCK:
+                readable, calls = [*_python_paths(), folder], _filter(signals=landlock_version() >= 6)
+                confined = _confinement(readable, calls)
+
+        def limited() -> None:
+            cpu_s = int(limits.timeout_s) + 2
+            bounds = {
+                resource.RLIMIT_CPU: cpu_s,
+                resource.RLIMIT_AS: limits.memory_mib * MIB,
+                resource.RLIMIT_FSIZE: limits.output_bytes,
+                resource.RLIMIT_CORE: 0,
+                resource.RLIMIT_NOFILE: 64,
+            }
+            for kind, most in bounds.items():
+                hard = resource.getrlimit(kind)[1]
+                least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+                resource.setrlimit(kind, (least, least))
+            confined()
+
+        process = subprocess.Popen(
+            [*prefix, *program],
+            stdin=given,
+            stdout=printed,
+            stderr=complained,
+            cwd=folder or "/",
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/", "OMP_NUM_THREADS": "1"},
+            pass_fds=descriptors,
+            start_new_session=True,
+            preexec_fn=limited,
+        )
+        timed_out = not _ends_within(process.pid, limits.timeout_s)
+        if timed_out:
+            process.kill()
+        code = process.wait()
+        if status is not None and not timed_out:
+            if b'"exit-code"' not in _content(status, 4096):
+                raise OSError(f"bubblewrap does not start: {_content(complained, 500).decode(errors='replace')}")
+            code = 128 - code if code > 128 else code
+        output = _content(printed, limits.output_bytes), _content(complained, limits.output_bytes)
+        return Ended(code, *output, timed_out, time.perf_counter() - started_s)
+
+
+def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None) -> None:
+    """Puts this process, and all that it starts, under Landlock and seccomp for good: it reads Python's files, what is on
+    `sys.path` and `readable`, and writes nothing. With `connect_port` it may connect to that TCP port, of any host.
+
+    For a process of one thread, as Landlock binds the thread that asks for it. Raises `NoSandbox`.
+    """
+    if missing := confinement_missing(connects=connect_port is not None):
+        raise NoSandbox(missing)
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        raise NoSandbox(f"{threads} threads run already; start them later than the module is imported")
+    shared = (*_python_paths(), *filter(None, sys.path), "/etc", f"/proc/{os.getpid()}", *readable)
+    _restrict_files(shared, connect_port)
+    _restrict_calls(_filter(signals=landlock_version() >= 6, processes=True, connects=connect_port is not None))
+
+
+def confinement_missing(*, connects: bool) -> str:
+    """What this machine lacks for `confine`; empty when nothing. `connects`: to one port."""
+    version, (needed, kernel) = landlock_version(), (4, "6.7") if connects else (1, "5.13")
+    if version < needed:
+        return f"Landlock of Linux {kernel} or later is needed; its version here is {version}, 0 is none"
+    try:
+        _filter(signals=True)
+    except OSError as error:
+        return f"libseccomp is needed: {error}"
+    return ""
+
+
+def _nothing() -> None:
+    pass
+
+
+def _confinement(readable: Iterable[str | Path], calls: bytes) -> Callable[[], None]:
+    def confined() -> None:
+        _restrict_files(readable, None)
+        _restrict_calls(calls)
+
+    return confined
+
+
+def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits) -> list[str]:
+    """Its command line up to the program. `descriptors`: for its status, of the seccomp filter, and of each file."""
+    status, calls, *files = map(str, descriptors)
+    command = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    for path in _python_paths():
+        command += ["--ro-bind", path, path]
+    for device in ("null", "zero", "urandom"):
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    command += ["--size", str(limits.folder_mib * MIB), "--tmpfs", "/work"]
+    for name, descriptor in zip(names, files, strict=True):
+        command += ["--file", descriptor, f"/work/{name}"]
+    return [*command, "--remount-ro", "/", "--chdir", "/work", "--json-status-fd", status, "--seccomp", calls, "--"]
+
+
+def _in_memory(content: bytes = b"") -> Any:
+    """An open file that nobody else has, at its beginning."""
+    file = os.fdopen(os.memfd_create("sandbox"), "r+b", buffering=0)
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _content(file: Any, most: int) -> bytes:
+    return os.pread(file.fileno(), most, 0)
+
+
+def _ends_within(pid: int, seconds: float) -> bool:
+    """Whether a child ends in time; reaps nothing."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        return bool(select.select([descriptor], [], [], seconds)[0])
+    finally:
+        os.close(descriptor)
+
+
+@cache
+def strongest_means() -> Means:
+    """What works on this machine, tried with a program."""
+    program, files = python("print(1 + 1)")
+    for means in (Means.BUBBLEWRAP, Means.LANDLOCK):
+        if means is Means.BUBBLEWRAP and not shutil.which("bwrap"):
+            continue
+        if means is Means.LANDLOCK and not landlock_version():
+            continue
+        try:
+            ended = run(program, files, b"", Limits(timeout_s=20.0), means)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        if ended.stdout == b"2\n":
+            return means
+    return Means.NONE
+
+
+if __name__ == "__main__":
+    print(strongest_means())
