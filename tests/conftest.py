@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--first-seed", type=int, default=seed, help="of the random fault histories; by default the commit's")
     parser.addoption("--fault-seed", type=int, default=seed, help="of a run's faults; by default the commit's")
     parser.addoption("--all-releases", action="store_true", help="run the chart's releases though nothing changed")
+    parser.addoption("--cluster", action="store_true", help="releases of the chart in a real cluster, too (make cluster-check)")
     parser.addoption("--fault-table", default="", help="JSON file to keep recovery times of the fault matrix in")
     parser.addoption("--write-durations", default="", help="JSON file to write the seconds of each file and folder to")
 

@@ -1,0 +1,204 @@
+"""A release lives: install, scale, upgrade, roll back, uninstall, with Helm 3 and both ways of Helm 4.
+
+Always in the model of an API server; in a real cluster with `make cluster-check`, which takes the one that KUBECONFIG names, or
+starts a control plane where its programs are on PATH.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chart import control_plane
+from tests.chart.control_plane import GPU, Cluster, CommandError
+from tests.chart.rendering import CHART, CPU_VALUES, HELM
+
+HELM3 = HELM.with_name("helm3")
+HELMS: dict[str, tuple[Path, tuple[str, ...]]] = {
+    "helm-4": (HELM, ("--server-side=true",)),
+    "helm-4-client-side": (HELM, ("--server-side=false",)),
+    "helm-3": (HELM3, ()),
+}
+
+
+@pytest.fixture(scope="session")
+def real_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if not request.config.getoption("--cluster"):
+        pytest.skip("needs a real cluster: make cluster-check")
+    if named := control_plane.named():
+        yield named
+    elif absent := control_plane.missing():
+        pytest.skip(f"needs a real cluster: KUBECONFIG is not set, and {', '.join(absent)} not on PATH")
+    else:
+        with control_plane.started(tmp_path_factory.mktemp("control-plane")) as cluster:
+            yield cluster
+
+
+@pytest.fixture(params=["model", "real"])
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    """The model is a new one for each test; in the real cluster each has a namespace."""
+    if request.param == "model":
+        with control_plane.model(tmp_path) as found:
+            yield found
+        return
+    real: Cluster = request.getfixturevalue("real_cluster")
+    own = replace(real, namespace=f"pipelinerl-{uuid.uuid4().hex[:8]}")
+    own.kubectl("create", "namespace", own.namespace)
+    own.kubectl("label", "namespace", own.namespace, "pod-security.kubernetes.io/enforce=restricted")
+    try:
+        yield own
+    finally:
+        own.kubectl("delete", "namespace", own.namespace, "--wait=false")
+
+
+@dataclass(frozen=True)
+class Release:
+    cluster: Cluster
+    helm: Path
+    options: tuple[str, ...]
+    name: str = "pipelinerl"
+
+    def install(self, values: dict[str, Any]) -> None:
+        self._with_chart("install", values)
+
+    def upgrade(self, values: dict[str, Any]) -> None:
+        self._with_chart("upgrade", values)
+
+    def rollback(self, revision: int) -> None:
+        self.cluster.run(self.helm, "rollback", self.name, str(revision), *self.options)
+
+    def uninstall(self) -> None:
+        self.cluster.run(self.helm, "uninstall", self.name)
+
+    def _with_chart(self, verb: str, values: dict[str, Any]) -> None:
+        schemas = () if self.cluster.real else ("--disable-openapi-validation",)
+        files = ("--values", CPU_VALUES, "--values", "-")
+        self.cluster.run(self.helm, verb, self.name, CHART, *files, *schemas, *self.options, text=json.dumps(values))
+
+    def replicas(self, component: str, kind: str = "deployment") -> int:
+        return int(self.cluster.get(kind, f"{self.name}-{component}")["spec"]["replicas"])
+
+    def scale(self, component: str, replicas: int) -> None:
+        self.cluster.kubectl("scale", f"deployment/{self.name}-{component}", f"--replicas={replicas}")
+
+    def log_level(self, component: str) -> str:
+        pod = self.cluster.get("deployment", f"{self.name}-{component}")["spec"]["template"]["spec"]
+        return next(str(entry["value"]) for entry in pod["containers"][0]["env"] if entry["name"] == "PIPELINERL_LOG_LEVEL")
+
+
+@pytest.fixture(params=HELMS)
+def release(cluster: Cluster, request: pytest.FixtureRequest) -> Release:
+    program, options = HELMS[request.param]
+    if not program.exists():
+        pytest.skip(f"{program.name} is not installed: make install")
+    return Release(cluster, program, options)
+
+
+BY_HAND = {
+    "actor": {"replicas": None},
+    "verifier": {"autoscaling": {"enabled": True}},
+    "metrics": {"dashboards": {"enabled": True}},
+    "trainer": {"persistence": {"accessMode": "ReadWriteMany"}},
+}
+TWO_NODES = {"trainer": BY_HAND["trainer"] | {"nodes": 2}}
+
+
+def test_install_scale_upgrade_roll_back_uninstall(release: Release) -> None:
+    """Actors scaled by hand and verifiers by their autoscaler keep their numbers all the way, and each step is what it says."""
+
+    def scaled() -> tuple[int, int]:
+        return release.replicas("actor"), release.replicas("verifier")
+
+    release.install(BY_HAND)
+    assert release.log_level("actor") == "info"
+    release.scale("actor", 8)
+    release.scale("verifier", 5)  # the request that the autoscaler sends
+    release.upgrade(BY_HAND | {"log": {"level": "debug"}})
+    assert (scaled(), release.log_level("actor")) == ((8, 5), "debug")
+    release.rollback(1)
+    assert (scaled(), release.log_level("actor")) == ((8, 5), "info")
+    release.scale("actor", 3)
+    release.upgrade(BY_HAND | {"log": {"level": "warning"}})
+    assert (scaled(), release.log_level("verifier")) == ((3, 5), "warning")
+    release.upgrade(BY_HAND | TWO_NODES)
+    assert release.replicas("trainer", "statefulset") == 2
+    release.rollback(2)
+    assert release.replicas("trainer", "statefulset") == 1
+    assert (scaled(), release.log_level("actor")) == ((3, 5), "debug")
+    release.uninstall()
+    assert release.cluster.names("deployments") == release.cluster.names("statefulsets") == set()
+    left = release.cluster.names("persistentvolumeclaims")
+    assert left == {"pipelinerl-trainer"} | ({"data-pipelinerl-nats-0"} if release.cluster.real else set())
+
+
+def test_a_number_in_the_values_is_what_there_is_after_each_step(release: Release) -> None:
+    release.install({"actor": {"replicas": 2}})
+    release.upgrade({"actor": {"replicas": 4}})
+    assert release.replicas("actor") == 4
+    release.rollback(1)
+    assert release.replicas("actor") == 2
+    release.uninstall()
+
+
+def _until(condition: Callable[[], bool], cluster: Cluster, what: str) -> None:
+    """Conditions of a real cluster. `kubectl wait` waits for the pods; this is for what it has no word for."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, f"{what}\n{cluster.kubectl('get', 'pods,events', '--output', 'wide')}"
+        time.sleep(0.5)
+
+
+def _pods(cluster: Cluster, component: str) -> list[dict[str, Any]]:
+    selector = f"app.kubernetes.io/component={component}"
+    return list(json.loads(cluster.kubectl("get", "pods", "--selector", selector, "--output", "json"))["items"])
+
+
+GPUS = {"images": {"variant": "cuda"}, "actor": {"replicas": 8, "gpus": 1}, "trainer": {"gpus": 8, "expectedActors": 8}}
+"""The documents' example: sixteen GPUs on two nodes."""
+
+
+@pytest.mark.parametrize("release", ["helm-4"], indirect=True)
+@pytest.mark.parametrize("cluster", ["real"], indirect=True)
+def test_a_trainer_of_eight_gpus_and_eight_actors_find_their_places_and_leave_together(release: Release) -> None:
+    cluster = release.cluster
+    if not cluster.stand_in:
+        pytest.skip("needs a real cluster of two nodes with eight GPUs each: unset KUBECONFIG to start one")
+    release.install(GPUS)
+
+    def running(component: str) -> int:
+        return sum(pod["status"]["phase"] == "Running" for pod in _pods(cluster, component))
+
+    _until(lambda: (running("trainer"), running("actor")) == (1, 8), cluster, "a pod has no place")
+    (trainer,) = _pods(cluster, "trainer")
+    (node,) = {pod["spec"]["nodeName"] for pod in _pods(cluster, "actor")}
+    assert node != trainer["spec"]["nodeName"]
+    assert trainer["spec"]["containers"][0]["resources"]["limits"][GPU] == "8"
+    before = {pod["metadata"]["uid"] for pod in _pods(cluster, "actor")}
+    cluster.kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=60s")
+    assert not before & {pod["metadata"]["uid"] for pod in _pods(cluster, "actor") if pod["spec"].get("nodeName") == node}
+    cluster.kubectl("uncordon", node)
+
+
+@pytest.mark.parametrize("release", ["helm-4"], indirect=True)
+@pytest.mark.parametrize("cluster", ["real"], indirect=True)
+def test_a_service_account_may_do_what_its_service_does_and_no_more(release: Release) -> None:
+    cluster = release.cluster
+    release.install({})
+
+    def may(account: str, verb: str, resource: str) -> bool:
+        subject = f"--as=system:serviceaccount:{cluster.namespace}:{release.name}-{account}"
+        try:
+            return cluster.kubectl("auth", "can-i", verb, resource, subject).strip() == "yes"
+        except CommandError:  # "no" is an exit code
+            return False
+
+    others = [("get", "secrets"), ("create", "pods"), ("delete", "pods"), ("patch", "deployments"), ("create", "pods/exec")]
+    for account in ("actor", "trainer", "verifier", "nats"):
+        assert [call for call in others if may(account, *call)] == [], account
+    assert may("trainer", "list", "pods")
+    assert may("trainer", "watch", "pods")

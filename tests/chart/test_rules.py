@@ -1,0 +1,275 @@
+"""What an API server, a scheduler and a quota would say of each case, and of each upgrade, without asking one.
+
+The rules of fields.py themselves are tested first: each refuses what a real server refused.
+"""
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from pipelinerl.kube import client as kube
+from tests.chart.cases import CASES, rendered_case
+from tests.chart.fields import Manager, Refusal, Stored, merge_patch, problems, schema_of, strategic_merge
+from tests.chart.rendering import CHART, Object, Rendered, render
+
+KUBECTL = Manager("kubectl", "Update", "scale")
+HPA = Manager("kube-controller-manager", "Update", "scale")
+
+
+def workload(kind: str, name: str = "w", **spec: Any) -> Object:
+    pod = {"containers": [{"name": "c", "image": "i", "ports": [{"containerPort": 80}]}]} | spec.pop("pod", {})
+    template = {"metadata": {"labels": {"a": "b"}}, "spec": pod}
+    selector = {"matchLabels": {"a": "b"}}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": kind,
+        "metadata": {"name": name},
+        "spec": {"selector": selector, "template": template, **spec},
+    }
+
+
+def applied(*manifests: Object) -> Stored:
+    stored = Stored()
+    for manifest in manifests:
+        stored = stored.apply("helm", manifest)
+    return stored
+
+
+def scaled(stored: Stored, replicas: int, manager: Manager = KUBECTL) -> Stored:
+    return stored.update(manager, stored.content | {"spec": stored.content["spec"] | {"replicas": replicas}})
+
+
+def volume(**source: Any) -> Object:
+    return {"volumes": [{"name": "v", **source}]}
+
+
+REFUSED: dict[str, tuple[tuple[Object, ...], str]] = {
+    "a strategy that is written where the server had filled one in": (
+        (workload("StatefulSet"), workload("StatefulSet", updateStrategy={"type": "OnDelete"})),
+        "spec.updateStrategy.rollingUpdate: Forbidden",
+    ),
+    "the same of a Deployment": (
+        (workload("Deployment"), workload("Deployment", strategy={"type": "Recreate"})),
+        "spec.strategy.rollingUpdate: Forbidden",
+    ),
+    "a volume that changes its source": (
+        tuple(workload("Deployment", pod=volume(**source)) for source in ({"configMap": {"name": "m"}}, {"emptyDir": {}})),
+        "may not specify more than 1 volume type: ['configMap', 'emptyDir']",
+    ),
+    "a name with an underscore": ((workload("Deployment", "dashboard_x"),), "metadata.name"),
+    "a field that cannot change": (
+        (workload("StatefulSet", serviceName="a"), workload("StatefulSet", serviceName="b")),
+        "spec.serviceName: Forbidden",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_server_refused_is_refused(case: str) -> None:
+    *before, last = REFUSED[case][0]
+    stored = applied(*before)
+    with pytest.raises(Refusal, match=r"is invalid") as caught:
+        stored.apply("helm", last)
+    assert REFUSED[case][1] in str(caught.value)
+
+
+def test_a_strategy_that_is_written_whole_may_change() -> None:
+    whole = workload("StatefulSet", updateStrategy={"type": "RollingUpdate", "rollingUpdate": {"partition": 0}})
+    changed = applied(whole, workload("StatefulSet", updateStrategy={"type": "OnDelete"}))
+    assert changed.content["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    retained = {"spec": {"strategy": {"$retainKeys": ["type"], "type": "Recreate"}}}  # what a client-side merge sends
+    live = applied(workload("Deployment")).content
+    assert strategic_merge(live, retained, schema_of(live))["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_who_scales_owns_the_number_and_who_applies_another_has_a_conflict() -> None:
+    one = workload("Deployment", replicas=1)
+    eight = scaled(applied(one), 8)
+    with pytest.raises(Refusal) as caught:
+        eight.apply("helm", one)
+    conflict = 'conflict with "kubectl" with subresource "scale" using apps/v1: .spec.replicas'
+    assert (caught.value.code, str(caught.value)) == (409, f"Apply failed with 1 conflict: {conflict}")
+    assert eight.apply("helm", one, force=True).content["spec"]["replicas"] == 1
+    assert eight.apply("helm", workload("Deployment")).content["spec"]["replicas"] == 8
+    assert applied(workload("Deployment", replicas=4), workload("Deployment")).content["spec"]["replicas"] == 1, "the default"
+
+
+def test_lists_with_keys_merge_by_them_and_a_patch_says_the_order() -> None:
+    both = [{"name": "a", "value": "1"}, {"name": "b", "value": "2"}]
+
+    def of(env: list[Object]) -> Object:
+        return workload("Deployment", pod={"containers": [{"name": "c", "image": "i", "env": env}]})
+
+    def env(item: Object) -> list[Object]:
+        return list(item["spec"]["template"]["spec"]["containers"][0]["env"])
+
+    assert env(applied(of(both), of(both[1:])).content) == both[1:]
+    assert sorted(item["name"] for item in env(applied(of(both[1:]), of(both)).content)) == ["a", "b"]
+    patch = {"name": "c", "env": [{"name": "a", "$patch": "delete"}, {"name": "z", "value": "3"}]}
+    order = {"$setElementOrder/env": [{"name": "z"}, {"name": "b"}]}
+    live = applied(of(both)).content
+    merged = strategic_merge(live, {"spec": {"template": {"spec": {"containers": [patch | order]}}}}, schema_of(live))
+    assert env(merged) == [{"name": "z", "value": "3"}, both[1]]
+    assert merge_patch({"a": {"b": 1, "c": 2}}, {"a": {"b": None}, "d": [3]}) == {"a": {"c": 2}, "d": [3]}
+
+
+# --- the chart --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def longest() -> list[Object]:
+    """Of a release with the longest name, and of one whose objects have the longest that the values may give."""
+    values = {"fullnameOverride": "y" * 40, "metrics": {"dashboards": {"enabled": True}}}
+    return [*render(release="x" * 53).objects, *render(values).objects]
+
+
+REVISION_HASH = len("-5c57d5df6d")
+
+
+def test_names_and_labels_are_such_that_a_server_takes_them(rendered: Rendered) -> None:
+    assert [problem for item in (*rendered.objects, *longest()) for problem in problems(_with_defaults(item))] == []
+
+
+def _with_defaults(item: Object) -> Object:
+    return Stored().update(Manager("helm", "Update"), item).content if item["kind"] in ("Deployment", "StatefulSet") else item
+
+
+def test_names_leave_room_for_what_controllers_add() -> None:
+    """Labels and host names that a StatefulSet makes of its own name have at most 63 characters."""
+    for item in longest():
+        if item["kind"] == "StatefulSet":
+            name, claims = item["metadata"]["name"], item["spec"].get("volumeClaimTemplates", [])
+            assert len(name) + REVISION_HASH <= 63, name  # the label controller-revision-hash
+            assert all(len(f"{claim['metadata']['name']}-{name}-0") <= 63 for claim in claims)
+
+
+FIXED = {
+    ("StatefulSet", "pipelinerl-nats", "spec.volumeClaimTemplates"): "nats.persistence of a release stays as it was installed",
+    ("PersistentVolumeClaim", "pipelinerl-trainer", "spec.accessModes"): "so does trainer.persistence.accessMode",
+}
+"""What Kubernetes lets nobody change; each is said in docs/kubernetes.md."""
+UPGRADES = [name for name, case in CASES.items() if case.release == "pipelinerl"]
+
+
+def test_every_case_may_be_upgraded_to_every_other_and_back() -> None:
+    """By server-side apply, with the actors scaled by hand meanwhile where no manifest says how many there are."""
+    refused: dict[tuple[str, str, str], str] = {}
+    seen: dict[tuple[str, str], list[Object]] = {}
+    for name in UPGRADES:
+        for item in rendered_case(name).of_kind("Deployment", "StatefulSet", "PersistentVolumeClaim", "Service", "RoleBinding"):
+            versions = seen.setdefault((item["kind"], item["metadata"]["name"]), [])
+            if item not in versions:
+                versions.append(item)
+    for (kind, name), versions in seen.items():
+        for before, after in itertools.combinations(versions, 2):
+            stored = applied(before)
+            if kind == "Deployment" and "replicas" not in before["spec"] and "replicas" not in after["spec"]:
+                stored = scaled(stored, 8)
+            try:
+                stored = stored.apply("helm", after).apply("helm", before)
+            except Refusal as error:
+                field = str(error).partition("is invalid: ")[2].partition(": Forbidden")[0]
+                refused[kind, name, field] = str(error)
+    assert {key: message for key, message in refused.items() if key not in FIXED} == {}
+    assert refused.keys() == FIXED.keys()
+
+
+SCALING = [
+    pytest.param(replicas, kind, id=f"replicas-{replicas}-autoscaling-{kind}")
+    for replicas in (None, 3)
+    for kind in (None, "hpa", "keda")
+]
+
+
+@pytest.mark.parametrize(("replicas", "kind"), SCALING)
+def test_the_number_of_pods_has_one_owner_in_every_combination(replicas: int | None, kind: str | None) -> None:
+    """Install, scale, upgrade, roll back, upgrade: an autoscaler's number or a hand's stays; the values' is what they say."""
+    scaling = {"enabled": kind is not None} | ({"kind": kind} if kind else {})
+    keda = {"keda": {"prometheusAddress": "http://p:9090"}}
+    task = {"set": {"task": {"source": "environment", "name": "my_package.envs:GuessNumber"}}}
+    values = {
+        "recipe": task,
+        "actor": {"replicas": replicas, "autoscaling": scaling | keda},
+        "verifier": {"replicas": replicas, "autoscaling": scaling},
+        "metrics": {"podMonitor": {"enabled": True}},
+    }
+    first, second = (render(values | {"log": {"level": level}}) for level in ("info", "debug"))
+    for component in ("actor", "verifier"):
+        manifests = [found.one("Deployment", f"pipelinerl-{component}") for found in (first, second, first, second)]
+        stored, somebody = applied(copy.deepcopy(manifests[0])), HPA if kind else KUBECTL
+        if kind is None and replicas is not None:
+            for manifest in manifests:
+                stored = stored.apply("helm", manifest)
+                assert stored.content["spec"]["replicas"] == replicas
+            continue
+        for index, manifest in enumerate(manifests[1:]):
+            stored = scaled(stored, 5 + index, somebody).apply("helm", manifest)
+            assert stored.content["spec"]["replicas"] == 5 + index
+            owners = [name for name, paths in stored.managers.items() if ("spec", "replicas") in paths]
+            assert owners == [somebody]
+
+
+def test_budgets_let_a_drain_go_on_and_keep_the_streams(rendered: Rendered) -> None:
+    """A budget of none would hold a drain for ever; a cluster of NATS servers keeps its majority."""
+    for budget in rendered.of_kind("PodDisruptionBudget"):
+        spec, component = budget["spec"], budget["metadata"]["labels"]["app.kubernetes.io/component"]
+        (workload_of,) = (
+            item
+            for item in rendered.of_kind("Deployment", "StatefulSet")
+            if spec["selector"]["matchLabels"].items() <= item["spec"]["template"]["metadata"]["labels"].items()
+        )
+        assert workload_of["metadata"]["name"] == budget["metadata"]["name"]
+        replicas, allowed = workload_of["spec"].get("replicas", 1), spec["maxUnavailable"]
+        share = isinstance(allowed, str)
+        taken = -(-replicas * int(allowed[:-1]) // 100) if share else allowed
+        assert taken >= 1, budget["metadata"]["name"]
+        if component == "nats" and replicas > 1:
+            assert replicas - taken > replicas // 2
+        if component == "actor":
+            assert taken >= replicas, "actors are made for leaving together"
+
+
+def _resources(values: Any) -> Iterator[Object]:
+    """Every mapping of requests and limits in the values."""
+    if isinstance(values, dict):
+        if "requests" in values and "limits" in values:
+            yield values
+        else:
+            for part in values.values():
+                yield from _resources(part)
+
+
+def test_every_container_fits_a_quota(rendered: Rendered) -> None:
+    """On requests of CPU and memory and on limits of memory; the values can add the others, as below."""
+    for pod in rendered.pods:
+        for container in pod.containers:
+            given = {f"{side}.{name}" for side, names in container["resources"].items() for name in names}
+            assert given >= {"requests.cpu", "requests.memory", "limits.memory"}, (pod.owner, container["name"])
+
+
+QUOTA = {"limits": {"cpu": "2", "ephemeral-storage": "3Gi"}, "requests": {"ephemeral-storage": "1Gi"}}
+
+
+def test_no_resources_are_out_of_the_values_reach() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    for resources in _resources(values):
+        for side, names in QUOTA.items():
+            resources[side] |= names
+    for pod in render(values).pods:
+        for container in pod.containers:
+            for side, names in QUOTA.items():
+                assert names.items() <= container["resources"][side].items(), (pod.owner, container["name"])
+
+
+def test_a_role_grants_no_resource_that_a_service_could_change_for_others(rendered: Rendered) -> None:
+    """Of what it does grant, test_rights.py says that it is what the code calls."""
+    asked = {(right.resource, right.verb) for right in (*kube.ACTOR, *kube.TRAINER)}
+    assert not {(resource, verb) for resource, verb in asked if resource in ("secrets", "pods/exec", "serviceaccounts/token")}
+    for role in rendered.of_kind("Role"):
+        for rule in role["rules"]:
+            assert "*" not in (*rule["verbs"], *rule["resources"], *rule["apiGroups"])
