@@ -28,7 +28,8 @@ OF_THE_MACHINE = (
     "no IPv6",
     "the kernel permits no",
     "Landlock of Linux",
-, "a real cluster")
+    "a real cluster",
+)
 """Parts of the reasons that no installation step can mend: devices, and what the kernel or its sandbox permits."""
 WITHOUT_BUDGET = {"tests/cluster"}
 """Its releases are played only when what they show has changed."""
