@@ -322,7 +322,9 @@ class GenerationLoop:
                     return Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
                 seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
                 name = f"{group.sequence_id(index)}.{number}"
-                return await self._generated(GenerationRequest(name, context, sampling, seed, salt))
+                made = await self._generated(GenerationRequest(name, context, sampling, seed, salt))
+                self._held.count_turn(group, index, len(made.completion_token_ids))
+                return made
 
         request = self._episodes.request(group.sequence_id(index), Split.TRAIN, group, group.sampling, trace)
         episode, result = await self._episodes.play(request, group.sampling, sample, self._stop_playing, start.branches)

@@ -31,14 +31,14 @@ whose sum moves little; the order of busy pods is then true to a fifth, and that
 
 
 def work_in_hand(unfinished: Iterable[HeldGroup], progress: Mapping[str, int]) -> int:
-    """Tokens of all unstored samples: what there is of each, and what the engine has added since; of an episode, its turns that
-    are being sampled. Pure."""
+    """Tokens of all unstored samples: what there is of each, and what the engine has added since; of an episode, its turns so
+    far. Pure."""
     of_turns = Counter[str]()
     for request_id, num_tokens in progress.items():
         of_turns[request_id.rpartition(".")[0]] += num_tokens  # an episode's requests are its sequence's, numbered
     tokens = 0
     for held in unfinished:
-        tokens += sum(sample.num_sampled_tokens for sample in held.partials.values())
+        tokens += sum(sample.num_sampled_tokens for sample in held.partials.values()) + held.turn_tokens.total()
         names = map(held.group.sequence_id, held.missing)
         tokens += sum(progress.get(name, 0) + of_turns[name] for name in names)
     return min(tokens, MOST)

@@ -41,6 +41,10 @@ async def test_cost_is_the_tokens_of_all_that_is_not_stored() -> None:
     assert work_in_hand(held.unfinished(), progress) == 3 + 5 + 7
     turns = {f"{group.sequence_id(3)}.{number}": 10 for number in (0, 1)}  # of an episode that asked for two at a time
     assert work_in_hand(held.unfinished(), progress | turns) == 3 + 5 + 7 + 20
+    held.count_turn(group, 3, 4)
+    assert work_in_hand(held.unfinished(), progress | turns) == 3 + 5 + 7 + 20 + 4, "with a turn that is at its end"
+    held.keep(group, partial(3, *range(24)))
+    assert work_in_hand(held.unfinished(), progress) == 3 + 5 + 7 + 24
     assert work_in_hand([], progress | turns) == 0
     assert work_in_hand(held.unfinished(), {group.sequence_id(3): 2**40}) == MOST
 
