@@ -91,7 +91,7 @@ def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch:
 
     @app.get("/readyz")
     async def readyz() -> Response:
-        reason = readiness.reason
+        reason = readiness.why_not
         return Response(f"{reason or 'ready'}\n", 503 if reason else 200, media_type="text/plain")
 
     @app.get("/metrics")

@@ -35,10 +35,21 @@ MARK_EVERY_S = 0.25
 
 @dataclass
 class Readiness:
-    """Whether a process can do its work. Read and written from any thread: one attribute, replaced whole."""
+    """Whether a process can do its work. Read and written from any thread: each attribute is replaced whole."""
 
     reason: str = "starting"
-    """Why it is not ready; empty when it is."""
+    """Why it is not ready; empty when it is, as far as its parts are."""
+    parts: tuple[Readiness, ...] = ()
+
+    def part(self, reason: str) -> Readiness:
+        """Something that the process needs, and that begins with this reason."""
+        self.parts = (*self.parts, part := Readiness(reason))
+        return part
+
+    @property
+    def why_not(self) -> str:
+        """Its own reason and those of its parts; empty when it is ready."""
+        return "; ".join(filter(None, (self.reason, *(part.why_not for part in self.parts))))
 
 
 @asynccontextmanager

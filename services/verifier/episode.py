@@ -220,7 +220,8 @@ class ToolUse:
 
     def start(self, row: Mapping[str, Any], seed: int) -> Messages:
         system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
-        return [*system, {"role": "user", "content": f"{row[self._prompt_field]}{self._instruction}"}]
+        asked = "\n".join(filter(None, (str(row[self._prompt_field]), self._instruction)))
+        return [*system, {"role": "user", "content": asked}]
 
     async def reply(self, turn: Turn) -> Messages | Done:
         """What the answer is worth, its scorer says."""

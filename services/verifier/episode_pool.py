@@ -36,6 +36,9 @@ _ORDER_AGAIN_S = 0.01
 """Until an order is tried again for which the socket to the template has no room."""
 
 
+NO_TEMPLATE = "no episode can be started: the process that forks them is not up"
+
+
 class EpisodeLost(PipelineRLError):
     """The process from which episodes are forked died, and this one with it."""
 
@@ -131,7 +134,7 @@ class EpisodePool:
                 await asyncio.shield(template.process.ended)
                 log.error("the process from which episodes are forked died: %s", await template.process.gone())
             finally:
-                self._template, readiness.reason = None, "episodes cannot be started"
+                self._template, readiness.reason = None, NO_TEMPLATE
                 await template.close()
             self._metrics.worker_restarts.labels("death").inc()
             template = await retry_forever(

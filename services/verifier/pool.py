@@ -41,6 +41,7 @@ from services.verifier.worker import RETIRED
 
 log = logging.getLogger(__name__)
 
+NO_WORKER = "no reward worker is up"
 MOST_DEATHS = 2
 START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
@@ -152,7 +153,7 @@ class RewardPool:
     def _count_up(self, change: int) -> None:
         self._up += change
         self._metrics.workers.set(self._up)
-        self._readiness.reason = "" if self._up else "no reward worker is up"
+        self._readiness.reason = "" if self._up else NO_WORKER
 
     async def _serve(self, worker: WorkerProcess) -> Loss:
         """Item after item until the worker is lost; what ended it."""

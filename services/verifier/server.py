@@ -34,10 +34,10 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from services.verifier.episode_pool import EpisodeLost, EpisodePool, run_episode_pool
+from services.verifier.episode_pool import NO_TEMPLATE, EpisodeLost, EpisodePool, run_episode_pool
 from services.verifier.judge import Judge, JudgedPool, api_key
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
-from services.verifier.pool import QueueFull, RewardPool, run_pool
+from services.verifier.pool import NO_WORKER, QueueFull, RewardPool, run_pool
 
 log = logging.getLogger(__name__)
 
@@ -164,10 +164,10 @@ async def _servicer(
     workers, max_queue = settings.workers, settings.max_queue
     async with AsyncExitStack() as stack:
         if recipe.episodic_tasks:
-            running = run_episode_pool(recipe, metrics, readiness, settings.max_episodes)
+            running = run_episode_pool(recipe, metrics, readiness.part(NO_TEMPLATE), settings.max_episodes)
             episodes = await stack.enter_async_context(running)
         if len(recipe.episodic_tasks) < len(recipe.problem_sets):
-            rewards = run_pool(recipe, metrics, readiness, workers=workers, max_queue=max_queue)
+            rewards = run_pool(recipe, metrics, readiness.part(NO_WORKER), workers=workers, max_queue=max_queue)
             pool = scorers = await stack.enter_async_context(rewards)
             if programs := [share.reward for share in recipe.problem_sets.values() if share.reward.scorer == "code"]:
                 means = "none" if any(reward.sandbox is False for reward in programs) else await _strongest_means()
@@ -194,7 +194,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
     """Serves until `stop`. Raises `UserError` for a recipe or a reward that does not exist, `ServiceError` for a port
     in use."""
     recipe = load_recipe(settings.recipe)
-    registry, readiness = RunRegistry(settings.run), Readiness("starting reward workers")
+    registry, readiness = RunRegistry(settings.run), Readiness()
     async with (
         watch_loop() as watch,
         serve_http(health_app(readiness, registry, loop_watch=watch), settings.http_host, settings.http_port) as http_port,
@@ -210,5 +210,6 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         where = {"grpc_port": grpc_port, "http_port": http_port, "workers": settings.workers}
         log.info("serving %s", ", ".join(recipe.problem_sets), extra=where)
         announce(settings, grpc_port, http_port)
+        readiness.reason = ""
         await stop.wait()
         readiness.reason = "stopping"

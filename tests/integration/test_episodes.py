@@ -293,7 +293,7 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         "path": "unused.jsonl",
         "tools": ["hostile_environments:multiply", "hostile_environments:divide"],
         "system_prompt": "You have tools.",
-        "instruction": " Write # before the answer.",
+        "instruction": "Write # before the answer.",
     }
     data = recipe(task=task, reward={"answer_pattern": "#(.*)", "overlong": {"buffer_tokens": 8, "penalty": 0.5}})
     with fake_endpoint(lambda _: next(turns)) as endpoint:
@@ -304,7 +304,7 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
     first, last = endpoint.requests[0], endpoint.requests[-1]
     assert first["messages"] == [
         {"role": "system", "content": "You have tools."},
-        {"role": "user", "content": "6 * 7? Write # before the answer."},
+        {"role": "user", "content": "6 * 7?\nWrite # before the answer."},
     ]
     assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide"]
     answers = [message for message in last["messages"] if message["role"] == "tool"]

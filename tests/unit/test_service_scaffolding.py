@@ -124,7 +124,11 @@ async def test_health_readiness_and_metrics() -> None:
         assert await fetch(port, "/readyz") == (503, "loading the model\n")
         readiness.reason = ""
         assert await fetch(port, "/readyz") == (200, "ready\n")
-        readiness.reason = "draining"
+        workers, template = readiness.part("no worker"), readiness.part("no template")
+        assert await fetch(port, "/readyz") == (503, "no worker; no template\n")
+        workers.reason = ""
+        assert await fetch(port, "/readyz") == (503, "no template\n"), "which the workers do not hide"
+        template.reason, readiness.reason = "", "draining"
         assert await fetch(port, "/readyz") == (503, "draining\n")
         status, text = await fetch(port, "/metrics")
         assert status == 200
