@@ -9,8 +9,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deploy.images import bytecode, local_pip
+from tests.chart.cases import rendered_case
+from tests.chart.rendering import CHART, HELM
 from tests.images.dockerfile import ROOT
 
 IMAGES = ROOT / "deploy" / "images"
@@ -182,3 +185,46 @@ def test_bytecode_of_what_is_loaded_needs_no_source_to_agree(tmp_path: Path, mon
     assert {path.read_bytes()[4:8] for path in compiled} == {b"\x01\x00\x00\x00"}  # PEP 552: checked by nobody
     left = {path.name for path in (tmp_path / "shop").iterdir()}
     assert left - {"__pycache__"} == {"__init__.py", "cellar.py", "till.py"}
+
+
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))["jobs"]
+
+
+def step(job: str, name: str) -> str:
+    """What a step of the release's workflow runs."""
+    (found,) = (one["run"] for one in WORKFLOW[job]["steps"] if one.get("name", "").startswith(name))
+    return str(found)
+
+
+def test_a_release_pushes_every_image_that_the_chart_names() -> None:
+    builds = WORKFLOW["images"]["strategy"]["matrix"]["include"]
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))["appVersion"]
+    pushed = {f"pipelinerl/{one['service']}:{version}{one['suffix']}" for one in builds} | {
+        f"pipelinerl/verifier:{version}-cpu"
+    }
+    pods = [pod for case in ("default", "cpu") for pod in rendered_case(case).pods]
+    named = {container["image"] for pod in pods for container in pod.containers if container["name"] != "nats"}
+    assert named <= pushed
+    assert len(pushed) == 6
+
+
+@pytest.mark.parametrize(("tag", "code"), [("v0.1.0", 0), ("v9.9.9", 1)])
+def test_a_release_needs_a_tag_that_is_the_version(tag: str, code: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "GITHUB_REF_NAME": tag, "GITHUB_OUTPUT": str(tmp_path / "output")}
+    script = step("version", "The tag is")
+    done = subprocess.run(["bash", "-ec", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout
+    if code == 0:
+        assert (tmp_path / "output").read_text() == "version=0.1.0\n"
+    else:
+        assert "pyproject.toml: version is not 9.9.9" in done.stdout
+
+
+def test_a_released_chart_takes_the_released_images(tmp_path: Path) -> None:
+    shutil.copytree(CHART, tmp_path / "deploy" / "helm")
+    environment = {**os.environ, "REGISTRY": "ghcr.io/Some/Repository", "PATH": f"{HELM.parent}:{os.environ['PATH']}"}
+    script = step("chart", "Images of this registry")
+    subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment, check=True)
+    text = (tmp_path / "deploy/helm/values.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text)["images"]["registry"] == "ghcr.io/some/repository"
+    assert text.count("ghcr.io/some/repository") == 1
