@@ -52,7 +52,7 @@ def initial_policy(recipe: Recipe) -> str:
     """Folder or hub id of the recipe's initial policy, which is built where the recipe says so and kept for the next time."""
     if not is_built(recipe.model):
         return recipe.model.name
-    folder = built_folder(recipe, cache_folder(os.environ) / "models")
+    folder = built_folder(recipe, "", cache_folder(os.environ) / "models")
     if not is_complete(folder):
         import torch
 

@@ -1,4 +1,4 @@
-"""The initial policy of a run: where it is found, and under which name those that a run builds itself are kept.
+"""The initial policy of a run: where it is found, and under which name those that a run builds or copies are kept.
 
 A folder of the cache counts as complete when it has `config.json`, and is put there whole by a rename: nobody sees half a
 model. Building is `services.trainer.warmstart`, fetching from the trainer `services.actor.initial_model`; nothing here needs
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ModelConfig, Recipe
@@ -22,8 +23,8 @@ from pipelinerl.service.settings import PolicySettings
 
 COMPLETE = "config.json"
 CHUNK_BYTES = 1024**2
-MOST_FILES, MOST_BYTES = 64, 16 * 1024**3
-"""Of a built model, when a trainer sends it to an actor."""
+MOST_FILES, MOST_BYTES = 1024, 4 * 1024**4
+"""Of a model that a trainer sends to an actor."""
 _FORMAT = 2
 """Part of the key: raised when the same configuration would build other weights."""
 _ABANDONED_S = 24 * 3600
@@ -31,25 +32,27 @@ _ABANDONED_S = 24 * 3600
 
 
 def is_built(model: ModelConfig) -> bool:
-    """Whether the run itself makes this model, rather than taking one that is there. Pure."""
-    return model.source in ("warmstart", "smollm2")
+    """Whether the trainer puts this model into its cache before the run, and actors get it from there. Pure."""
+    return model.source in ("checkpoint", "warmstart", "smollm2")
 
 
-def built_name(recipe: Recipe) -> str:
+def built_name(recipe: Recipe, run: str) -> str:
     """Name of the model's folder in a cache, `<recipe>-<key>`: equal configurations have equal keys, so that it is the same in
-    every process of the run. Pure."""
+    every process of the run. A checkpoint is copied once for each run, whatever its name stands for later. Pure."""
     tasks = [(share.weight, share.task.model_dump(mode="json")) for share in recipe.mixture.values()]
-    built_from = {"model": recipe.model.model_dump(mode="json"), "tasks": tasks}
+    built_from: dict[str, Any] = {"model": recipe.model.model_dump(mode="json"), "tasks": tasks}
+    if recipe.model.source == "checkpoint":
+        built_from["run"] = run
     text = json.dumps({"format": _FORMAT, **built_from}, sort_keys=True)
     return f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
 
 
-def built_folder(recipe: Recipe, cache: Path | None) -> Path:
-    """Where the cache keeps what this recipe builds, there or not. Raises `FieldError` when there is no cache."""
+def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
+    """Where the cache keeps what this run builds or copies, there or not. Raises `FieldError` when there is no cache."""
     if cache is None:
-        what = f"model.source = {recipe.model.source!r} is built by the run"
+        what = f"model.source = {recipe.model.source!r} is built or copied by the run"
         raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: name a folder for it, or PIPELINERL_MODEL_DIR")
-    return cache / built_name(recipe)
+    return cache / built_name(recipe, run)
 
 
 def is_complete(folder: Path) -> bool:
@@ -60,7 +63,7 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
     """What to load the initial policy from: a folder, or a hub id. Raises `FieldError` for a built model that is not there."""
     if settings.model_dir or not is_built(recipe.model):
         return settings.model_dir or recipe.model.name
-    folder = built_folder(recipe, settings.model_cache)
+    folder = built_folder(recipe, settings.run, settings.model_cache)
     if not is_complete(folder):
         fix = (
             f"holds no complete {folder.name}; `python -m services.trainer.warmstart` builds it for the "

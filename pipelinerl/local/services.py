@@ -191,12 +191,13 @@ async def initial_model(
     """
     if not is_built(recipe.model):
         return _absolute(recipe.model.name) if recipe.model.source == "path" else ""
-    cache = cache_folder(launches.environment) / "models"
-    folder = built_folder(recipe, cache)
+    copied = recipe.model.source == "checkpoint"  # for this run alone
+    cache = (launches.run_dir.path if copied else cache_folder(launches.environment)) / "models"
+    folder = built_folder(recipe, launches.run_dir.name, cache)
     if is_complete(folder):
         report(f"initial model from the cache: {folder}")
         return str(folder)
-    report("building the initial model (kept for the next run)")
+    report(f"copying {recipe.model.name}" if copied else "building the initial model (kept for the next run)")
     launch = launches.warmstart(cache)
     async with run_process(launch) as process, background(_report_progress(launch.log, report)):
         code = await process.wait()

@@ -13,7 +13,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from pipelinerl.bus.protocol import RUN_NAME
@@ -190,13 +190,24 @@ class WarmStartConfig(Section):
         return value
 
 
+_SOURCES = Literal["hub", "path", "checkpoint", "warmstart", "smollm2"]
+
+
 class ModelConfig(Section):
-    source: Literal["hub", "path", "warmstart", "smollm2"] = Field(
+    source: Annotated[
+        _SOURCES, WithJsonSchema({"type": "string", "anyOf": [{"enum": [*get_args(_SOURCES)]}, {"pattern": "/"}]})
+    ] = Field(
         "hub",
-        description="Where the initial policy comes from: a Hugging Face id (`hub`), a folder (`path`), a small model "
-        "built and warm-started by the run itself (`warmstart`), or the SmolLM2 package (`smollm2`).",
+        description="Where the initial policy comes from: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of "
+        "another run or a model in a store (`checkpoint`), a small model built and warm-started by the run itself "
+        "(`warmstart`), or the SmolLM2 package (`smollm2`). A text with a / is the name of a `checkpoint`.",
     )
-    name: str = Field("", description="Hugging Face id for `hub`, folder for `path`; unused otherwise.")
+    name: str = Field(
+        "",
+        description="Hugging Face id for `hub`, folder for `path`; for `checkpoint` a URL such as "
+        "s3://bucket/runs/first/checkpoints/latest, or a folder, such as first/checkpoints/latest of the run `first` whose "
+        "folder is beside this run's. Unused otherwise.",
+    )
     revision: str = Field("", description="Commit or tag of a hub model; empty = its default branch.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = Field(
@@ -210,6 +221,12 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = Field(False, description="Run Python code that a hub model brings along.")
     warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _checkpoint_as_one_value(cls, data: Any) -> Any:
+        source = data.get("source") if isinstance(data, dict) else None
+        return {**data, "source": "checkpoint", "name": source} if isinstance(source, str) and "/" in source else data
 
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")

@@ -76,9 +76,11 @@ def _upload(recipe: Recipe) -> Broken:
 
 def _model(recipe: Recipe) -> Broken:
     model = recipe.model
-    if model.source in ("hub", "path") and not model.name:
-        needed = "a Hugging Face id" if model.source == "hub" else "a folder"
-        yield "model.name", f"is empty: model.source = {model.source!r} needs {needed} here"
+    needed = {"hub": "a Hugging Face id", "path": "a folder", "checkpoint": "a folder or a URL"}
+    if model.source in needed and not model.name:
+        yield "model.name", f"is empty: model.source = {model.source!r} needs {needed[model.source]} here"
+    if model.source == "checkpoint" and "://" in model.name and (problem := wrong_url(model.name)):
+        yield "model.name", problem
     if model.source == "warmstart" and model.warmstart is None:
         yield "model.warmstart", "model.source = 'warmstart' needs this section; {} takes its defaults"
 
@@ -99,7 +101,10 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     """By names of `TaskConfig`. A warm-started model has seen demonstrations, and reads nothing else: the first field that says
     otherwise is named."""
     if recipe.model.source == "warmstart":
-        policy, other = "a warm-started model (model.source)", "set model.source to another one: hub, path or smollm2"
+        policy, other = (
+            "a warm-started model (model.source)",
+            "set model.source to another one: hub, path, checkpoint or smollm2",
+        )
         demonstrated, first = DEMONSTRATED.get(task.source, ()), next(iter(recipe.mixture.values())).task.name
         if not demonstrated:
             families = ", ".join(DEMONSTRATED["reasoning_gym"])

@@ -90,7 +90,7 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
     if settings.model_dir or not is_built(recipe.model):
         log.info("the initial model is %s; nothing is fetched", settings.model_dir or recipe.model.name)
         return
-    folder = built_folder(recipe, settings.model_cache)
+    folder = built_folder(recipe, settings.run, settings.model_cache)
     if is_complete(folder):
         log.info("initial model from the cache: %s", folder)
         return

@@ -22,7 +22,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.records import StepRecord, to_json
 
 
-async def initial_files(recipe: Recipe, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
+async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
     """All files of the initial policy, which was loaded from `source`; `config.json` last, a chunk in memory at a time.
 
     Raises `ServiceError` for another model than `asked`, and where the run built none.
@@ -30,7 +30,7 @@ async def initial_files(recipe: Recipe, source: str, asked: str) -> AsyncIterato
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
-    if asked != (name := built_name(recipe)):
+    if asked != (name := built_name(recipe, run)):
         raise ServiceError(f"this trainer's initial model is {name}, not {asked!r}: its recipe is another one")
     files = model_files(Path(source))
     for path in files:
@@ -143,7 +143,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.GetInitialModelRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
         try:
-            async for chunk in initial_files(self._recipe, self._source, request.name):
+            async for chunk in initial_files(self._recipe, self._status().run, self._source, request.name):
                 yield chunk
         except ServiceError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

@@ -78,9 +78,28 @@ def test_the_models_name_is_enough_and_takes_nothing_of_the_recipes_own(name: st
     assert "warmstart" not in rendered.one("ConfigMap", "pipelinerl-recipe")["data"]["recipe.yaml"]
 
 
+def test_one_value_starts_a_run_from_a_checkpoint_and_only_the_trainer_has_the_stores_secret(tmp_path: Path) -> None:
+    url = "s3://models/team/first/checkpoints/latest"
+    values = {"model": {"source": url}, "recipe": {"name": "gsm"}, "storage": {"existingSecret": "s3"}}
+    rendered = render(values)
+    recipe = recipe_of(rendered, tmp_path)
+    assert (recipe.model.source, recipe.model.name) == ("checkpoint", url)
+    assert recipe_of(render({"recipe": {"set": {"model": {"source": url}}}}), tmp_path).model.name == url
+    trainers, others = (
+        rendered.pod("trainer").containers,
+        [*rendered.pod("actor").containers, *rendered.pod("verifier").containers],
+    )
+    assert [container.get("envFrom") for container in trainers] == [[{"secretRef": {"name": "s3"}}]] * 2
+    assert not any("envFrom" in container for container in others)
+    assert rendered.pod("actor").spec["initContainers"][0]["args"][-1] == "services.actor.initial_model"
+
+
 EPISODES = {"set": {"task": {"source": "environment", "name": "a.b:C"}, "actor": {"sequences_in_progress": 64}}}
 """Of which each actor keeps 128 under way."""
 REFUSED: dict[str, dict[str, Any]] = {
+    "model.source: first/checkpoints/latest and model.name: a/b both name the initial policy": {
+        "model": {"name": "a/b", "source": "first/checkpoints/latest"}
+    },
     'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, calculator, code, gsm, repeated-addition, smollm2': {
         "recipe": {"name": "gsn"}
     },

@@ -176,7 +176,7 @@ async def model() -> int:
     recipe, this = load_recipe(SETTINGS["recipe"]), asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
-    with filling(built_folder(recipe, Path(SETTINGS["model_cache"]))) as beside:
+    with filling(built_folder(recipe, SETTINGS["run"], Path(SETTINGS["model_cache"]))) as beside:
         print("INFO initial model: warm-start step 1 of 2", flush=True)
         await asyncio.sleep(Fake.model_s)  # the runner looks at the log every 0.2 s
         if Fake.model_error:

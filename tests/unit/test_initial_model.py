@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.initial_model import CHUNK_BYTES, built_folder, built_name, filling, model_source
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
+from pipelinerl.recipe.loading import RecipeError, recipe_from_data, recipe_yaml
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
@@ -27,11 +28,13 @@ from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.actor.initial_model import Receiver, fetch, run
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
+from services.trainer.checkpoint.store import put_model
 from services.trainer.server import StepFeed, TrainerService
 from services.trainer.warmstart import __main__ as command
 from tests.support.certificates import Authority
 from tests.support.machine import free_port
 
+RUN = "r"
 TINY = {
     "name": "tiny",
     "model": {
@@ -72,7 +75,7 @@ def actor_settings(tmp_path: Path, trainer: str = "", recipe: Recipe | None = No
 @pytest.fixture
 def built(tmp_path: Path) -> Path:
     """A model folder as the trainer has it; nobody here loads it."""
-    folder = tmp_path / "of-trainer" / built_name(recipe_of())
+    folder = tmp_path / "of-trainer" / built_name(recipe_of(), RUN)
     with filling(folder) as beside:
         for name, content in FILES.items():
             (beside / name).write_bytes(content)
@@ -86,7 +89,7 @@ async def trainer(recipe: Recipe, source: str, port: int = 0, tls_dir: Path | No
     async def no_checkpoint() -> WrittenCheckpoint:
         raise AssertionError
 
-    servicer = TrainerService(StepFeed(), trainer_pb2.TrainerStatus, no_checkpoint, recipe, source)
+    servicer = TrainerService(StepFeed(), lambda: trainer_pb2.TrainerStatus(run=RUN), no_checkpoint, recipe, source)
 
     def register(server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
@@ -96,8 +99,8 @@ async def trainer(recipe: Recipe, source: str, port: int = 0, tls_dir: Path | No
         yield f"127.0.0.1:{bound}"
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
 
 
 async def fetched(settings: ActorSettings) -> None:
@@ -108,10 +111,10 @@ async def fetched(settings: ActorSettings) -> None:
 
 
 def test_the_name_depends_on_model_and_task_alone() -> None:
-    assert built_name(recipe_of(seed=1)) == built_name(recipe_of(seed=2))
-    assert built_name(recipe_of()).startswith("tiny-")
+    assert built_name(recipe_of(seed=1), RUN) == built_name(recipe_of(seed=2), RUN)
+    assert built_name(recipe_of(), RUN).startswith("tiny-")
     changed = recipe_of(task={**TINY["task"], "heldout_problems": 9})  # type: ignore[dict-item]
-    assert built_name(changed) != built_name(recipe_of())
+    assert built_name(changed, RUN) != built_name(recipe_of(), RUN)
 
 
 def test_where_the_initial_policy_is_loaded_from(tmp_path: Path, built: Path) -> None:
@@ -122,7 +125,9 @@ def test_where_the_initial_policy_is_loaded_from(tmp_path: Path, built: Path) ->
     assert model_source(recipe_of(), settings.model_copy(update={"model_cache": built.parent})) == str(built)
     with pytest.raises(FieldError, match=r"PIPELINERL_MODEL_CACHE = .*holds no complete tiny-"):
         model_source(recipe_of(), settings)
-    with pytest.raises(FieldError, match=r"PIPELINERL_MODEL_CACHE = '': model.source = 'warmstart' is built by the run"):
+    with pytest.raises(
+        FieldError, match=r"PIPELINERL_MODEL_CACHE = '': model.source = 'warmstart' is built or copied by the run"
+    ):
         model_source(recipe_of(), settings.model_copy(update={"model_cache": None}))
 
 
@@ -164,7 +169,7 @@ async def test_an_actor_waits_for_the_trainer_and_says_so(
             await asyncio.sleep(0.01)
         async with trainer(recipe_of(), str(built), port):
             await fetching
-    assert contents(built_folder(recipe_of(), settings.model_cache)) == FILES
+    assert contents(built_folder(recipe_of(), RUN, settings.model_cache)) == FILES
     (waits,) = [record for record in caplog.records if "trying again" in record.getMessage()]
     assert waits.levelname == "INFO"
 
@@ -178,7 +183,7 @@ async def test_an_actor_fetches_what_the_trainer_built_once_and_over_tls(tmp_pat
             await fetch(settings, built.name, tmp_path)
         settings = settings.model_copy(update={"tls_dir": actors})
         await fetched(settings)
-    folder = built_folder(recipe_of(), settings.model_cache)
+    folder = built_folder(recipe_of(), RUN, settings.model_cache)
     assert contents(folder) == FILES
     assert list(folder.parent.iterdir()) == [folder]
     assert model_source(recipe_of(), settings) == str(folder)
@@ -194,7 +199,7 @@ async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, bui
     ):
         async with trainer(recipe, source) as address:
             with pytest.raises(grpc.aio.AioRpcError, match=reason) as refused:
-                await fetch(actor_settings(tmp_path, address), built_name(recipe_of()), tmp_path)
+                await fetch(actor_settings(tmp_path, address), built_name(recipe_of(), RUN), tmp_path)
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -230,7 +235,7 @@ def receive(folder: Path, chunks: list[trainer_pb2.InitialModelChunk]) -> None:
         ([chunk(sha256=b"other")], "config.json arrived damaged"),
         ([chunk(size_bytes=1)], "config.json is longer than its 1 bytes"),
         ([chunk(size_bytes=2**60)], "are not one model"),
-        ([chunk(files=1000)], "are not one model"),
+        ([chunk(files=2000)], "are not one model"),
         ([chunk("a"), chunk("b"), chunk("c")], "are not one model"),
         ([chunk(size_bytes=4), chunk(size_bytes=5)], "changed while it was sent"),
         ([chunk()], "1 of 2 files are complete"),
@@ -272,12 +277,64 @@ def test_the_trainers_pod_builds_its_recipes_model_once(
     command.build_model()
     assert "initial model built" in caplog.text
     (folder,) = (tmp_path / "models").iterdir()
-    assert folder == built_folder(recipe_of(), tmp_path / "models")
+    assert folder == built_folder(recipe_of(), RUN, tmp_path / "models")
     assert (folder / "model.safetensors").is_file()
     assert folder.stat().st_mode & 0o777 == 0o755
     command.build_model()
     assert "initial model from the cache" in caplog.text
     assert list((tmp_path / "models").iterdir()) == [folder]
+
+
+def checkpoint_of(run_dir: Path, version: int) -> Path:
+    """As a trainer writes it, beside what it would go on from."""
+    folder = run_dir / "checkpoints" / f"step-{version}"
+    (folder / "resume").mkdir(parents=True)
+    (folder / "resume" / "run.json").write_text("{}")
+    (folder / "value_head").mkdir()
+    (folder / "value_head" / "model.safetensors").write_bytes(b"v")
+    (folder / "model.safetensors").write_bytes(b"%d" % version)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+async def test_a_run_begins_from_a_checkpoint_of_another_run_that_one_value_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = [checkpoint_of(tmp_path / "first", version) for version in (9, 20)][-1]
+    uploaded = (tmp_path / "store" / "first" / "checkpoints" / "step-9").as_uri()
+    put_model(tmp_path / "first" / "checkpoints" / "step-9", uploaded)
+    monkeypatch.setattr(command, "configure_logging", lambda *_, **__: None)
+
+    def copied(run: str, source: str) -> tuple[Recipe, Path]:
+        recipe = recipe_of(model={**TINY["model"], "source": source})  # type: ignore[dict-item]
+        arguments = building(tmp_path, recipe)
+        for name, value in {**arguments["env"], "PIPELINERL_RUN": run, "PIPELINERL_RUN_DIR": str(tmp_path / run)}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(tmp_path)
+        command.build_model()
+        return recipe, built_folder(recipe, run, tmp_path / "models")
+
+    recipe, folder = copied("second", "first/checkpoints/latest")
+    assert (recipe.model.source, recipe.model.name) == ("checkpoint", "first/checkpoints/latest")
+    expected = {"config.json": b"{}", "model.safetensors": b"20"}
+    assert contents(folder) == {**expected, "value_head": None}  # and not what only a trainer goes on from
+    shutil.rmtree(newest)  # it is no longer kept
+    assert copied("second", "first/checkpoints/latest")[1] == folder
+    assert (folder / "value_head" / "model.safetensors").read_bytes() == b"v"
+    for name, source in (("third", "first/checkpoints/latest"), ("fourth", uploaded), ("fifth", f"{uploaded[:-6]}latest")):
+        assert contents(copied(name, source)[1])["model.safetensors"] == b"9"
+    with pytest.raises(FieldError, match=r"model.name = 'nobody/checkpoints/latest': there is no such folder"):
+        copied("sixth", "nobody/checkpoints/latest")
+    with pytest.raises(FieldError, match=r"model.name = 'first/checkpoints': has no config.json"):
+        copied("sixth", "first/checkpoints")
+    with pytest.raises(RecipeError, match=r"model.name = 's3:///x': names no bucket"):
+        copied("sixth", "s3:///x")
+    async with trainer(recipe, str(folder)) as address:  # its actors get it from the trainer
+        settings = actor_settings(tmp_path / "actor", address, recipe, run="r")
+        with pytest.raises(grpc.aio.AioRpcError, match="its recipe is another one"):  # another run's
+            await fetch(settings, folder.name, tmp_path)
+        await fetch(settings, built_name(recipe, "r"), settings.model_cache.parent)  # type: ignore[union-attr]
+        assert {name: (tmp_path / "actor" / name).read_bytes() for name in expected} == expected
 
 
 def test_a_signal_ends_the_building_without_a_trace(tmp_path: Path) -> None:

@@ -364,7 +364,7 @@ def test_a_warm_started_model_takes_worked_sums_only(overrides: list[str], field
         field,
         overrides[0].partition("=")[2] if field != "task.name" else "spell_backward",
     )
-    assert "set model.source to another one: hub, path or smollm2" in problem.fix
+    assert "set model.source to another one: hub, path, checkpoint or smollm2" in problem.fix
     load_recipe(RECIPES / "arithmetic.yaml", [*overrides, "model.source=smollm2"])
 
 

@@ -19,6 +19,12 @@
 {{- $recipe = mergeOverwrite $recipe (dict "model" (dict "source" "hub" "name" .)) -}}
 {{- $_ := unset $recipe.model "warmstart" -}}
 {{- end -}}
+{{- with .Values.model.source -}}
+{{- if $.Values.model.name -}}
+{{- include "pipelinerl.fail" (printf "model.source: %s and model.name: %s both name the initial policy; give one of them" . $.Values.model.name) -}}
+{{- end -}}
+{{- $recipe = mergeOverwrite $recipe (dict "model" (dict "source" .)) -}}
+{{- end -}}
 {{- $recipe = mergeOverwrite $recipe (deepCopy .Values.recipe.set) -}}
 {{- include "pipelinerl.recipe.check" $recipe -}}
 {{- toYaml $recipe -}}
@@ -36,10 +42,11 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Whether the run itself builds its initial model: warmstart or smollm2. "true" or nothing. */}}
+{{/* Whether the trainer builds the initial model, or copies it from a checkpoint, for the actors too. "true" or nothing. */}}
 {{- define "pipelinerl.buildsModel" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
-{{- if has (default "hub" $recipe.model.source) (list "warmstart" "smollm2") -}}true{{- end -}}
+{{- $source := default "hub" $recipe.model.source -}}
+{{- if or (has $source (list "checkpoint" "warmstart" "smollm2")) (contains "/" $source) -}}true{{- end -}}
 {{- end -}}
 
 {{/* Whether samples of a task, or of a set of problems that is evaluated, are episodes, which run in the verifier's pods and ask the actors for their turns. "true" or nothing. */}}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.run_dir import CHECKPOINTS, resumable
-from services.trainer.checkpoint.files import replacing, sync_folder, sync_tree
+from services.trainer.checkpoint.files import link_tree, replacing, sync_folder, sync_tree
 from services.trainer.checkpoint.run_state import RESUME, RunState
 
 if TYPE_CHECKING:
@@ -171,13 +170,5 @@ class Checkpointer:
 def link_export(step_folder: Path, folder: Path) -> Path:
     """Makes `folder` the policy's export that is in a checkpoint: the same files, where the file system can, else copies."""
     with replacing(folder) as partial:
-        shutil.copytree(step_folder, partial, ignore=shutil.ignore_patterns(RESUME), copy_function=_link)
+        link_tree(step_folder, partial, RESUME)
     return folder
-
-
-def _link(source: str, target: str) -> str:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-    return target

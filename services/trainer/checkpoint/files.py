@@ -45,6 +45,21 @@ def sync_tree(folder: Path) -> None:
     sync_folder(folder)
 
 
+def link_tree(source: Path, target: Path, without: str) -> None:
+    """Makes `target` hold the files of `source`, but for those in the folder `without`: the same ones, where the file system
+    can link them, else copies. Raises `OSError`, of which `shutil.Error` is one."""
+    ignored = shutil.ignore_patterns(without)
+    shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
+
+
 _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 

@@ -22,6 +22,9 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, first_line
+from pipelinerl.initial_model import COMPLETE
+from pipelinerl.run_dir import CHECKPOINTS, RUN_STATE, resumable
+from services.trainer.checkpoint.files import link_tree
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -82,6 +85,33 @@ def fetch_model(url: str, folder: Path) -> str:
     except FileNotFoundError as error:
         raise FieldError("model.name", url, f"there is no model: {first_line(error)}") from error
     return url
+
+
+def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
+    """Fills the empty `folder` with the model that `model.name` names, and returns what it was. Raises as `fetch_model`.
+
+    It names a URL, or a folder beside `run_dir` or else from the current folder; a run's `checkpoints/latest` is the newest.
+    """
+    if "://" in name:
+        found = fetch_model(name, folder)
+    else:
+        source = next((one for root in (run_dir.parent, Path()) if (one := _newest(root / name)).is_dir()), None)
+        if source is None:
+            raise FieldError("model.name", name, f"there is no such folder, neither in {run_dir.parent.resolve()} nor here")
+        try:
+            link_tree(source, folder, without=RUN_STATE.parent.name)
+        except OSError as error:
+            raise ServiceError(f"{source} cannot be copied, or was removed meanwhile: {first_line(error)}") from error
+        found = str(source)
+    if not (folder / COMPLETE).is_file():
+        raise FieldError("model.name", name, f"has no {COMPLETE}: not a Hugging Face model folder")
+    return found
+
+
+def _newest(folder: Path) -> Path:
+    """The newest checkpoint of a run for its `checkpoints/latest`; any other folder is itself."""
+    found = resumable(folder.parent.parent) if (folder.parent.name, folder.name) == (CHECKPOINTS, LATEST) else {}
+    return found[max(found)].parent.parent if found else folder
 
 
 def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:

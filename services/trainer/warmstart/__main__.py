@@ -1,4 +1,5 @@
-"""`python -m services.trainer.warmstart`: builds the initial model of the trainer's recipe into its PIPELINERL_MODEL_CACHE.
+"""`python -m services.trainer.warmstart`: builds the initial model of the trainer's recipe into its PIPELINERL_MODEL_CACHE, or
+copies it there from a checkpoint.
 
 What the local runner and the trainer's pod run before the trainer. A hub model or a folder needs no making: nothing is done.
 """
@@ -15,6 +16,7 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.lifecycle import EXIT_FAILURE, exit_code
 from pipelinerl.service.logs import LogContext, configure_logging
 from pipelinerl.service.settings import TrainerSettings, read_settings
+from services.trainer.checkpoint.store import fetch_initial
 
 THREADS = 2
 """More do not help models this small, and with as many threads everywhere the weights are the same."""
@@ -31,9 +33,14 @@ def build_model() -> None:
     if settings.model_dir or not is_built(recipe.model):
         log.info("the initial model is %s; nothing is built", settings.model_dir or recipe.model.name)
         return
-    folder = built_folder(recipe, settings.model_cache)
+    folder = built_folder(recipe, settings.run, settings.model_cache)
     if is_complete(folder):
         log.info("initial model from the cache: %s", folder)
+        return
+    if recipe.model.source == "checkpoint":
+        with filling(folder) as beside:
+            found = fetch_initial(recipe.model.name, settings.run_dir, beside)
+        log.info("initial model: %s, in %s", found, folder)
         return
     import torch
     from transformers.utils import logging as transformers_logging
