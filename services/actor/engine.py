@@ -65,6 +65,9 @@ class Generation:
     finish_reason: FinishReason | None
 
 
+NO_TOKENS = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
+
+
 class InferenceEngine(Protocol):
     """Generates on one policy version at a time."""
 

@@ -6,12 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.reader import PromptDelivery
@@ -32,6 +29,7 @@ from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
 from services.actor.engine import (
+    NO_TOKENS,
     EngineError,
     Generation,
     GenerationRequest,
@@ -276,36 +274,18 @@ class GenerationLoop:
             self._metrics.carried_tokens.inc(carried)
         name = "episode.generate" if group.episodic else "sequence.generate"
         try:
-            async with self._holding(place=not group.episodic):
-                with child(trace, name, attributes=attributes) as span:
-                    follows = trace_of(span) or trace
-                    if group.episodic:
-                        sequence = await self._play(group, start, follows)
-                    else:
-                        sequence = await self._complete(group, start)
-                    if sequence is None:  # another actor goes on with it
-                        span.add_event("interrupted")
-                    elif span.is_recording():
-                        span.set_attributes(a.generated(sequence))
-            if sequence is not None:  # without its place: a full buffer holds up no turn of an episode
+            with child(trace, name, attributes=attributes) as span:
+                follows = trace_of(span) or trace
+                sequence = await (self._play(group, start, follows) if group.episodic else self._complete(group, start))
+                if sequence is None:  # another actor goes on with it
+                    span.add_event("interrupted")
+                elif span.is_recording():
+                    span.set_attributes(a.generated(sequence))
+            if sequence is not None:  # without a place: a full buffer holds up no turn of an episode
                 self._metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
                 await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))
         finally:
             self._slots.release()
-
-    @asynccontextmanager
-    async def _holding(self, *, place: bool) -> AsyncIterator[None]:
-        """One of the H places, or none: an episode takes one for each turn."""
-        if not place:
-            with self._metrics.episodes.track_inprogress():
-                yield
-            return
-        async with self._places:
-            self._metrics.busy.enter()
-            try:
-                yield
-            finally:
-                self._metrics.busy.leave()
 
     async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
         """The finished episode, a failed one with its reason, or None: interrupted, with its record kept."""
@@ -317,17 +297,15 @@ class GenerationLoop:
             return sequence_of(group, nothing_yet(index), self._instance, failure=failure)
 
         async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
-            async with self._holding(place=True):
-                if self._interrupted:
-                    return Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
-                seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
-                name = f"{group.sequence_id(index)}.{number}"
-                made = await self._generated(GenerationRequest(name, context, sampling, seed, salt))
-                self._held.count_turn(group, index, len(made.completion_token_ids))
-                return made
+            seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
+            name = f"{group.sequence_id(index)}.{number}"
+            made = await self._generated(GenerationRequest(name, context, sampling, seed, salt))
+            self._held.count_turn(group, index, len(made.completion_token_ids))
+            return made
 
         request = self._episodes.request(group.sequence_id(index), Split.TRAIN, group, group.sampling, trace)
-        episode, result = await self._episodes.play(request, group.sampling, sample, self._stop_playing, start.branches)
+        with self._metrics.episodes.track_inprogress():
+            episode, result = await self._episodes.play(request, group.sampling, sample, self._stop_playing, start.branches)
         elapsed_s = start.generation_s + time.monotonic() - began_s
         self._held.keep(group, episode.record.partial(index, elapsed_s))
         failure, result = verdict_of(episode, result) if result is not None else ("", None)
@@ -374,12 +352,17 @@ class GenerationLoop:
         return cut_at_stop(sample, carried, group.sampling.stop, self._engine.decode)
 
     async def _generated(self, request: GenerationRequest) -> Generation:
-        """An interruption ends it. Raises `EngineError`."""
-        self._generating.add(request.request_id)
-        try:
-            generation = await self._engine.generate(request)
-        finally:
-            self._generating.discard(request.request_id)
+        """In one of the H places, for which it waits. An interruption ends it. Raises `EngineError`."""
+        async with self._places:
+            if self._interrupted:
+                return NO_TOKENS
+            self._metrics.busy.enter()
+            self._generating.add(request.request_id)
+            try:
+                generation = await self._engine.generate(request)
+            finally:
+                self._generating.discard(request.request_id)
+                self._metrics.busy.leave()
         self._metrics.count_generated(len(generation.completion_token_ids))
         return generation
 

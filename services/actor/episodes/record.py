@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.messages.sequences import Branch, FinishReason, PartialSequence, SamplingParams, TokenIds, Turn, VersionSpan
-from services.actor.engine import Generation, appended
-
-_NOTHING = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
+from services.actor.engine import NO_TOKENS, Generation, appended, nothing_yet
 
 
 @dataclass(eq=False)
@@ -28,7 +26,7 @@ class RecordedTurn:
     `made.finish_reason` None: it was not sampled to its end yet."""
 
     context_token_ids: TokenIds
-    made: Generation = _NOTHING
+    made: Generation = NO_TOKENS
     extends: RecordedTurn | None = None
     """The turn whose tokens, and those that it saw, are the start of what this one saw."""
     asked: SamplingParams | None = None
@@ -114,15 +112,7 @@ class EpisodeRecord:
     def partial(self, sample_index: int, generation_s: float = 0.0) -> PartialSequence:
         """For another actor: everything that was sampled, also what was interrupted."""
         begun = [turn for turn in self.turns if len(turn.made.completion_token_ids)]
-        empty = _NOTHING
-        return PartialSequence(
-            sample_index=sample_index,
-            completion_token_ids=empty.completion_token_ids,
-            behaviour_logprobs=empty.behaviour_logprobs,
-            spans=(),
-            generation_s=generation_s,
-            branches=_branches(begun),
-        )
+        return replace(nothing_yet(sample_index), generation_s=generation_s, branches=_branches(begun))
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
         """The longest one; of equal ones, which parallel requests may have sampled, one that nothing extends yet."""
