@@ -1,6 +1,6 @@
 """Calls to the Kubernetes API from inside a pod, by the official asyncio client: bounded in time, with one typed error.
 
-What each service asks is data here: the chart's Roles grant exactly this, and a refusal names it. Address, token and CA come
+What the trainer asks is data here: the chart's Role grants exactly this, and a refusal names it. Address, token and CA come
 from where the kubelet puts them. The library reads the token again every minute; one that the API no longer accepts is read
 again at once, so that a pod outlives its tokens. The client does not retry: callers know how urgent a call is.
 """
@@ -19,7 +19,7 @@ from aiohttp import ClientError, ClientResponse
 
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.service.retry import Backoff
-from pipelinerl.service.settings import PolicySettings
+from pipelinerl.service.settings import TrainerSettings
 
 
 @dataclass(frozen=True, order=True)
@@ -38,8 +38,8 @@ LIST_PODS = Permission("pods", "list")
 WATCH_PODS = Permission("pods", "watch")
 CREATE_EVENTS = Permission("events", "create")
 
-ACTOR = frozenset({PATCH_PODS})
-TRAINER = frozenset({LIST_PODS, WATCH_PODS, CREATE_EVENTS})
+TRAINER = frozenset({LIST_PODS, WATCH_PODS, PATCH_PODS, CREATE_EVENTS})
+"""Nobody else has a token."""
 
 
 class KubeError(PipelineRLError):
@@ -210,7 +210,7 @@ class KubeClient:
         return response
 
 
-def in_cluster(settings: PolicySettings) -> KubeClient | None:
+def in_cluster(settings: TrainerSettings) -> KubeClient | None:
     """None outside Kubernetes. Calls nobody yet."""
     return KubeClient(settings.pod_namespace, settings.service_account_dir) if settings.pod_namespace else None
 

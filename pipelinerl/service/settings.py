@@ -75,13 +75,7 @@ class PolicySettings(BusSettings):
         None, description="Folder that holds initial policies which the run itself builds; used where model_dir is empty."
     )
     verifier: str = Field(description="host:port of the verifier, or dns:///name:port for all addresses of a name.")
-    pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
-    pod_name: str = Field("", description="Name of this pod.")
-    pod_uid: str = Field("", description="Its uid, for the Events it is the subject of.")
-    service_account_dir: Path = Field(
-        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
-        description="Folder with the token and the ca.crt that Kubernetes gives this pod.",
-    )
+    pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not to be said.")
 
 
 class ActorSettings(PolicySettings):
@@ -110,6 +104,12 @@ class TrainerSettings(PolicySettings):
         "",
         description="Names, separated by commas, by which browsers may call the live page; localhost and advertise_host are "
         "among them.",
+    )
+    pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
+    pod_name: str = Field("", description="Name of this pod.")
+    service_account_dir: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="Folder with the token and the ca.crt that Kubernetes gives this pod.",
     )
     actor_selector: str = Field("", description="Labels of the actors' pods, as `kubectl get pods -l` takes them.")
     actor_tls_name: str = Field("", description="Name in the actors' certificates: they are reached by address.")

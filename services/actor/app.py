@@ -24,7 +24,6 @@ from opentelemetry.trace import SpanKind
 from pipelinerl.bus.jetstream import Bus, service_bus
 from pipelinerl.errors import MessageError
 from pipelinerl.initial_model import model_source
-from pipelinerl.kube.client import in_cluster
 from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import (
     FINISH_REASON_TO_PROTO,
@@ -72,7 +71,7 @@ from services.actor.episodes.running import NO_TURNS, EpisodeRunner, verdict_of
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over
-from services.actor.membership import Heartbeat, tell_deletion_cost
+from services.actor.membership import Heartbeat, work_in_hand
 from services.actor.metrics import STAGING_STATES, ActorMetrics
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.updates import UpdateListener
@@ -192,14 +191,12 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             pod_uid=settings.pod_uid,
         )
         heartbeat = Heartbeat(self._bus, self._gate, lambda: self._updates.manifest_id, me)
-        pod, client = settings.pod_name or instance, in_cluster(settings)
         producing = [self._finisher.run(), self._generation.run()]
         beside = [
             self._updates.run(),
             self._held.keep_alive(self._bus.limits.ack_wait_s / 3),
             heartbeat.run(),
             self._show_state(readiness),
-            tell_deletion_cost(client, self._held, self._engine, self._metrics, pod=pod, uid=settings.pod_uid),
         ]
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -228,6 +225,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         while True:
             await self._engine.check_health()
             readiness.reason = self._gate.reason
+            self._metrics.deletion_cost.set(self._work_in_hand())
             served = self._gate.served
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
@@ -248,7 +246,11 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             busy_s=self._metrics.busy.total_s,
             uptime_s=time.monotonic() - self._started_s,
             sequences_finished=self._metrics.finished_total,
+            deletion_cost=self._work_in_hand(),
         )
+
+    def _work_in_hand(self) -> int:
+        return work_in_hand(self._held.unfinished(), self._engine.progress())
 
     async def Generate(
         self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext

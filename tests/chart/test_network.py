@@ -83,11 +83,11 @@ def _outside(rendered: Rendered, component: str) -> list[tuple[str, list[int]]]:
 
 @pytest.mark.parametrize("component", ["actor", "trainer"])
 def test_ways_out_are_values(component: str) -> None:
-    api, hub = ("0.0.0.0/0", [443, 6443]), ("0.0.0.0/0", [443])
-    assert _outside(rendered_case("default"), component) == [api, hub]
-    assert _outside(rendered_case("cpu"), component) == [api]
+    api, hub = [("0.0.0.0/0", [443, 6443])] if component == "trainer" else [], ("0.0.0.0/0", [443])
+    assert _outside(rendered_case("default"), component) == [*api, hub]
+    assert _outside(rendered_case("cpu"), component) == api
     assert _outside(rendered_case("no-kubernetes-api"), component) == []
-    assert _outside(rendered_case("external-nats"), component) == [("0.0.0.0/0", [4222]), api]
+    assert _outside(rendered_case("external-nats"), component) == [("0.0.0.0/0", [4222]), *api]
     assert ("10.0.0.0/8", []) in _outside(rendered_case("everything"), component)
 
 

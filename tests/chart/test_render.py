@@ -187,11 +187,11 @@ def test_what_is_mounted_is_a_volume_and_configuration_is_read_only(rendered: Re
                 assert kinds[mount["name"]] not in ("configMap", "secret") or mount.get("readOnly"), (pod.owner, mount)
 
 
-def test_only_actor_and_trainer_hold_a_token_of_an_account_that_is_there(rendered: Rendered, case: str) -> None:
+def test_only_the_trainer_holds_a_token_of_an_account_that_is_there(rendered: Rendered, case: str) -> None:
     made = {account["metadata"]["name"] for account in rendered.of_kind("ServiceAccount")}
     brought = {"mine"} if case == "no-rbac" else set()
     for pod in rendered.pods:
-        expected = case != "no-kubernetes-api" and pod.component in ("actor", "trainer")
+        expected = case != "no-kubernetes-api" and pod.component == "trainer"
         assert pod.spec["automountServiceAccountToken"] is expected, pod.owner
         assert pod.component == "test" or pod.spec["serviceAccountName"] in made | brought, pod.owner
     for account in rendered.of_kind("ServiceAccount"):

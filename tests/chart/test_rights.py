@@ -14,7 +14,7 @@ from tests.chart.cases import CASES, rendered_case
 from tests.chart.rendering import Object, Rendered, environment
 from tests.support.certificates import Authority
 
-RIGHTS = {"actor": kube.ACTOR, "trainer": kube.TRAINER}
+RIGHTS = {"trainer": kube.TRAINER}
 
 
 def _granted(role: Object) -> set[tuple[str, str, str]]:

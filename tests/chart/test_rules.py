@@ -268,7 +268,7 @@ def test_no_resources_are_out_of_the_values_reach() -> None:
 
 def test_a_role_grants_no_resource_that_a_service_could_change_for_others(rendered: Rendered) -> None:
     """Of what it does grant, test_rights.py says that it is what the code calls."""
-    asked = {(right.resource, right.verb) for right in (*kube.ACTOR, *kube.TRAINER)}
+    asked = {(right.resource, right.verb) for right in kube.TRAINER}
     assert not {(resource, verb) for resource, verb in asked if resource in ("secrets", "pods/exec", "serviceaccounts/token")}
     for role in rendered.of_kind("Role"):
         for rule in role["rules"]:

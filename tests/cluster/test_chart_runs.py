@@ -217,11 +217,11 @@ async def test_a_release_trains_is_scaled_and_upgraded_and_comes_to_its_end_over
         assert release.connections() >= {
             ("actor", "nats", 4222),
             ("actor", "verifier", 50051),
-            ("actor", "kubernetes", 443),
             ("trainer", "nats", 4222),
             ("trainer", "actor", 50051),
             ("trainer", "kubernetes", 443),
         }
+        assert ("actor", "kubernetes", 443) not in release.connections()  # the trainer alone, and it alone has a token
         release.nothing_was_forbidden()
         assert restarts(cluster) == []
 

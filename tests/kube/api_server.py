@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import kubernetes_validate
 from aiohttp import web
 
-from pipelinerl.kube.client import ACTOR, TRAINER, KubeClient, Permission
+from pipelinerl.kube.client import TRAINER, KubeClient, Permission
 
 NAMESPACE = "train"
 LABELS = {"app.kubernetes.io/component": "actor"}
@@ -51,7 +51,7 @@ class ApiServer:
         self.context, self.namespace = context, namespace
         self._runner: web.AppRunner | None = None
         self.port = 0
-        self.rights: dict[str, frozenset[Permission]] = {"actor-token": ACTOR, "trainer-token": TRAINER}
+        self.rights: dict[str, frozenset[Permission]] = {"actor-token": frozenset(), "trainer-token": TRAINER}
         self.calls: list[Permission] = []
         self.refused: list[int] = []
         self.pods: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,6 @@
 """Actors' pods that are deleted: real processes, NATS and Gloo groups around an API server; heartbeats that expire in an hour.
 
-A departure that is noticed here was therefore noticed through the API. What an actor says of its own pod is here too.
+A departure that is noticed here was therefore noticed through the API.
 """
 
 import asyncio
@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from benchmarks.light_members import Break, LightMember
-from pipelinerl.kube.client import ACTOR, PATCH_PODS, TRAINER
+from pipelinerl.kube.client import TRAINER
 from pipelinerl.service.settings import TrainerSettings
-from services.actor.membership import ANNOTATION
 from services.trainer.run import watch_actor_pods
 from tests.faults.stage import SETTINGS, FaultStage, fault_stage
 from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer
-from tests.support.actor_stage import RUN, actor_stage
-from tests.unit.builders import make_recipe
+from tests.support.actor_stage import RUN
 
 Account = Callable[[str], Path]
 NEVER_EXPIRE = replace(SETTINGS, member_ttl_s=3600)
@@ -128,36 +125,3 @@ async def test_where_there_is_nothing_to_watch_it_says_so_and_ends(
         await watch_actor_pods(trainer_settings(tmp_path, tmp_path, **changes), stage.updater)
     assert says in caplog.text
     assert api.calls == []
-
-
-def written_recipe(folder: Path) -> Path:
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(make_recipe().model_dump(mode="json")))
-    return path
-
-
-def costs(api: ApiServer) -> list[int]:
-    return [int(patch["metadata"]["annotations"][ANNOTATION]) for _, patch in api.patches]
-
-
-async def test_an_actors_process_tells_what_its_stop_would_cost_and_ends_though_the_api_hangs(
-    tmp_path: Path, account: Account, api: ApiServer
-) -> None:
-    api.add_pod("actor-x", "u1")
-    pod = {"pod_namespace": NAMESPACE, "pod_name": "actor-x", "pod_uid": "u1", "service_account_dir": account("actor-token")}
-    async with actor_stage(tmp_path, written_recipe(tmp_path)) as one:
-        actor = await one.start("x", pod=pod, version=1, token_s=0.005, deletion_cost_every_s=0.02)
-        await api.until(lambda: costs(api) == [0])
-        await one.issue(0, num_samples=4, max_tokens=200)
-        await api.until(lambda: max(costs(api)) > 0)
-        assert max(costs(api)) <= 4 * 200
-        await one.stored(4)
-        await api.until(lambda: costs(api)[-1] == 0)
-        await one.until(lambda: asyncio.to_thread(lambda: actor.metric("deletion_cost") == 0))
-        assert set(api.calls) == ACTOR
-        api.silent = True
-        asked = api.asked(PATCH_PODS)
-        await one.issue(1, num_samples=4, max_tokens=100_000)
-        await api.until(lambda: api.asked(PATCH_PODS) > asked)
-        actor.signal(signal.SIGTERM)
-        assert await actor.exit_code() == 0, actor.log.read_text()[-3000:]

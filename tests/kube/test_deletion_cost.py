@@ -1,33 +1,25 @@
-"""What stopping an actor would cost: counted from what it holds, told when it matters, and never in the way."""
+"""What stopping an actor would cost: counted from what it holds, told by the trainer when it matters, and never in the way."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from unittest.mock import patch
+from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
+import yaml
 
-from pipelinerl.kube.client import ACTOR, PATCH_PODS, KubeBackoff, KubeClient
-from services.actor import membership
+from pipelinerl.kube import deletion_cost
+from pipelinerl.kube.client import PATCH_PODS, TRAINER, KubeBackoff, KubeClient, KubeError
+from pipelinerl.kube.deletion_cost import ANNOTATION, MOST, keep_deletion_costs, worth_telling
+from pipelinerl.service.address import read_address
 from services.actor.hand_over import HeldGroups
-from services.actor.membership import ANNOTATION, MOST, tell_deletion_cost, work_in_hand, worth_telling
-from services.actor.metrics import ActorMetrics
-from tests.kube.api_server import SOON_S, ApiServer
+from services.actor.membership import work_in_hand
+from services.trainer.data.evaluation import ActorClient
+from tests.kube.api_server import SELECTOR, ApiServer
+from tests.support.actor_stage import actor_stage
 from tests.support.generation import Delivery, partial
-from tests.unit.builders import make_group
-
-
-@dataclass
-class Progress:
-    """An engine as far as it is asked here."""
-
-    tokens: dict[str, int] = field(default_factory=dict)
-
-    def progress(self) -> dict[str, int]:
-        return self.tokens
+from tests.unit.builders import make_group, make_recipe
 
 
 async def test_cost_is_the_tokens_of_all_that_is_not_stored() -> None:
@@ -46,7 +38,6 @@ async def test_cost_is_the_tokens_of_all_that_is_not_stored() -> None:
     held.keep(group, partial(3, *range(24)))
     assert work_in_hand(held.unfinished(), progress) == 3 + 5 + 7 + 24
     assert work_in_hand([], progress | turns) == 0
-    assert work_in_hand(held.unfinished(), {group.sequence_id(3): 2**40}) == MOST
 
 
 @pytest.mark.parametrize(
@@ -68,86 +59,96 @@ def test_told_is_what_may_change_the_order_of_pods(told: int | None, cost: int, 
     assert worth_telling(told, cost) is worth
 
 
+async def test_an_actor_says_what_its_stop_would_cost_and_needs_no_kubernetes_for_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(make_recipe().model_dump(mode="json")))
+    async with actor_stage(tmp_path, recipe) as one:
+        actor = await one.start("x", version=1, token_s=0.005)
+        await one.until(lambda: asyncio.to_thread(actor.address_file.exists))
+        async with ActorClient("x", read_address(actor.address_file).grpc) as client:
+
+            async def cost() -> int:
+                return int((await client.state(timeout_s=5)).deletion_cost)
+
+            async def is_busy() -> bool:
+                return 0 < await cost() <= 4 * 200
+
+            async def is_idle() -> bool:
+                return await cost() == 0
+
+            assert await is_idle()
+            await one.issue(0, num_samples=4, max_tokens=200)
+            await one.until(is_busy)
+            await one.stored(4)
+            await one.until(is_idle)
+
+
+A, B = ("actor-a", "u1"), ("actor-b", "u2")
+
+
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "EVERY_S", 0.005)
-
-
-@dataclass
-class Running:
-    progress: Progress
-    sequence_id: str
-    metrics: ActorMetrics
-
-    async def until_shown(self, cost: int) -> None:
-        """Twice over: whatever was to be done about it has been done."""
-        for _ in range(2):
-            async with asyncio.timeout(SOON_S):
-                while self.metrics.deletion_cost._value.get() != cost:
-                    await asyncio.sleep(0.002)
-            await asyncio.sleep(0.02)
+    monkeypatch.setattr(deletion_cost, "EVERY_S", 0.005)
+    monkeypatch.setattr(deletion_cost, "BACKOFF", KubeBackoff(first_s=0.005, most_s=0.01, denied_s=0.01))
 
 
 @asynccontextmanager
-async def telling(client: KubeClient | None, *, uid: str = "u1", backoff: KubeBackoff | None = None) -> AsyncIterator[Running]:
-    held, group, progress, metrics = HeldGroups(), make_group(0), Progress(), ActorMetrics(CollectorRegistry())
-    held.take(group, Delivery())  # type: ignore[arg-type]
-    told = tell_deletion_cost(client, held, progress, metrics, pod="actor-x", uid=uid)  # type: ignore[arg-type]
-    task = asyncio.create_task(told)
-    shortened = backoff or KubeBackoff(first_s=membership.EVERY_S, most_s=20 * membership.EVERY_S)
+async def keeping(client: KubeClient, costs: dict[tuple[str, str], int]) -> AsyncIterator[None]:
+    task = asyncio.create_task(keep_deletion_costs(client, lambda: dict(costs)))
     try:
-        with patch.object(membership, "BACKOFF", shortened):
-            yield Running(progress, group.sequence_id(0), metrics)
-            assert not task.done()
+        yield
+        assert not task.done()
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
 
 
-def told(api: ApiServer) -> list[str]:
-    return [patch["metadata"]["annotations"][ANNOTATION] for _, patch in api.patches]
+def told(api: ApiServer, pod: str = "actor-a") -> list[str]:
+    return [patch["metadata"]["annotations"][ANNOTATION] for name, patch in api.patches if name == pod]
 
 
-async def test_the_pod_is_annotated_with_what_matters_and_nothing_else(api: ApiServer, actor: KubeClient) -> None:
-    api.add_pod("actor-x", "u1")
-    async with telling(actor) as running:
+async def test_pods_are_annotated_with_what_matters_and_nothing_else(api: ApiServer, trainer: KubeClient) -> None:
+    for name, uid in (A, B):
+        api.add_pod(name, uid)
+    costs = {A: 0, B: 2**40, ("actor-gone", "u3"): 5, ("actor-b", "of-an-earlier-one"): 7}
+    async with keeping(trainer, costs):
         for tokens in (0, 1000, 1100, 900, 2000, 0):
-            running.progress.tokens[running.sequence_id] = tokens
-            await running.until_shown(tokens)
+            costs[A] = tokens
             last = 1000 if tokens in (1100, 900) else tokens
-            await api.until(lambda last=last: told(api)[-1:] == [str(last)])  # type: ignore[misc]
+            seen = api.asked(PATCH_PODS)
+            # Each round asks for those two that are not there: two of them later, this cost was looked at.
+            await api.until(lambda seen=seen: api.asked(PATCH_PODS) >= seen + 6)  # type: ignore[misc]
+            assert told(api)[-1:] == [str(last)]
     assert told(api) == ["0", "1000", "2000", "0"]
-    assert set(api.calls) == ACTOR
-    assert api.pods["actor-x"]["metadata"]["annotations"] == {ANNOTATION: "0"}
+    assert told(api, "actor-b") == [str(MOST)]
+    assert set(api.calls) == {PATCH_PODS}
+    assert api.pods["actor-a"]["metadata"]["annotations"] == {ANNOTATION: "0"}
 
 
-async def test_without_the_right_one_warning_says_so_and_the_gauge_goes_on(
-    api: ApiServer, actor: KubeClient, caplog: pytest.LogCaptureFixture
+async def test_without_the_right_one_warning_says_so_and_it_is_asked_for_again_rarely(
+    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    api.add_pod("actor-x", "u1")
-    api.rights["actor-token"] = frozenset()
-    async with telling(actor, backoff=KubeBackoff(denied_s=0.01)) as running:
+    for name, uid in (A, B):
+        api.add_pod(name, uid)
+    api.rights["trainer-token"] = frozenset()
+    costs = {A: 7, B: 8}
+    async with keeping(trainer, costs):
         await api.until(lambda: len(api.refused) >= 3)
-        running.progress.tokens[running.sequence_id] = 77
-        await running.until_shown(77)
         (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert "resources [pods], verbs [patch]" in warning
-        api.rights["actor-token"] = ACTOR
-        await api.until(lambda: told(api) == ["77"])
+        costs[A] = 77
+        api.rights["trainer-token"] = TRAINER
+        await api.until(lambda: (told(api)[-1:], told(api, "actor-b")) == (["77"], ["8"]))
 
 
-async def test_a_refusal_is_not_asked_for_again_soon(api: ApiServer, actor: KubeClient) -> None:
-    api.rights["actor-token"] = frozenset()
-    async with telling(actor, backoff=KubeBackoff(denied_s=1000.0)) as running:
+async def test_a_refusal_ends_the_round_and_the_next_one_waits_long(
+    api: ApiServer, trainer: KubeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletion_cost, "BACKOFF", KubeBackoff(denied_s=1000.0))
+    api.rights["trainer-token"] = frozenset()
+    async with keeping(trainer, {A: 1, B: 2}):
         await api.until(lambda: len(api.refused) == 1)
-        for tokens in (500, 5000, 0):
-            running.progress.tokens[running.sequence_id] = tokens
-            await running.until_shown(tokens)
+        with pytest.raises(KubeError):
+            await trainer.list_pods(SELECTOR)  # meanwhile a second try would have been made
     assert api.asked(PATCH_PODS) == 1
-
-
-async def test_outside_kubernetes_the_gauge_shows_it() -> None:
-    async with telling(None) as running:
-        running.progress.tokens[running.sequence_id] = 12
-        await running.until_shown(12)

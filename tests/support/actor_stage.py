@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,15 +65,11 @@ class ActorStage:
             group = make_group(number, num_samples=num_samples, prompt=PROMPT, run=RUN, sampling=sampling)
             await self.bus.publish_prompt(encode_group(group), group.group_id)
 
-    async def start(
-        self, name: str, *, model_dir: str = "", pod: Mapping[str, object] | None = None, **options: Any
-    ) -> LightActor:
-        """`pod`: settings of the pod it runs in."""
+    async def start(self, name: str, *, model_dir: str = "", **options: Any) -> LightActor:
         address_file, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
         settings = {
             "run": RUN, "recipe": self.recipe, "instance": name, "nats_url": self.server.url, "model_dir": model_dir,
             "verifier": f"127.0.0.1:{self.verifier_port}", "address_file": address_file,
-            **(pod or {}),
         }  # fmt: skip
         environment = {f"PIPELINERL_{key.upper()}": str(value) for key, value in settings.items()}
         chosen = json.dumps({"ack_wait_s": self.limits.ack_wait_s, **options})

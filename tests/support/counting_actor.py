@@ -26,7 +26,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness, leave, run_service
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ActorSettings
-from services.actor import app, membership
+from services.actor import app
 from services.actor.engine import Generation, GenerationRequest
 from services.actor.vllm_engine import start_engine
 
@@ -40,7 +40,6 @@ class Options:
     stop_at_tokens: int = 0
     """Sends itself SIGTERM when a completion has so many tokens; 0: never."""
     ack_wait_s: float = 30.0
-    deletion_cost_every_s: float = 15.0
     serve_after: str = ""
     """A file: it takes no group before that is there."""
 
@@ -96,7 +95,6 @@ class ServingActor(app.Actor):
     options: ClassVar[Options]
 
     async def run(self, grpc_address: str, readiness: Readiness) -> None:
-        membership.EVERY_S = self.options.deletion_cost_every_s
         async with background(self._play()):
             await super().run(grpc_address, readiness)
 

@@ -147,10 +147,6 @@ readinessProbe:
 - {name: PIPELINERL_VERIFIER, value: {{ printf "dns:///%s-verifier:50051" $full | quote }}}
 - {name: PIPELINERL_MODEL_CACHE, value: /var/lib/pipelinerl/models}
 {{- if .root.Values.kubernetesApi.enabled }}
-- name: PIPELINERL_POD_NAMESPACE
-  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
-- name: PIPELINERL_POD_NAME
-  valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: PIPELINERL_POD_UID
   valueFrom: {fieldRef: {fieldPath: metadata.uid}}
 {{- end }}
