@@ -1,7 +1,7 @@
-"""The table of the chart's values in docs/kubernetes.md, generated from values.schema.json so that it cannot drift from it.
+"""The table of the chart's values in docs/chart-values.md, generated from values.schema.json so that it cannot drift from it.
 
     python -m deploy.tools.values_reference                       # print it
-    python -m deploy.tools.values_reference docs/kubernetes.md    # replace what stands between the file's two marks
+    python -m deploy.tools.values_reference docs/chart-values.md  # replace what stands between the file's two marks
 
 Recipe fields are one row each here: docs/recipes.md has their meaning.
 """
@@ -43,10 +43,10 @@ def reference(schema: dict[str, Any]) -> str:
     for name, part in schema["properties"].items():
         rows = [_row(path, value) for path, value in _values(name, part)]
         if "properties" in part:
-            parts.append("\n\n".join((f"### `{name}`", part["description"], "\n".join([_HEAD, *rows]))))
+            parts.append("\n\n".join((f"## `{name}`", part["description"], "\n".join([_HEAD, *rows]))))
         else:
             alone += rows
-    return "\n\n".join([*parts, "\n\n".join(("### The others", "\n".join([_HEAD, *alone])))])
+    return "\n\n".join([*parts, "\n\n".join(("## The others", "\n".join([_HEAD, *alone])))])
 
 
 def read_schema() -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _type(schema: dict[str, Any]) -> str:
     return {"boolean": "true / false", "string": "text", "object": "mapping", "array": "list"}.get(kind, kind)
 
 
-PART = GeneratedPart("values", "python -m deploy.tools.values_reference docs/kubernetes.md", lambda: reference(read_schema()))
+PART = GeneratedPart("values", "python -m deploy.tools.values_reference docs/chart-values.md", lambda: reference(read_schema()))
 
 if __name__ == "__main__":
     PART.main()

@@ -38,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="override one field of the recipe; the value is YAML (repeatable)",
     )  # fmt: skip
     parser.add_argument(
+        "--fields-only", action="store_true",
+        help="leave out what the recipe names (files, folders, functions), which may be elsewhere",
+    )  # fmt: skip
+    parser.add_argument(
         "--gpu-memory", metavar="SIZE",
         help="of each GPU, such as 80GiB: say what has to fit there, and what to set. Of a trainer on several nodes, give the "
         "number of all ranks by --set trainer.nproc=N",
@@ -57,7 +61,7 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 
     recipe = load_recipe(args.recipe, args.overrides)
-    found, memory = examine(recipe), list[tuple[str, str]]()
+    found, memory = [] if args.fields_only else examine(recipe), list[tuple[str, str]]()
     mistakes = [problem for problem in found if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
         raise FieldError("--parameters", args.parameters, "is for --gpu-memory; give that too, or leave both out")

@@ -107,8 +107,10 @@ CASES: dict[str, Case] = {
     "nats-3": Case({"nats": {"replicas": 3}}),
     "nats-no-login": Case({"nats": {"auth": {"enabled": False}, "persistence": {"enabled": False}}}, cpu=True),
     "two-nodes": Case({"trainer": {"nodes": 2, "gpus": 8, "persistence": {"existingClaim": "shared"}}}),
-    "keda": Case({"actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://p:9090"}}}}),
-    "hpa": Case({"actor": {"replicas": None, "autoscaling": {"enabled": True, "kind": "hpa"}}}),
+    "keda": Case(
+        {"actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://p:9090"}}}, "metrics": MONITORED}
+    ),
+    "hpa": Case({"actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}, "metrics": {"scrapedOtherwise": True}}),
     "episodes": Case(
         {
             "recipe": {"set": {"task": {"source": "environment", "name": "my_package.envs:GuessNumber"}}},
@@ -120,6 +122,7 @@ CASES: dict[str, Case] = {
                 "extraVolumeMounts": [{"name": "keys", "mountPath": "/secrets", "readOnly": True}],
             },
             "actor": {"replicas": 8, "autoscaling": {"keda": {"prometheusAddress": "http://p:9090"}}},
+            "metrics": MONITORED,
         }
     ),
     "no-policies": Case({"networkPolicy": {"enabled": False}}),

@@ -20,6 +20,7 @@ CPU_VALUES = CHART / "values-cpu.yaml"
 HELM = Path(sys.executable).with_name("helm")
 RELEASE, NAMESPACE = "pipelinerl", "train"
 WORKLOADS = ("Deployment", "StatefulSet")
+TEMPLATED = (*WORKLOADS, "Job")
 SERVICES = ("actor", "trainer", "verifier")
 COMPONENT = "app.kubernetes.io/component"
 
@@ -124,7 +125,7 @@ def render(
 def _pods(objects: Sequence[Object]) -> Iterator[Pod]:
     for item in objects:
         name = f"{item['kind']}/{item['metadata']['name']}"
-        if item["kind"] in WORKLOADS:
+        if item["kind"] in TEMPLATED:
             template = item["spec"]["template"]
             yield Pod(name, template["metadata"], template["spec"])
         elif item["kind"] == "Pod":

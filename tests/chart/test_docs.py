@@ -1,4 +1,4 @@
-"""docs/kubernetes.md is true of the chart: its table is generated, its values exist, its examples render."""
+"""docs/kubernetes.md is true of the chart: its values exist, its examples render; docs/chart-values.md is generated."""
 
 import re
 from typing import Any
@@ -12,6 +12,7 @@ from tests.chart.rendering import COMPONENT, ROOT, render
 from tests.chart.test_schema import LEAVES
 
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+TABLE = (ROOT / "docs" / "chart-values.md").read_text(encoding="utf-8")
 OUTSIDE = {"secrets", "rules"}
 """First keys of examples that are no values."""
 
@@ -22,7 +23,7 @@ EXAMPLES = [
 
 
 def test_the_table_of_values_is_what_the_schema_says() -> None:
-    assert PART.replaced(PAGE) == PAGE, PART.command
+    assert PART.replaced(TABLE) == TABLE, PART.command
 
 
 def test_the_table_has_every_value_once() -> None:
@@ -37,8 +38,7 @@ def test_examples_render(example: dict[str, Any]) -> None:
 
 
 def test_values_that_the_text_names_exist() -> None:
-    text = PAGE.partition("<!-- values:")[0]
-    named = set(re.findall(r"`((?:actor|trainer|verifier|nats|tls|network|networkPolicy|images|metrics)\.[\w.]+)[`=:]", text))
+    named = set(re.findall(r"`((?:actor|trainer|verifier|nats|tls|network|networkPolicy|images|metrics)\.[\w.]+)[`=:]", PAGE))
     known = {*LEAVES, *(path.rpartition(".")[0] for path in LEAVES)}
     others = {"trainer.nproc", "actor.engine.tensor_parallel_size", "tls.crt", "tls.key"}  # recipe fields, files
     assert len(named) > 15
@@ -46,11 +46,10 @@ def test_values_that_the_text_names_exist() -> None:
 
 
 def test_commands_of_the_text_name_objects_that_exist() -> None:
-    text = PAGE.partition("<!-- values:")[0]
     objects = {item["metadata"]["name"] for item in rendered_case("nats-3").objects}
-    for kind, name in re.findall(r"(deployment|statefulset|service)/([\w-]+)", text):
+    for kind, name in re.findall(r"(deployment|statefulset|service)/([\w-]+)", PAGE):
         assert name in objects, f"{kind}/{name}"
-    for name in re.findall(r"(?:delete|describe) (?:pvc|pod|secret) (pipelinerl-\w+)`", text):
+    for name in re.findall(r"(?:delete|describe) (?:pvc|pod|secret) (pipelinerl-\w+)`", PAGE):
         assert name in objects, name
     assert "pipelinerl-nats-auth" in objects
 

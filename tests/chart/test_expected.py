@@ -64,6 +64,10 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "PodDisruptionBudget/pipelinerl-actor spec maxUnavailable": "100%",
         "main/trainer startupProbe periodSeconds": 5,
         "main/trainer startupProbe failureThreshold": 600 / 5,
+        # The recipe is checked before anything is changed, and a mistake stops Helm.
+        "Job/pipelinerl-validation metadata annotations helm.sh/hook": "pre-install,pre-upgrade",
+        "Job/pipelinerl-validation spec backoffLimit": 0,
+        "main/validation image": "pipelinerl/verifier:0.1.0",
         # As many pods as `kubectl scale` or the autoscaler says.
         f"{ACTOR} spec replicas": None,
         f"{VERIFIER} spec replicas": None,
@@ -183,6 +187,7 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {
             "verifier": {"maxEpisodes": 1000, "autoscaling": {"kind": "hpa", "targetEpisodes": 50}},
             "recipe": {"set": {"task": {"source": "environment", "name": "a.b:C"}}},
+            "metrics": {"podMonitor": {"enabled": True}},
         },
         {
             "HorizontalPodAutoscaler/pipelinerl-verifier spec metrics * type": ["Resource", "External"],

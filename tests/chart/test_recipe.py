@@ -36,6 +36,10 @@ def test_a_recipe_of_the_project_is_the_charts_and_loads_by_name_or_inline(name:
 
 def test_every_case_has_a_recipe_that_loads(rendered: Rendered, tmp_path: Path) -> None:
     recipe = recipe_of(rendered, tmp_path)
+    for job in rendered.of_kind("Job"):
+        (checked,) = [item for item in rendered.of_kind("ConfigMap") if item["metadata"]["name"] == job["metadata"]["name"]]
+        assert checked["metadata"]["annotations"]["helm.sh/hook"] == job["metadata"]["annotations"]["helm.sh/hook"]
+        assert recipe_of(rendered, tmp_path, "validation") == recipe
     assert ("episodes" in rendered.pod("actor").ports) == bool(recipe.episodic_tasks)
 
 
@@ -96,6 +100,7 @@ def test_one_value_starts_a_run_from_a_checkpoint_and_only_the_trainer_has_the_s
 
 EPISODES = {"set": {"task": {"source": "environment", "name": "a.b:C"}, "actor": {"sequences_in_progress": 64}}}
 """Of which each actor keeps 128 under way."""
+SCRAPED = {"metrics": {"scrapedOtherwise": True}}
 REFUSED: dict[str, dict[str, Any]] = {
     "model.source: first/checkpoints/latest and model.name: a/b both name the initial policy": {
         "model": {"name": "a/b", "source": "first/checkpoints/latest"}
@@ -123,11 +128,30 @@ REFUSED: dict[str, dict[str, Any]] = {
     "trainer.terminationGracePeriodSeconds: 100 leaves no time after trainer.stopCheckpointSeconds = 240": {
         "trainer": {"terminationGracePeriodSeconds": 100}
     },
+    "networkPolicy.nats.ports: [4222] lacks port 4443 of nats.url = tls://nats.messaging:4443": {
+        "nats": {"enabled": False, "url": "tls://nats.messaging:4443"}
+    },
+    "networkPolicy.nats.ports: [4443] lacks port 4222 of nats.url = nats://nats.messaging,": {
+        "nats": {"enabled": False, "url": "nats://nats.messaging"},
+        "networkPolicy": {"nats": {"ports": [4443]}},
+    },
+    "trainer.expectedActors: 9 is more than actor.replicas = 8": {"actor": {"replicas": 8}, "trainer": {"expectedActors": 9}},
+    "trainer.expectedActors: 8 is more than actor.autoscaling.minReplicas = 1": {
+        "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}},
+        "trainer": {"expectedActors": 8},
+    },
+    "metrics.podMonitor.enabled: is false, and actor.autoscaling follows a metric that nobody would collect": {
+        "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}
+    },
+    "metrics.podMonitor.enabled: is false, and verifier.autoscaling follows": {
+        "recipe": EPISODES,
+        "verifier": {"autoscaling": {"kind": "hpa"}},
+    },
     "nats.url: is empty while nats.enabled is false": {"nats": {"enabled": False}},
     "nats.sequencesMaxGib: 25 is more than three quarters of nats.persistence.size = 32Gi": {"nats": {"sequencesMaxGib": 25}},
     ": is empty; name a Secret with tls.crt, tls.key and ca.crt": {"tls": {"grpc": {"enabled": True}}},
     "tls.certManager.issuerRef: has no name": {"tls": {"nats": {"enabled": True}, "certManager": {"enabled": True}}},
-    "actor.autoscaling.keda.prometheusAddress: is empty": {"actor": {"autoscaling": {"enabled": True}}},
+    "actor.autoscaling.keda.prometheusAddress: is empty": {"actor": {"autoscaling": {"enabled": True}}, **SCRAPED},
     "images.variant: cpu has no use for actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {"images": {"variant": "cpu"}},
     "nats.url: nats://nats.messaging:4222 is not used while nats.enabled is true": {
         "nats": {"url": "nats://nats.messaging:4222"}
@@ -141,9 +165,14 @@ REFUSED: dict[str, dict[str, Any]] = {
         "verifier": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}
     },
     "verifier.autoscaling.kind: hpa scales on episodes, and the recipe has none": {
-        "verifier": {"autoscaling": {"kind": "hpa"}}
+        "verifier": {"autoscaling": {"kind": "hpa"}},
+        **SCRAPED,
     },
-    "and verifier.autoscaling.kind = keda needs it": {"recipe": EPISODES, "verifier": {"autoscaling": {"kind": "keda"}}},
+    "and verifier.autoscaling.kind = keda needs it": {
+        "recipe": EPISODES,
+        "verifier": {"autoscaling": {"kind": "keda"}},
+        **SCRAPED,
+    },
     "verifier.maxEpisodes: 2 pods with 191 episodes each are fewer than the 384 that the actors keep under way": {
         "recipe": EPISODES,
         "actor": {"replicas": 3},

@@ -70,13 +70,14 @@ class Release:
         self._with_chart("upgrade", values)
 
     def rollback(self, revision: int) -> None:
-        self.cluster.run(self.helm, "rollback", self.name, str(revision), *self.options)
+        self.cluster.run(self.helm, "rollback", self.name, str(revision), "--no-hooks", *self.options)
 
     def uninstall(self) -> None:
         self.cluster.run(self.helm, "uninstall", self.name)
 
     def _with_chart(self, verb: str, values: dict[str, Any]) -> None:
         schemas = () if self.cluster.real else ("--disable-openapi-validation",)
+        schemas += ("--no-hooks",)  # neither the model nor the stand-in runs a Job; tests/cluster runs that of the chart
         files = ("--values", CPU_VALUES, "--values", "-")
         self.cluster.run(self.helm, verb, self.name, CHART, *files, *schemas, *self.options, text=json.dumps(values))
 
@@ -200,5 +201,6 @@ def test_a_service_account_may_do_what_its_service_does_and_no_more(release: Rel
     others = [("get", "secrets"), ("create", "pods"), ("delete", "pods"), ("patch", "deployments"), ("create", "pods/exec")]
     for account in ("actor", "trainer", "verifier", "nats"):
         assert [call for call in others if may(account, *call)] == [], account
+        assert may(account, "patch", "pods") is (account == "trainer")
     assert may("trainer", "list", "pods")
     assert may("trainer", "watch", "pods")

@@ -34,7 +34,11 @@ def upgraded(running: Rendered, values: dict[str, Any] | None = None) -> Rendere
 def test_how_many_pods_there_are_is_said_by_the_values_or_by_somebody_else(values: Any, replicas: int | None) -> None:
     """Helm 3's merge leaves what no manifest names, and Helm 4's server-side apply does not own it: in upgrades and rollbacks.
     So it must not be there, and what is live must not bring it back."""
-    given = {"actor": {**values, "autoscaling": values["autoscaling"] | {"kind": "hpa"}}, "verifier": values}
+    given = {
+        "actor": {**values, "autoscaling": values["autoscaling"] | {"kind": "hpa"}},
+        "verifier": values,
+        "metrics": {"scrapedOtherwise": True},
+    }
     running = installed(given)
     deployments = running.of_kind("Deployment")
     assert [item["spec"].get("replicas") for item in deployments] == [replicas, replicas]

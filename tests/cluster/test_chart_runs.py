@@ -20,7 +20,7 @@ import pytest
 from tests.chart.rendering import CPU_VALUES, NAMESPACE, Object, Rendered, render
 from tests.cluster.cluster import Cluster, mini_cluster
 from tests.cluster.images import product_images
-from tests.cluster.objects import labels_of, name_of
+from tests.cluster.objects import labels_of, name_of, pod_manifest
 from tests.cluster.pod import Pod
 from tests.cluster.policies import Peer
 from tests.support.certificates import Authority
@@ -226,9 +226,27 @@ async def test_a_release_trains_is_scaled_and_upgraded_and_comes_to_its_end_over
         assert restarts(cluster) == []
 
 
-async def test_helm_test_succeeds(install: Install) -> None:
+async def checked(release: Release, recipe: dict[str, Any], name: str) -> Pod:
+    """The pod of the hook before an install or upgrade to this recipe, at its end."""
+    rendered, cluster = release.render(recipe), release.cluster
+    (job,) = rendered.of_kind("Job")
+    config = name_of(job)
+    cluster.rendered.one("ConfigMap", config).update(rendered.one("ConfigMap", config))
+    pod = cluster.create(pod_manifest(job["spec"]["template"], name, {}))
+    assert pod is not None, cluster.failures
+    await cluster.until(lambda: pod.finished, STARTS_S, f"{name} ends")
+    return pod
+
+
+async def test_a_recipe_is_checked_and_helm_test_succeeds(install: Install) -> None:
     async with install(HELM_TEST) as release:
         cluster = release.cluster
+        fits = await checked(release, HELM_TEST, "fits")
+        assert fits.phase == "Succeeded", fits.logs()
+        cluster.strict = False
+        refused = await checked(release, {**HELM_TEST, "trainer": {**HELM_TEST["trainer"], "batch_size": 7}}, "refused")
+        assert (refused.phase, "trainer.batch_size" in refused.logs()) == ("Failed", True), refused.logs()
+        cluster.strict = True
         pod = cluster.create(release.test_pod)
         assert pod is not None, cluster.failures
         await cluster.until(lambda: pod.finished, STARTS_S + TRAINS_S, "the test pod ends")

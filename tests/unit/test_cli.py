@@ -97,6 +97,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("fly", "usage: pipelinerl"),
         ("run a --actors two", "usage: pipelinerl"),
         ("validate a --fast", "usage: pipelinerl"),
+        ("validate gsm --fields-only --set trainer.batch_size=7", "trainer.batch_size = 7"),
         ("validate smollm2 --set task.source=jsonl --set task.path=p.jsonl", "= 'p.jsonl': p.jsonl, line 1: not JSON"),
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),

@@ -9,6 +9,24 @@
 {{- if and .Values.nats.enabled .Values.nats.url -}}
 {{- include "pipelinerl.fail" (printf "nats.url: %s is not used while nats.enabled is true; set nats.enabled to false, or leave the url empty" .Values.nats.url) -}}
 {{- end -}}
+{{- $way := .Values.networkPolicy.nats -}}
+{{- if and (not .Values.nats.enabled) .Values.networkPolicy.enabled $way.cidrs (not .Values.networkPolicy.extraEgress) -}}
+{{- $port := regexFind ":[0-9]+/?$" .Values.nats.url | trimAll ":/" | default "4222" -}}
+{{- include "pipelinerl.checkPort" (dict "field" "networkPolicy.nats.ports" "ports" $way.ports "port" $port "of" (printf "nats.url = %s" .Values.nats.url)) -}}
+{{- end -}}
+{{- $actors := .Values.actor -}}
+{{- $expected := int .Values.trainer.expectedActors -}}
+{{- if and $actors.autoscaling.enabled (gt $expected (int $actors.autoscaling.minReplicas)) -}}
+{{- include "pipelinerl.fail" (printf "trainer.expectedActors: %d is more than actor.autoscaling.minReplicas = %d, and the autoscaler adds none before the first step; make them equal" $expected (int $actors.autoscaling.minReplicas)) -}}
+{{- else if and (not $actors.autoscaling.enabled) $actors.replicas (gt $expected (int $actors.replicas)) -}}
+{{- include "pipelinerl.fail" (printf "trainer.expectedActors: %d is more than actor.replicas = %d, so that the first step would wait for ever; make them equal" $expected (int $actors.replicas)) -}}
+{{- end -}}
+{{- $scaled := list -}}
+{{- if $actors.autoscaling.enabled -}}{{- $scaled = append $scaled "actor" -}}{{- end -}}
+{{- if and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") -}}{{- $scaled = append $scaled "verifier" -}}{{- end -}}
+{{- if and $scaled (not .Values.metrics.podMonitor.enabled) (not .Values.metrics.scrapedOtherwise) -}}
+{{- include "pipelinerl.fail" (printf "metrics.podMonitor.enabled: is false, and %s.autoscaling follows a metric that nobody would collect; set it, or metrics.scrapedOtherwise where your Prometheus finds the pods without" (first $scaled)) -}}
+{{- end -}}
 {{- $encrypts := or .Values.tls.grpc.enabled .Values.tls.nats.enabled -}}
 {{- if and (not $encrypts) (or .Values.tls.certManager.enabled (.Values.tls.secrets | values | compact)) -}}
 {{- include "pipelinerl.fail" "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled, tls.nats.enabled or both" -}}
@@ -16,17 +34,11 @@
 {{- if and .Values.tracing.headersSecret (not .Values.tracing.endpoint) -}}
 {{- include "pipelinerl.fail" (printf "tracing.headersSecret: %s is not used while tracing.endpoint is empty; set the endpoint of your collector" .Values.tracing.headersSecret) -}}
 {{- end -}}
-{{- $way := .Values.networkPolicy.tracing -}}
+{{- $way = .Values.networkPolicy.tracing -}}
 {{- if and .Values.tracing.endpoint .Values.networkPolicy.enabled $way.to -}}
 {{- $address := regexReplaceAll "^https?://([^/]*).*$" .Values.tracing.endpoint "${1}" -}}
 {{- $port := regexFind ":[0-9]+$" $address | trimPrefix ":" | default (or (hasPrefix "https:" .Values.tracing.endpoint) (eq .Values.tracing.protocol "grpc") | ternary "443" "80") -}}
-{{- $open := list -}}
-{{- range $way.ports -}}
-{{- $open = append $open (int . | toString) -}}
-{{- end -}}
-{{- if not (has $port $open) -}}
-{{- include "pipelinerl.fail" (printf "networkPolicy.tracing.ports: [%s] lacks port %s of tracing.endpoint = %s, so that no span would leave; add it, beside the port of the collector's pods where that is another" (join ", " $open) $port .Values.tracing.endpoint) -}}
-{{- end -}}
+{{- include "pipelinerl.checkPort" (dict "field" "networkPolicy.tracing.ports" "ports" $way.ports "port" $port "of" (printf "tracing.endpoint = %s" .Values.tracing.endpoint)) -}}
 {{- end -}}
 {{- if include "pipelinerl.hasEpisodes" . -}}
 {{- $pods := .Values.verifier.autoscaling.enabled | ternary .Values.verifier.autoscaling.maxReplicas .Values.verifier.replicas -}}
@@ -40,5 +52,14 @@
 {{- end -}}
 {{- if and .Values.huggingface.token .Values.huggingface.existingSecret -}}
 {{- include "pipelinerl.fail" "huggingface.token: huggingface.existingSecret is set too; keep one of them" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict field, ports, port (text), of: a policy's ports hold that of an address. */}}
+{{- define "pipelinerl.checkPort" -}}
+{{- $open := list -}}
+{{- range .ports -}}{{- $open = append $open (int . | toString) -}}{{- end -}}
+{{- if not (has .port $open) -}}
+{{- include "pipelinerl.fail" (printf "%s: [%s] lacks port %s of %s, so that nothing would get there; add it, beside the port of the pods where a Service maps it to another" .field (join ", " $open) .port .of) -}}
 {{- end -}}
 {{- end -}}
