@@ -18,7 +18,7 @@ ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test cluster-check test-tools test-unit durations soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers test-storage clean
+.PHONY: help install run test cluster-check test-tools test-unit durations soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers test-storage test-agent clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -146,6 +146,9 @@ test-storage: $(STAMP)  ## Test uploads on a real S3 server, with its packages b
 	@$(PIP) install --no-deps --upgrade --target $(STORAGE) -r requirements/storage.txt
 	@PYTHONPATH=$(STORAGE) $(BIN)/python -c 'import moto.server'
 	@PYTHONPATH=$(STORAGE) $(BIN)/python -m pytest tests/optional/test_storage.py
+
+test-agent: smollm2  ## Train SmolLM2 on the agent of examples/agent, with the weights of make smollm2
+	@$(PYTEST) tests/optional/test_agent.py
 
 clean:  ## Remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

@@ -19,7 +19,7 @@ DURATIONS = ROOT / "tests" / "durations.json"
 """What the suite took when it was last measured (`make durations`)."""
 REQUIRED = os.environ.get("PIPELINERL_TEST_TOOLS") == "required"
 MAY_SKIP = ("tests/gpu/", "tests/optional/")
-"""Folders whose tests need what a plain installation does not have: a GPU, torchao, experiment trackers."""
+"""Folders whose tests need what a plain installation does not have: a GPU, torchao, experiment trackers, SmolLM2."""
 OF_THE_MACHINE = (
     "GPU",
     "a private network",
