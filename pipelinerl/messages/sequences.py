@@ -16,7 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.errors import MessageError
-from pipelinerl.messages.validation import building, check_finite, check_run, check_text, check_uint, parse
+from pipelinerl.messages.validation import (
+    building,
+    check_finite,
+    check_logprobs,
+    check_run,
+    check_text,
+    check_token_ids,
+    check_uint,
+    logprobs_from_bytes,
+    parse,
+    token_ids_from_bytes,
+)
 from pipelinerl.v1 import sequence_pb2 as pb
 from pipelinerl.v1.sequence_pb2 import DeadLetter
 
@@ -209,11 +220,8 @@ class Sequence(Branch):
         return len({(span.incarnation, span.version) for branch in self.all_branches for span in branch.spans})
 
 
-LOGPROB_ROUNDING = 1e-3
-"""A log-probability may exceed 0 by this much (nats): engines compute it in low precision."""
 MAX_SAMPLES = 65_536
 """Samples of one group at most: far above any use, and small enough that a broken count does no harm."""
-_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
 FINISH_REASON_TO_PROTO = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items()}
@@ -367,22 +375,6 @@ def _finish_reason(number: int, kind: str) -> FinishReason:
     return reason
 
 
-def token_ids_from_bytes(data: bytes, kind: str, field: str) -> TokenIds:
-    """int32[tokens], read-only. Raises `MessageError` when the length is no multiple of 4 bytes."""
-    return _from_bytes(data, _INT32, kind, field)
-
-
-def logprobs_from_bytes(data: bytes, kind: str, field: str) -> Logprobs:
-    """float32[tokens], read-only. Raises `MessageError` when the length is no multiple of 4 bytes."""
-    return _from_bytes(data, _FLOAT32, kind, field)
-
-
-def _from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDArray:
-    if len(data) % dtype.itemsize:
-        raise MessageError(kind, field, f"{len(data)} bytes are no multiple of {dtype.itemsize}")
-    return np.frombuffer(data, dtype)
-
-
 def _partial_to_proto(partial: PartialSequence) -> pb.PartialSequence:
     return pb.PartialSequence(
         sample_index=partial.sample_index,
@@ -453,7 +445,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
     for branch in sequence.all_branches:
         prefix = "" if branch is sequence else "branches."
         _check_tokens(branch, _SEQUENCE, prefix, branch.turns)
-        _check_token_ids(branch.prompt_token_ids, _SEQUENCE, f"{prefix}prompt_token_ids")
+        check_token_ids(branch.prompt_token_ids, _SEQUENCE, f"{prefix}prompt_token_ids")
         if not sequence.failure and not (len(branch.prompt_token_ids) and len(branch.completion_token_ids)):
             field = "completion_token_ids" if len(branch.prompt_token_ids) else "prompt_token_ids"
             raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, and the sequence names no failure")
@@ -471,7 +463,7 @@ def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
     check_run(group.run, expected_run, _GROUP)
     check_text(group.group_id, _GROUP, "group_id")
     check_text(group.task, _GROUP, "task")
-    _check_token_ids(group.prompt_token_ids, _GROUP, "prompt_token_ids")
+    check_token_ids(group.prompt_token_ids, _GROUP, "prompt_token_ids")
     if not len(group.prompt_token_ids) and not group.episodic:
         raise MessageError(_GROUP, "prompt_token_ids", "is empty")
     check_sampling(group.sampling, _GROUP, "sampling.")
@@ -497,7 +489,7 @@ def _check_partial(partial: PartialSequence, max_tokens: int) -> None:
     _check_tokens(partial, _GROUP, "partials.")
     for branch in partial.branches:
         _check_tokens(branch, _GROUP, "partials.branches.", branch.turns)
-        _check_token_ids(branch.prompt_token_ids, _GROUP, "partials.branches.prompt_token_ids")
+        check_token_ids(branch.prompt_token_ids, _GROUP, "partials.branches.prompt_token_ids")
     check_finite(partial.generation_s, _GROUP, "partials.generation_s", at_least=0.0)
     num_tokens = len(partial.completion_token_ids)
     if num_tokens > max_tokens:
@@ -528,8 +520,8 @@ def check_sampling(sampling: SamplingParams, kind: str, prefix: str = "") -> Non
 
 def _check_tokens(tokens: Branch | PartialSequence, kind: str, prefix: str, turns: tuple[Turn, ...] = ()) -> None:
     completion, logprobs, num_sampled = tokens.completion_token_ids, tokens.behaviour_logprobs, 0
-    _check_token_ids(completion, kind, f"{prefix}completion_token_ids")
-    _check_logprobs(logprobs, kind, f"{prefix}behaviour_logprobs")
+    check_token_ids(completion, kind, f"{prefix}completion_token_ids")
+    check_logprobs(logprobs, kind, f"{prefix}behaviour_logprobs")
     end = 0
     for turn in turns:
         if not (end <= turn.start < turn.end and (num_sampled or turn.start == 0)):
@@ -561,29 +553,3 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
         covered = span.end
     if covered != turns[-1].end:
         raise MessageError(kind, field, f"cover [0, {covered}) of {turns[-1].end} completion tokens")
-
-
-def _check_token_ids(token_ids: TokenIds, kind: str, field: str) -> None:
-    _check_array(token_ids, _INT32, kind, field)
-    if len(token_ids):
-        lowest = token_ids.argmin()  # a quarter of the cost of `min`, which counts for short sequences
-        if token_ids[lowest] < 0:
-            raise MessageError(kind, field, f"token {lowest} is {token_ids[lowest]}: ids are not negative")
-
-
-def _check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
-    _check_array(logprobs, _FLOAT32, kind, field)
-    if not len(logprobs):
-        return
-    # Written so that NaN fails: argmax finds it, and no comparison with it is true.
-    highest, lowest = logprobs.argmax(), logprobs.argmin()
-    if logprobs[highest] <= LOGPROB_ROUNDING and logprobs[lowest] > -np.inf:
-        return
-    bad = lowest if logprobs[highest] <= LOGPROB_ROUNDING else highest
-    raise MessageError(kind, field, f"token {bad} has {logprobs[bad]}: a log-probability is finite and <= 0")
-
-
-def _check_array(array: NDArray, dtype: np.dtype, kind: str, field: str) -> None:
-    """Little-endian [tokens]."""
-    if array.ndim != 1 or (array.dtype is not dtype and array.dtype != dtype):
-        raise MessageError(kind, field, f"has dtype {array.dtype} and shape {array.shape}, not {dtype} and [tokens]")

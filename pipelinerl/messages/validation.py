@@ -1,4 +1,4 @@
-"""What every decoder of a message does: parse bytes within a bound, check one field, name what is wrong."""
+"""What every decoder of a message does: parse bytes within a bound, check one field or array, name what is wrong."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import math
 from types import TracebackType
 from typing import TypeVar
 
+import numpy as np
 from google.protobuf.message import DecodeError, Message
+from numpy.typing import NDArray
 
 from pipelinerl.errors import MessageError
 
 _Proto = TypeVar("_Proto", bound=Message)
+LOGPROB_ROUNDING = 1e-3
+"""A log-probability may exceed 0 by this much (nats): engines compute it in low precision."""
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
 def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
@@ -60,3 +65,45 @@ def check_run(run: str, expected_run: str, kind: str) -> None:
     check_text(run, kind, "run")
     if expected_run and run != expected_run:
         raise MessageError(kind, "run", f"{run!r} is not this run, {expected_run!r}")
+
+
+def token_ids_from_bytes(data: bytes, kind: str, field: str) -> NDArray[np.int32]:
+    """int32[tokens], read-only. Raises `MessageError` when the length is no multiple of 4 bytes."""
+    return _from_bytes(data, _INT32, kind, field)
+
+
+def logprobs_from_bytes(data: bytes, kind: str, field: str) -> NDArray[np.float32]:
+    """float32[tokens], read-only. Raises `MessageError` when the length is no multiple of 4 bytes."""
+    return _from_bytes(data, _FLOAT32, kind, field)
+
+
+def _from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDArray:
+    if len(data) % dtype.itemsize:
+        raise MessageError(kind, field, f"{len(data)} bytes are no multiple of {dtype.itemsize}")
+    return np.frombuffer(data, dtype)
+
+
+def check_token_ids(token_ids: NDArray[np.int32], kind: str, field: str) -> None:
+    _check_array(token_ids, _INT32, kind, field)
+    if len(token_ids):
+        lowest = token_ids.argmin()  # a quarter of the cost of `min`, which counts for short sequences
+        if token_ids[lowest] < 0:
+            raise MessageError(kind, field, f"token {lowest} is {token_ids[lowest]}: ids are not negative")
+
+
+def check_logprobs(logprobs: NDArray[np.float32], kind: str, field: str) -> None:
+    _check_array(logprobs, _FLOAT32, kind, field)
+    if not len(logprobs):
+        return
+    # Written so that NaN fails: argmax finds it, and no comparison with it is true.
+    highest, lowest = logprobs.argmax(), logprobs.argmin()
+    if logprobs[highest] <= LOGPROB_ROUNDING and logprobs[lowest] > -np.inf:
+        return
+    bad = lowest if logprobs[highest] <= LOGPROB_ROUNDING else highest
+    raise MessageError(kind, field, f"token {bad} has {logprobs[bad]}: a log-probability is finite and <= 0")
+
+
+def _check_array(array: NDArray, dtype: np.dtype, kind: str, field: str) -> None:
+    """Little-endian [tokens]."""
+    if array.ndim != 1 or (array.dtype is not dtype and array.dtype != dtype):
+        raise MessageError(kind, field, f"has dtype {array.dtype} and shape {array.shape}, not {dtype} and [tokens]")

@@ -34,8 +34,8 @@ from pipelinerl.messages.sequences import (
     check_sampling,
     sampling_from_proto,
     spans_to_proto,
-    token_ids_from_bytes,
 )
+from pipelinerl.messages.validation import token_ids_from_bytes
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
