@@ -17,7 +17,6 @@ from mistakes in the kernel itself: for that, run the verifier's pod under gViso
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import errno
 import os
 import resource
@@ -95,13 +94,16 @@ _OWN_STATE = (
 )
 _PAIRS = "socketpair sendto recvfrom sendmsg recvmsg sendmmsg recvmmsg shutdown getsockopt setsockopt getsockname getpeername"
 _SIGNALS = "kill tkill tgkill"
-_PROCESSES = f"fork vfork clone {_SIGNALS} setsid setpgid pidfd_open prctl"
+_PROCESSES = "fork vfork clone setsid setpgid pidfd_open prctl"
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
 _NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
 _CLONE_THREAD = 0x10000
 _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 15, 38
 _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
+
+
+_NAMES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl")
 
 
 class _Comparison(ctypes.Structure):
@@ -114,7 +116,7 @@ class _Comparison(ctypes.Structure):
 def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
     """A seccomp program that admits listed system calls. All others fail with EPERM; clone3, whose flags no filter can read,
     with ENOSYS, so that the C library takes clone. Raises `OSError` when libseccomp is not there or refuses."""
-    library = ctypes.CDLL(ctypes.util.find_library("seccomp") or "libseccomp.so.2", use_errno=True)
+    library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_REFUSE | errno.EPERM)))
 
@@ -312,7 +314,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
         raise NoSandbox(missing)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise NoSandbox(f"{threads} threads run already; start them later than the module is imported")
-    shared = (*_python_paths(), *filter(None, sys.path), "/etc", f"/proc/{os.getpid()}", *readable)
+    shared = (*_python_paths(), *filter(None, sys.path), *_NAMES, f"/proc/{os.getpid()}", *readable)
     _restrict_files(shared, connect_port)
     _restrict_calls(_filter(signals=landlock_version() >= 6, processes=True, connects=connect_port is not None))
 
