@@ -92,6 +92,17 @@ _LEARNING = Section(
             high=1,
         ),
         Panel(
+            "Reported numbers",
+            "Means of what rewards (their terms) and environments (their metrics, turns) report, of training and of evaluations.",
+            "What the reward is to teach rises.",
+            "One term rises at the cost of another, or turns grow without the reward.",
+            (
+                Query(gauge("trainer_task_reported_mean", "task", "figure"), "{{run}} {{task}} {{figure}}"),
+                Query(gauge("trainer_heldout_set_reported_mean", "set", "figure"), "{{run}} held-out {{set}} {{figure}}"),
+            ),
+            width=24,
+        ),
+        Panel(
             "Spread inside groups",
             "Mean over a step's groups of the rewards' standard deviation inside the group: the signal of group baselines.",
             "Well above 0 until the task is mastered.",

@@ -97,6 +97,8 @@ async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_tw
     assert {name: one["unanswered"] for name, one in evaluated["sets"].items()} == {"chain_sum": 0, "longer": 0}
     assert evaluated["accuracy"] == evaluated["sets"]["chain_sum"]["accuracy"]["value"]
     assert all(set(one["pass_at"]) == {"2"} for one in evaluated["sets"].values())
+    assert all(0 <= one["reported"]["answer"] <= 1 for one in evaluated["sets"].values())
+    assert all(record["reported"]["chain_sum"]["answer"] == pytest.approx(record["reward_mean"]) for record in records)
     samples = [json.loads(line) for line in run_dir.samples.read_text().splitlines()]
     assert not any("7" in one["completion"] or "7" in (one["tokens"] or [])[:-1] for one in samples)
     assert (run_dir.path / "checkpoint" / "config.json").is_file()
