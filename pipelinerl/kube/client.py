@@ -24,10 +24,11 @@ from pipelinerl.service.settings import TrainerSettings
 
 @dataclass(frozen=True, order=True)
 class Permission:
-    """One verb on one resource of the core API group, in the pod's own namespace."""
+    """One verb on one resource, in the pod's own namespace. `group`: of the API; empty = the core group."""
 
     resource: str
     verb: str
+    group: str = ""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.resource}"
@@ -37,9 +38,16 @@ PATCH_PODS = Permission("pods", "patch")
 LIST_PODS = Permission("pods", "list")
 WATCH_PODS = Permission("pods", "watch")
 CREATE_EVENTS = Permission("events", "create")
+PATCH_CONFIG = Permission("configmaps", "patch")
+SCALE_ACTORS = Permission("deployments/scale", "patch", "apps")
+SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps")
 
 TRAINER = frozenset({LIST_PODS, WATCH_PODS, PATCH_PODS, CREATE_EVENTS})
 """Nobody else has a token."""
+COMPLETION = {"keep": (), "release": (PATCH_CONFIG, SCALE_ACTORS), "exit": (PATCH_CONFIG, SCALE_ACTORS, SCALE_TRAINER)}
+"""What the trainer may do besides by `on_completion`: each on the one object of its release."""
+_SCALE = {SCALE_ACTORS: "patch_namespaced_deployment_scale", SCALE_TRAINER: "patch_namespaced_stateful_set_scale"}
+_MERGE = "application/merge-patch+json"
 
 
 class KubeError(PipelineRLError):
@@ -57,7 +65,7 @@ class KubeError(PipelineRLError):
             fix = ". The API does not accept the ServiceAccount's token"
         elif status == 403:
             fix = (
-                '. Bind the pod\'s ServiceAccount to a Role with apiGroups [""], resources '
+                f'. Bind the pod\'s ServiceAccount to a Role with apiGroups ["{permission.group}"], resources '
                 f"[{permission.resource}], verbs [{permission.verb}]"
             )
         super().__init__(f"cannot {permission}: {answer}: {self.detail}{fix}")
@@ -144,13 +152,15 @@ class KubeClient:
         """Sets these annotations of the pod; leaves its others. Refused (409) when the pod of that name is another one by
         its `uid` (empty: whichever it is). Raises `KubeError`."""
         metadata: dict[str, Any] = {"annotations": dict(annotations)} | ({"uid": uid} if uid else {})
-        await self._ask(
-            PATCH_PODS,
-            "patch_namespaced_pod",
-            name=name,
-            body={"metadata": metadata},
-            _content_type="application/merge-patch+json",
-        )
+        await self._ask(PATCH_PODS, "patch_namespaced_pod", name=name, body={"metadata": metadata}, _content_type=_MERGE)
+
+    async def patch_config(self, name: str, data: Mapping[str, str]) -> None:
+        """Sets these keys of a ConfigMap; leaves its others. Raises `KubeError`."""
+        await self._ask(PATCH_CONFIG, "patch_namespaced_config_map", name=name, body={"data": dict(data)}, _content_type=_MERGE)
+
+    async def scale(self, permission: Permission, name: str, replicas: int) -> None:
+        """As `kubectl scale`. `permission`: that for the kind of `name`. Raises `KubeError`."""
+        await self._ask(permission, _SCALE[permission], name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
 
     async def create_event(self, event: Mapping[str, Any]) -> None:
         """`event`: a core v1 Event with a name of its own; one that is there already was stored before. Raises `KubeError`."""
@@ -193,12 +203,17 @@ class KubeClient:
             return _parsed(permission, await response.read())
 
     async def _respond(self, permission: Permission, method: str, **arguments: Any) -> ClientResponse:
-        """The response to a call of `CoreV1Api` that was accepted. With a token that is refused the call is made again, once,
-        with the token that the file holds now."""
+        """The response to a call of `CoreV1Api`, or `AppsV1Api`, that was accepted. With a token that is refused the call is
+        made again, once, with the token that the file holds now."""
         if self._api is None:
             api = await asyncio.to_thread(_core_api, self._service_account)
             self._api = self._api or api
-        call = getattr(self._api, f"{method}_without_preload_content")
+        group = self._api
+        if permission.group == "apps":
+            from kubernetes.aio import client
+
+            group = client.AppsV1Api(self._api.api_client)
+        call = getattr(group, f"{method}_without_preload_content")
         response: ClientResponse = await call(namespace=self.namespace, **arguments)
         if response.status == 401:
             response.release()

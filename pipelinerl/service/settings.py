@@ -97,6 +97,11 @@ class TrainerSettings(PolicySettings):
         description="Keep answering, trained or not, after the run's end until told to stop: a StatefulSet starts again "
         "what exits.",
     )
+    on_completion: Literal["keep", "release", "exit"] = Field(
+        "keep",
+        description="What a finished run leaves on Kubernetes. keep: all pods. release: no actors. exit: no trainer either.",
+    )
+    release: str = Field("", description="What the names of this release's objects begin with, where that is not keep.")
     page: bool = Field(
         False, description="Serve the live page of the run at http_port: what it trains on is shown to whoever reaches that."
     )

@@ -21,6 +21,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError, NotPermitted, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
+from pipelinerl.kube.completion import RUNNING, complete, tell_phase
 from pipelinerl.kube.deletion_cost import keep_deletion_costs
 from pipelinerl.kube.pods import PodWatch
 from pipelinerl.messages.control import RunEnd
@@ -169,6 +170,7 @@ class TrainingRun:
             await self._wait_for_actors()
             background.append(tasks.create_task(self.feeder.run()))
             self.recorder.training_begins()
+            background.append(tasks.create_task(tell_phase(self._settings, RUNNING, self.loop.version)))
             await asyncio.to_thread(note_training_began, self._settings.run_dir, time.time())
             await self.loop.run()
         await self._publish_last()
@@ -204,8 +206,10 @@ class TrainingRun:
         log.info("the run is finished: this trainer answers, and does nothing else, until it is told to stop")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
+            completing = tasks.create_task(complete(self._settings, self.loop.version, self.uploads.all_done))
             await stop.wait()
             heartbeat.cancel()
+            completing.cancel()
 
     async def _checkpoint_on_stop(self) -> None:
         """Of after the step under way. One that is not on disk in time is left out: the one before stays."""

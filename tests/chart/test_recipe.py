@@ -102,6 +102,14 @@ EPISODES = {"set": {"task": {"source": "environment", "name": "a.b:C"}, "actor":
 """Of which each actor keeps 128 under way."""
 SCRAPED = {"metrics": {"scrapedOtherwise": True}}
 REFUSED: dict[str, dict[str, Any]] = {
+    "trainer.onCompletion: release needs kubernetesApi.enabled": {
+        "trainer": {"onCompletion": "release"},
+        "kubernetesApi": {"enabled": False},
+    },
+    "trainer.onCompletion: exit does not go with actor.autoscaling.kind = keda": {
+        "trainer": {"onCompletion": "exit"},
+        "actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://prometheus:9090"}}},
+    },
     "model.source: first/checkpoints/latest and model.name: a/b both name the initial policy": {
         "model": {"name": "a/b", "source": "first/checkpoints/latest"}
     },

@@ -9,9 +9,10 @@ import pytest
 
 from pipelinerl.bus.permissions import permissions
 from pipelinerl.kube import client as kube
+from pipelinerl.kube.client import Permission
 from pipelinerl.local.nats import find_nats_server
 from tests.chart.cases import CASES, rendered_case
-from tests.chart.rendering import Object, Rendered, environment
+from tests.chart.rendering import Object, Rendered, environment, render
 from tests.support.certificates import Authority
 
 RIGHTS = {"trainer": kube.TRAINER}
@@ -41,6 +42,25 @@ def test_roles_grant_what_the_code_asks_and_no_more(rendered: Rendered, case: st
         assert binding["roleRef"]["name"] == role["metadata"]["name"]
         (subject,) = binding["subjects"]
         assert (subject["name"], subject["namespace"]) == (rendered.pod(service).spec["serviceAccountName"], "train")
+
+
+@pytest.mark.parametrize("mode", ["release", "exit"])
+def test_a_trainer_that_frees_what_its_run_held_may_do_that_to_its_own_release_alone(mode: str) -> None:
+    rendered = render({"trainer": {"onCompletion": mode}})
+    named = {
+        Permission(resource, verb, group): rule["resourceNames"]
+        for rule in rendered.one("Role", "pipelinerl-trainer")["rules"]
+        if "resourceNames" in rule
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    names = {kube.PATCH_CONFIG: "run", kube.SCALE_ACTORS: "actor", kube.SCALE_TRAINER: "trainer"}
+    assert named == {right: [f"pipelinerl-{names[right]}"] for right in kube.COMPLETION[mode]}
+    assert "data" not in rendered.one("ConfigMap", "pipelinerl-run")
+    entries = environment(rendered.pod("trainer").main)
+    assert entries["PIPELINERL_ON_COMPLETION"]["value"] == mode
+    assert entries["PIPELINERL_RELEASE"]["value"] == "pipelinerl"
 
 
 def _configuration(rendered: Rendered, name: str = "pipelinerl-nats") -> str:

@@ -5,6 +5,7 @@ version is no longer kept. It can be away, drop connections, end watches, refuse
 """
 
 import asyncio
+import functools
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -57,6 +58,9 @@ class ApiServer:
         self.pods: dict[str, dict[str, Any]] = {}
         self.patches: list[tuple[str, dict[str, Any]]] = []
         self.events: dict[str, dict[str, Any]] = {}
+        self.configs: dict[str, dict[str, Any]] = {}
+        self.scales: dict[str, dict[str, Any]] = {}
+        """Data of ConfigMaps, and replicas, by the objects' names."""
         self.silent = False
         """Takes calls and does not answer."""
         self._version = 100
@@ -75,6 +79,10 @@ class ApiServer:
         app.router.add_get(namespace + "/pods/{name}", self._get_pod)
         app.router.add_patch(namespace + "/pods/{name}", self._patch_pod)
         app.router.add_post(namespace + "/events", self._post_event)
+        app.router.add_patch(namespace + "/configmaps/{name}", self._patch_config)
+        for kind in ("deployments", "statefulsets"):
+            apps = namespace.replace("/api/v1", "/apis/apps/v1")
+            app.router.add_patch(f"{apps}/{kind}/{{name}}/scale", functools.partial(self._patch_scale, kind))
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, address, self.port or port, ssl_context=self.context)
@@ -228,6 +236,23 @@ class ApiServer:
         annotations = {**metadata.get("annotations", {}), **patch["metadata"]["annotations"]}
         self._change("MODIFIED", {**self.pods[name], "metadata": {**metadata, "annotations": annotations}})
         return web.json_response(self.pods[name])
+
+    async def _patch_config(self, request: web.Request) -> web.Response:
+        await self._allowed(request, Permission("configmaps", "patch"))
+        return await self._merge(request, self.configs, "data")
+
+    async def _patch_scale(self, kind: str, request: web.Request) -> web.Response:
+        await self._allowed(request, Permission(f"{kind}/scale", "patch", "apps"))
+        return await self._merge(request, self.scales, "spec")
+
+    async def _merge(self, request: web.Request, objects: dict[str, dict[str, Any]], part: str) -> web.Response:
+        name, patch = request.match_info["name"], await request.json()
+        assert request.content_type == "application/merge-patch+json"
+        if name not in objects:
+            self._refuse(404, "NotFound", f'"{name}" not found')
+        objects[name] |= patch[part]
+        self._changed.set()
+        return web.json_response({"metadata": {"name": name}, part: objects[name]})
 
     async def _post_event(self, request: web.Request) -> web.Response:
         await self._allowed(request, Permission("events", "create"))
