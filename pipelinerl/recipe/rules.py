@@ -117,8 +117,8 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
             yield "prompt_style", f"{policy} reads compact prompts only; use compact, or {other}"
     if task.source in ("jsonl", "tools", "agent") and not task.path:
         yield "path", f"is empty: task.source = {task.source!r} needs a .jsonl or .parquet file here"
-    if task.source == "verifiers":
-        yield "source", "environments of the package verifiers cannot be run yet; use environment, tools or agent"
+    if task.source == "verifiers" and task.path:
+        yield "path", "task.source = 'verifiers' needs none: the environment has its tasks; leave it out"
     if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):
         yield "name", "task.source = 'environment' needs its class here: pkg.module:Class"
     if bool(task.tools) != (task.source == "tools"):
@@ -166,8 +166,11 @@ def _rewards(recipe: Recipe) -> Broken:
             yield f"{place}reward.scorer", "code cannot be mixed with a function of your own that has reward.sandbox: true"
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
-        if share.task.source in ("environment", "agent") and reward.truncated == "zero":
+        if share.task.source in ("environment", "agent", "verifiers") and reward.truncated == "zero":
             yield f"{place}reward.truncated", "the reward does not know which turns were cut here; use score or mask"
+        if share.task.source == "verifiers" and reward.sandbox:
+            fix = "a sandbox lets nothing connect to the servers that the package verifiers starts for an episode; use null"
+            yield f"{place}reward.sandbox", fix
 
 
 def _groups(recipe: Recipe) -> Broken:

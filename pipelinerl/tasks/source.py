@@ -97,39 +97,33 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems of an environment that makes them by itself, of the episode's seed."""
+    """Problems of an environment that makes them by itself, of the episode's seed. One of the package verifiers, which has
+    numbered tasks, gets split and index as its row."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
+        self._is_numbered = config.source == "verifiers"
 
     def problem(self, split: Split, index: int) -> Problem:
-        return Problem(f"{self._name}, problem {index}", {"row": {}})
+        row = {"split": split, "index": index} if self._is_numbered else {}
+        return Problem(f"{self._name}, problem {index}", {"row": row})
 
 
-class FileSource:
-    """Raises `UserError` with the file and line of what is wrong. Training indices go on after its end, into another epoch; one
-    that is not trained on has held-out problems alone, as many as the file has at most."""
+class Division:
+    """Numbers of `size` problems, divided by the seed. Training indices go on after the end, into another epoch; what is not
+    trained on has held-out problems alone. Raises `FieldError`, naming `where` they are, when there are too few."""
 
-    def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
-        distinct: dict[str, Problem] = {}
-        for problem in _problems(config):
-            distinct.setdefault(problem.question, problem)
-        problems, num_heldout = list(distinct.values()), config.heldout_problems
-        if not is_trained_on:
-            num_heldout = min(num_heldout, len(problems))
-        elif len(problems) <= num_heldout:
-            raise FieldError(
-                "task.heldout_problems",
-                num_heldout,
-                f"{config.path} has {len(problems)} distinct problems; some must be left for training",
-            )
-        drawn = random.Random(f"{seed}/heldout").sample(range(len(problems)), num_heldout)
-        self._heldout, self.num_heldout = [problems[number] for number in drawn], num_heldout
-        self._train = [problems[number] for number in sorted(set(range(len(problems))) - set(drawn))]
+    def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
+        self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
+        if is_trained_on and size <= self.num_heldout:
+            fix = f"{where} has {size} distinct problems; some must be left for training"
+            raise FieldError("task.heldout_problems", self.num_heldout, fix)
+        self._heldout = random.Random(f"{seed}/heldout").sample(range(size), self.num_heldout)
+        self._train = sorted(set(range(size)) - set(self._heldout))
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self._seed = seed
 
-    def problem(self, split: Split, index: int) -> Problem:
+    def number(self, split: Split, index: int) -> int:
         if split is Split.HELDOUT:
             return self._heldout[index]
         epoch, position = divmod(index, len(self._train))
@@ -139,6 +133,21 @@ class FileSource:
         order = list(range(len(self._train)))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
+
+
+class FileSource:
+    """Raises `UserError` with the file and line of what is wrong."""
+
+    def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
+        distinct: dict[str, Problem] = {}
+        for problem in _problems(config):
+            distinct.setdefault(problem.question, problem)
+        self._problems = list(distinct.values())
+        self._division = Division(len(self._problems), config, seed, is_trained_on=is_trained_on, where=config.path)
+        self.num_heldout = self._division.num_heldout
+
+    def problem(self, split: Split, index: int) -> Problem:
+        return self._problems[self._division.number(split, index)]
 
 
 def _problems(config: TaskConfig) -> Iterator[Problem]:

@@ -145,18 +145,18 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy) -> VerifyRe
             status=VERIFY_STATUS_OK, components={"answer": 0.0}, message=f"{fault.code}: {fault}"[:_MESSAGE_CHARACTERS]
         )
     except MemoryError:  # the traceback holds what filled the memory; it is let go before anything else is done
-        result = _failed(VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
+        result = failed(VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
     except EpisodeFailed as failure:
-        result = _failed(VERIFY_STATUS_CRASHED, str(failure))
+        result = failed(VERIFY_STATUS_CRASHED, str(failure))
     except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is an environment's too
         traceback.print_exc()
-        result = _failed(VERIFY_STATUS_CRASHED, f"the environment raised {type(error).__name__}: {error}")
+        result = failed(VERIFY_STATUS_CRASHED, f"the environment raised {type(error).__name__}: {error}")
     result.sequence_id = request.sequence_id
     result.seconds = time.perf_counter() - started_s
     return result
 
 
-def _failed(status: VerifyStatus, message: str) -> VerifyResult:
+def failed(status: VerifyStatus, message: str) -> VerifyResult:
     return VerifyResult(status=status, message=message[:_MESSAGE_CHARACTERS])
 
 
@@ -167,10 +167,10 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         done, turn = converse(make(), Problem.of(request).row, request.seed, policy)
         reward = float(done.reward)
         if not math.isfinite(reward):
-            return _failed(VERIFY_STATUS_BAD_REWARD, f"the environment's reward is {reward}")
+            return failed(VERIFY_STATUS_BAD_REWARD, f"the environment's reward is {reward}")
         metrics = {str(name): float(value) for name, value in done.metrics.items()}
         if not all(map(math.isfinite, metrics.values())):
-            return _failed(VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
+            return failed(VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}
         if done.correct is not None:  # the answer's term says whether it is right
             components = {"answer": correct if done.correct else 0.0}

