@@ -35,7 +35,7 @@ NAME = "prefix_cache"
 RESULT = Path(__file__).parent / "results" / f"{NAME}.json"
 MAX_CONTEXT = 640
 GROUP_SIZE = 8
-SHAPES = {"tiny": ((10, 96, 40), (64, 48, 40), (256, 16, 40), (512, 8, 40)), "smollm2": ((64, 4, 16), (256, 4, 8))}
+SHAPES = {"tiny": ((10, 96, 40), (64, 48, 40), (256, 16, 40), (512, 8, 40)), "smollm2": ((64, 4, 16), (256, 2, 8))}
 """Tokens of a prompt, groups, and tokens of the longest completion; the shortest has a quarter of them."""
 
 

@@ -14,6 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from pipelinerl.recipe.fields import Recipe
 
 CHARACTERS = "0123456789+-*/=;#.,()<> "
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+"""ChatML on one line. Words are separated by spaces, so that an answer's text has the sampled tokens, whoever tokenises it."""
 
 
 def tiny_config(recipe: Recipe) -> LlamaConfig:
@@ -103,15 +108,32 @@ def build_billion(recipe: Recipe, folder: Path) -> None:
     _save(billion_config(), _made_up_words(billion_config().vocab_size), folder, torch.bfloat16)
 
 
+def build_chat(config: LlamaConfig, folder: Path) -> None:
+    """A model for conversations, of made-up words, one token each: `w0`, `w1`, ... Only one word of the whole vocabulary ends
+    a turn."""
+    roles = ["system", "user", "assistant", "tool"]
+    words = [f"w{index}" for index in range(config.vocab_size - len(roles) - 2)]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate([*words, *roles])}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    _save_model(config, folder, torch.float32)
+    end = "<|im_end|>"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+
+
 def _made_up_words(number: int) -> list[str]:
     return [*CHARACTERS, *(f"w{index}" for index in range(number - len(CHARACTERS)))]
 
 
 def _save(config: LlamaConfig, words: list[str], folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    torch.manual_seed(0)
-    config.bos_token_id = config.eos_token_id = None
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size="100GB")
+    _save_model(config, folder, dtype)
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def _save_model(config: LlamaConfig, folder: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config.bos_token_id = config.eos_token_id = None
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size="100GB")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import trainer_memory
+from benchmarks import episode_endpoint, episodes, trainer_memory
 from benchmarks.audit import keep_ledger, measure
 from benchmarks.decode_trace import DecodeTrace, Step, median_step, rate_in, stall_before, step_times, tokens_in
 from benchmarks.freshness_dashboard import PICTURE, RECORDING, answered, bucket_names, draw, rows
@@ -33,6 +33,25 @@ def test_a_percentile_is_the_nearest_measured_value_and_a_ratio_that_of_neighbou
     assert percentile([float(n) for n in range(1, 11)], 99) == 10.0
     assert percentile([7.0], 0) == 7.0
     assert paired_ratio([2.0, 20.0, 2.0], [4.0, 40.0, 1.0]) == 0.5
+
+
+def test_an_actor_with_episodes_is_compared_with_the_bare_rounds_beside_it() -> None:
+    bare = [episodes.Round(rate, 0.002, 0.009, 64) for rate in (100.0, 100.0, 200.0, 50.0, 150.0, 100.0, 100.0)]
+    actor = [episodes.Round(90.0, 0.004, 0.01, 48), episodes.Round(130.0, 0.005, 0.01, 32)]  # the first and the fourth round
+    row = episodes.row_of(episodes.LOADS["tiny"], 0, actor, bare)
+    assert (row["ratio"], row["bare_tokens_per_s"], row["decoding"]) == (pytest.approx((0.9 + 1.3) / 2), 100.0, 0.625)
+    assert (row["actor_front_cpu_ms"], row["bare_front_cpu_ms"], row["ratio_engine_cpu"]) == (4.5, 2.0, 0.9)
+
+
+def test_an_endpoint_costs_what_a_turn_takes_longer_in_the_round_beside_it() -> None:
+    def rounds(*turns_s: float) -> list[episode_endpoint.Round]:
+        return [episode_endpoint.Round([turn_s, turn_s, 3 * turn_s], 0.5, 0.003, 0.006) for turn_s in turns_s]
+
+    row = episode_endpoint.row_of(
+        0.5, {"ours": rounds(0.1, 0.2, 0.3), "bare": rounds(0.1, 0.19, 0.27), "plain": rounds(0, 0, 0)}
+    )
+    assert (row["overhead_ms"], row["overhead_p95_ms"], row["over_plain_ms"]) == (10.0, 30.0, 200.0)
+    assert (row["ours_turn_ms"], row["ours_front_cpu_ms"], row["ours_turns_per_s"]) == (200.0, 1.0, 6.0)
 
 
 def test_tokens_of_a_window_count_steps_by_the_part_within_it() -> None:
