@@ -19,12 +19,13 @@ class GuessNumber:
         ?  50  >  75  <  62        a hit: nothing more is said
 
     A hit by the first guess earns 1, by each further one 1 / `max_guesses` less. No hit, or what is no number of this form,
-    earns 0. An episode is right with no more guesses than halving the range ever needs.
+    earns 0 and counts as one guess more than are allowed. An episode is right with no more guesses than halving the range ever
+    needs; what halving needs for its number is reported beside `guesses`.
     """
 
     def __init__(self, limit: int = 100, max_guesses: int = 12) -> None:
         self.limit, self.width = limit, len(str(limit - 1))
-        self._max_guesses, self._guesses, self._halving = max_guesses, 0, limit.bit_length()
+        self._max_guesses, self._guesses = max_guesses, 0
 
     def start(self, row: Mapping[str, Any], seed: int) -> str:
         self._number = random.Random(seed).randrange(self.limit)
@@ -32,15 +33,21 @@ class GuessNumber:
 
     def reply(self, turn: Turn) -> str | Done:
         self._guesses += 1
-        if not re.fullmatch(rf"\d{{{self.width}}}", turn.text, re.ASCII):
-            return Done(0.0, {"legal": 0.0}, correct=False)
-        guess = int(turn.text)
-        if guess == self._number:
-            reward = 1.0 - (self._guesses - 1) / self._max_guesses
-            return Done(reward, {"legal": 1.0, "guesses": self._guesses}, self._guesses <= self._halving)
-        if self._guesses == self._max_guesses:
-            return Done(0.0, {"legal": 1.0}, correct=False)
-        return ">" if guess < self._number else "<"
+        is_legal = re.fullmatch(rf"\d{{{self.width}}}", turn.text, re.ASCII) is not None
+        is_hit = is_legal and int(turn.text) == self._number
+        if is_legal and not is_hit and self._guesses < self._max_guesses:
+            return ">" if int(turn.text) < self._number else "<"
+        guesses = self._guesses if is_hit else self._max_guesses + 1
+        reported = {"legal": is_legal, "guesses": guesses, "guesses_by_halving": halvings(self._number, self.limit)}
+        return Done(1.0 - (guesses - 1) / self._max_guesses, reported, is_hit and guesses <= self.limit.bit_length())
+
+
+def halvings(number: int, limit: int) -> int:
+    """Guesses in which `number`, from 0 to `limit` - 1, is found by always guessing the middle of what is left."""
+    lowest, end, guesses = 0, limit, 1
+    while (middle := (lowest + end) // 2) != number:
+        lowest, end, guesses = (middle + 1, end, guesses + 1) if middle < number else (lowest, middle, guesses + 1)
+    return guesses
 
 
 class Calculator:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from pipelinerl.episodes import Done, Turn
-from pipelinerl.tasks.environments import Calculator, GuessNumber
+from pipelinerl.tasks.environments import Calculator, GuessNumber, halvings
 
 
 def said(text: str) -> Turn:
@@ -20,22 +21,32 @@ def test_a_number_is_found_by_hints() -> None:
     environment = GuessNumber()
     assert environment.start({}, 5) == "?"
     assert [environment.reply(said(guess)) for guess in ("50", "80", "78")] == [">", "<", ">"]
-    assert environment.reply(said("79")) == Done(pytest.approx(0.75), {"legal": 1.0, "guesses": 4}, correct=True)
+    # By halving: 50, 75, 88, 82, 79.
+    reported = {"legal": True, "guesses": 4, "guesses_by_halving": 5}
+    assert environment.reply(said("79")) == Done(pytest.approx(0.75), reported, correct=True)
 
 
 @pytest.mark.parametrize("text", ["5", "500", "5x", "", "٥٠"])
 def test_what_is_no_guess_ends_the_game(text: str) -> None:
     environment = GuessNumber()
     environment.start({}, 5)
-    assert environment.reply(said(text)) == Done(0.0, {"legal": 0.0}, correct=False)
+    assert environment.reply(said(text)) == Done(0.0, {"legal": False, "guesses": 13, "guesses_by_halving": 5}, correct=False)
 
 
 def test_late_guesses_are_not_right_and_the_last_one_ends_the_game() -> None:
-    for last, done in (("79", Done(pytest.approx(1 / 8), {"legal": 1.0, "guesses": 8}, False)), ("10", None)):
+    for last, reward, guesses in (("79", 1 / 8, 8), ("10", 0, 9)):
         environment = GuessNumber(max_guesses=8)
         environment.start({}, 5)
         assert {environment.reply(said("00")) for _ in range(7)} == {">"}
-        assert environment.reply(said(last)) == (done or Done(0.0, {"legal": 1.0}, False))
+        reported = {"legal": True, "guesses": guesses, "guesses_by_halving": 5}
+        assert environment.reply(said(last)) == Done(pytest.approx(reward), reported, correct=False)
+
+
+def test_halving_takes_each_number_once_and_31_in_five_guesses() -> None:
+    # Depths of a balanced tree: 1 number in one guess, 2 in two, 4 in three and so on, what is left in the last.
+    for limit, numbers_by_guesses in ((1, {1: 1}), (2, {1: 1, 2: 1}), (31, {1: 1, 2: 2, 3: 4, 4: 8, 5: 16})):
+        assert Counter(halvings(number, limit) for number in range(limit)) == numbers_by_guesses
+    assert Counter(halvings(number, 32) for number in range(32)) == {1: 1, 2: 2, 3: 4, 4: 8, 5: 16, 6: 1}
 
 
 def test_a_calculator_costs_and_helps() -> None:
