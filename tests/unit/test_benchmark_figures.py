@@ -17,6 +17,7 @@ from benchmarks.freshness_dashboard import PICTURE, RECORDING, answered, bucket_
 from benchmarks.peak_memory import measured, resident_bytes
 from benchmarks.recovery import Recovery, row
 from benchmarks.result_files import kept_cases, kept_rows, write_result
+from benchmarks.run_plot import along, flat
 from benchmarks.samples import paired_ratio, percentile
 from deploy.dashboards.freshness import FRESHNESS
 from deploy.dashboards.panels import Panel, Query
@@ -176,3 +177,13 @@ def test_the_recording_has_every_panel_and_makes_a_picture(tmp_path: Path) -> No
     draw(recording, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 20_000
     assert PICTURE.exists()
+
+
+def test_a_curve_has_what_a_run_reported_and_held_out_figures_at_the_step_that_they_judge() -> None:
+    record = {"step": 5, "time_s": 60.0, "lag": {"mean": 1.0}, "reported": {"guess": {"guesses": 7.0}}}
+    sets = {"guess": {"reported": {"guesses": 6.5}}}
+    judging = {**record, "step": 6, "heldout_version": 4, "heldout_accuracy": 0.25, "heldout_sets": sets}
+    rows = [flat(record, ["guesses"]), flat(judging, ["guesses"])]
+    assert along(rows, "step", "guesses") == ([5, 6], [7.0, 7.0])
+    assert along(rows, "step", "heldout_guesses") == ([4], [6.5])
+    assert along(rows, "minutes", "heldout_accuracy") == ([1.0], [0.25])
