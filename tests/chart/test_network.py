@@ -39,9 +39,12 @@ DRAWN = {
     ("actor", "nats", 4222),
     ("trainer", "nats", 4222),
     ("nats", "nats", 6222),
+    ("release-test", "trainer", 8080),
+    ("release-test", "verifier", 50051),
+    ("release-test", "nats", 4222),
     *((a, b, port) for a in ("actor", "trainer") for b in ("actor", "trainer") for port in PORTS),
 }
-PODS = ("actor", "trainer", "verifier", "nats", "test")
+PODS = ("actor", "trainer", "verifier", "nats", "test", "release-test")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""`python -m services.trainer.release_test`: tests an installed release from where its trainer stands, as `helm test` does.
+
+It runs in a pod of its own with the trainer's environment, files, volume and ServiceAccount, and without GPUs. Each check has a
+name and says what to look at where it fails. It takes nothing from the streams and changes nothing of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+
+from pipelinerl.bus.jetstream import connect
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.kube.client import in_cluster
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.service.address import split_host_port
+from pipelinerl.service.grpc import explained, open_channel
+from pipelinerl.service.settings import TrainerSettings, read_settings
+
+ANSWER_S = 15.0
+"""For one call. The run has started, or the check of that says so."""
+CHECK_S = 60.0
+"""For a whole check: a busy node takes long to import a client."""
+CLOSED_S = 5.0
+"""A connection that a policy drops gets no answer; after this it counts as closed."""
+
+Check = Callable[[], Awaitable[str]]
+
+
+class CheckError(PipelineRLError):
+    """A check's failure, and what to do."""
+
+
+async def check_recipe(settings: TrainerSettings) -> str:
+    return f"{load_recipe(settings.recipe).name}, run {settings.run}"
+
+
+async def check_volume(settings: TrainerSettings) -> str:
+    """The folder that the claim is mounted at takes files of this user."""
+    folder = next(one for one in settings.run_dir.parents if one.is_dir())
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".release-test-") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckError(f"{folder} cannot be written as user {os.getuid()}: {error}; look at the claim's volume") from error
+    return f"{folder} takes files; {shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
+
+
+async def check_nats(settings: TrainerSettings) -> str:
+    """The trainer's login, and the streams that a trainer has made."""
+    async with connect(
+        settings.nats_url,
+        settings.run,
+        name="release-test",
+        credentials=settings.nats_credentials,
+        tls_dir=settings.nats_tls_dir,
+        connect_timeout_s=ANSWER_S,
+    ) as bus:
+        prompts, sequences = await bus.prompts_info(), await bus.sequences_info()
+    return f"the run's streams are there; {prompts.messages} groups wait, {sequences.messages} sequences are kept"
+
+
+async def check_trainer(settings: TrainerSettings) -> str:
+    """Its Service's name and its HTTP port."""
+    from aiohttp import ClientError, ClientSession, ClientTimeout
+
+    url = f"http://{split_host_port(settings.rendezvous)[0]}:{settings.http_port}/healthz"
+    try:
+        async with ClientSession(timeout=ClientTimeout(ANSWER_S)) as session, session.get(url) as response:
+            if response.status != 200:
+                raise CheckError(f"{url} answers {response.status}: {(await response.text())[:300]}")
+    except (ClientError, OSError) as error:
+        why = str(error) or type(error).__name__
+        raise CheckError(f"{url}: {why}; does the trainer run, and does its Service select it?") from error
+    return f"{url} answers"
+
+
+async def check_verifier(settings: TrainerSettings) -> str:
+    """Its Service's name, its gRPC port and the certificates."""
+    from grpc import aio
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    async with open_channel(settings.verifier, settings.tls_dir) as channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=ANSWER_S, wait_for_ready=settings.tls_dir is None
+            )
+        except aio.AioRpcError as error:
+            raise CheckError(f"{settings.verifier}: {explained(error, settings.tls_dir)}") from error
+    return f"{settings.verifier} serves"
+
+
+async def check_rights(settings: TrainerSettings) -> str:
+    """Of the trainer's ServiceAccount: the actors' pods, listed and watched."""
+    kube = in_cluster(settings)
+    if kube is None:
+        return "kubernetesApi.enabled is false: nothing is asked"
+    try:
+        pods, version = await kube.list_pods(settings.actor_selector)
+        async with kube.watch_pods(settings.actor_selector, version):
+            pass
+    finally:
+        await kube.close()
+    running = sum(pod.phase == "Running" for pod in pods)
+    return f"may list and watch pods; {running} of {len(pods)} actors run"
+
+
+async def check_policies(closed: str) -> str:
+    """An address that answers actors and the trainer, and nobody else."""
+    host, port = split_host_port(closed)
+    try:
+        async with asyncio.timeout(CLOSED_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (TimeoutError, OSError):
+        return f"{closed} is closed to this pod"
+    writer.close()
+    raise CheckError(
+        f"{closed} answers this pod, which no NetworkPolicy allows: use a network plugin that enforces them, or set "
+        "networkPolicy.enabled=false and know that whatever reaches the pods may call them"
+    )
+
+
+def checks(settings: TrainerSettings, closed: str) -> dict[str, Check]:
+    """By name, in the order in which a release comes up. `closed`: host:port that must not answer; empty = no policies."""
+    of_settings = {
+        "recipe": check_recipe,
+        "volume": check_volume,
+        "NATS": check_nats,
+        "trainer's Service": check_trainer,
+        "verifier's Service": check_verifier,
+        "rights": check_rights,
+    }
+    found: dict[str, Check] = {name: lambda check=check: check(settings) for name, check in of_settings.items()}  # type: ignore[misc]
+    if closed:
+        found["network policies"] = lambda: check_policies(closed)
+    return found
+
+
+async def failures(every: dict[str, Check]) -> list[str]:
+    """Runs all of them, prints a line for each, and returns the names of those that failed."""
+    failed = []
+    for name, check in every.items():
+        try:
+            async with asyncio.timeout(CHECK_S):
+                print(f"ok      {name}: {await check()}", flush=True)
+        except (PipelineRLError, TimeoutError) as error:
+            failed.append(name)
+            print(f"FAILED  {name}: {str(error) or f'no answer in {CHECK_S:g} s'}", flush=True)
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.release_test", description=__doc__)
+    parser.add_argument("--closed", default="", metavar="HOST:PORT", help="what network policies close to this pod")
+    arguments = parser.parse_args()
+    try:
+        settings = read_settings(TrainerSettings)
+    except PipelineRLError as error:
+        print(f"FAILED  environment: {error}")
+        return 1
+    failed = asyncio.run(failures(checks(settings, arguments.closed)))
+    print(f"failed: {', '.join(failed)}" if failed else "the release works")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

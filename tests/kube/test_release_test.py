@@ -1,0 +1,94 @@
+"""What `helm test` looks at in a release: each part that does not work is named, with what to do, and nothing else is."""
+
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from pipelinerl.bus.jetstream import connect
+from pipelinerl.service.grpc import serve_grpc
+from pipelinerl.service.settings import TrainerSettings
+from services.trainer import release_test
+from services.trainer.release_test import checks, failures
+from tests.chart.rendering import ROOT
+from tests.kube.api_server import ApiServer
+
+NAMES = ["recipe", "volume", "NATS", "trainer's Service", "verifier's Service", "rights", "network policies"]
+
+
+def unused() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+async def settings(
+    nats_url: str, run_name: str, api: ApiServer, account: Callable[[str], Path], tmp_path: Path
+) -> AsyncIterator[TrainerSettings]:
+    """Of a release that works: a real NATS with the run's streams, and servers that answer."""
+
+    async def healthy(_: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    api.add_pod("actor-0")
+    app = web.Application()
+    app.router.add_get("/healthz", healthy)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with (
+        connect(nats_url, run_name) as bus,
+        serve_grpc(lambda server: None, [], "127.0.0.1", 0, stop_grace_s=0.1) as verifier,
+    ):
+        await bus.create_streams()
+        yield TrainerSettings(
+            run=run_name,
+            recipe=ROOT / "recipes" / "repeated-addition.yaml",
+            instance="test",
+            nats_url=nats_url,
+            verifier=f"127.0.0.1:{verifier}",
+            pod_namespace=api.namespace,
+            service_account_dir=account("trainer-token"),
+            run_dir=tmp_path / "runs" / run_name,
+            rendezvous="127.0.0.1:29500",
+            http_port=runner.addresses[0][1],
+        )
+        await bus.delete_streams()
+    await runner.cleanup()
+
+
+async def test_each_part_that_does_not_work_is_named_and_no_other(
+    settings: TrainerSettings,
+    api: ApiServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(release_test, "ANSWER_S", 3.0)
+
+    async def failed(closed: str = "", **changed: object) -> list[str]:
+        return await failures(checks(settings.model_copy(update=changed), closed or unused()))
+
+    assert await failed() == []
+    said = capsys.readouterr().out.splitlines()
+    assert [line.removeprefix("ok").split(":")[0].strip() for line in said] == NAMES
+    assert "1 of 1 actors run" in said[5]
+
+    open_port = f"127.0.0.1:{api.port}"
+    (tmp_path / "file").write_text("")
+    for changed, name, what in (
+        ({"recipe": tmp_path / "file"}, "recipe", "file"),
+        ({"run_dir": Path("/proc/runs/x")}, "volume", "look at the claim's volume"),
+        ({"run": "another"}, "NATS", "another"),
+        ({"nats_url": f"nats://{unused()}"}, "NATS", "nats://"),
+        ({"http_port": int(unused().rpartition(":")[2])}, "trainer's Service", "does its Service select it"),
+        ({"verifier": unused()}, "verifier's Service", "127.0.0.1"),
+        ({"pod_namespace": "other"}, "rights", "verbs [list]"),
+        ({"closed": open_port}, "network policies", "networkPolicy.enabled=false"),
+    ):
+        assert await failed(**changed) == [name], capsys.readouterr().out
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+        assert what in line
+    assert not list(tmp_path.glob("**/.release-test-*"))
