@@ -175,6 +175,35 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"actor": {"image": {"reference": IMAGE}}}, {"main/actor image": IMAGE}),
     ({"actor": {"scheduleAfterTrainer": False}}, {"pod/actor spec affinity": None}),
+    (
+        {service: {"schedulerName": "volcano"} for service in SERVICES},
+        {f"pod/{pod} spec schedulerName": "volcano" for pod in SERVICES},
+    ),
+    (  # OpenShift gives each namespace uids of its own, and refuses others
+        {"security": {"runAsUser": None}},
+        {
+            f"pod/{pod} spec securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+            for pod in PODS
+        }
+        | {f"main/{pod} securityContext {key}": None for pod in PODS for key in ("runAsUser", "runAsGroup")},
+    ),
+    (
+        {"actor": {"capabilities": ["IPC_LOCK"]}},
+        {
+            "main/actor securityContext capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+            "main/trainer securityContext capabilities": {"drop": ["ALL"]},
+        },
+    ),
+    (
+        {"rewards": {"files": {"mine.py": "def score(item): ...\n"}}, "task": {"files": {"train.jsonl": "{}\n"}}},
+        {
+            "ConfigMap/pipelinerl-verifier-files data": {"mine.py": "def score(item): ...\n"},
+            "env/verifier PYTHONPATH": "/etc/pipelinerl/rewards",
+            "main/verifier volumeMounts * mountPath": ["/etc/pipelinerl/recipe", "/tmp", "/etc/pipelinerl/rewards"],
+            "ConfigMap/pipelinerl-trainer-files data": {"train.jsonl": "{}\n"},
+            "env/trainer PYTHONPATH": None,
+        },
+    ),
     (  # as a ResourceQuota on limits.cpu asks of each container
         {"test": {part: {"limits": {"cpu": "1"}} for part in ("resources", "natsResources", "verifierResources")}},
         {

@@ -84,10 +84,14 @@ def _outside(rendered: Rendered, component: str) -> list[tuple[str, list[int]]]:
     return [(peer["ipBlock"]["cidr"], _ports(rule)) for rule in rules for peer in rule["to"] if "ipBlock" in peer]
 
 
+PRIVATE = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"]
+
+
 @pytest.mark.parametrize("component", ["actor", "trainer"])
 def test_ways_out_are_values(component: str) -> None:
-    api, hub = [("0.0.0.0/0", [443, 6443])] if component == "trainer" else [], ("0.0.0.0/0", [443])
-    assert _outside(rendered_case("default"), component) == [*api, hub]
+    is_trainer, ports = component == "trainer", [443, 6443]
+    assert _outside(rendered_case("default"), component) == [("0.0.0.0/0", ports)] * is_trainer + [("0.0.0.0/0", [443])]
+    api = [(cidr, ports) for cidr in PRIVATE] * is_trainer
     assert _outside(rendered_case("cpu"), component) == api
     assert _outside(rendered_case("no-kubernetes-api"), component) == []
     assert _outside(rendered_case("external-nats"), component) == [("0.0.0.0/0", [4222]), *api]
@@ -97,6 +101,10 @@ def test_ways_out_are_values(component: str) -> None:
 def test_ways_out_can_be_narrowed() -> None:
     rendered = render({"networkPolicy": {"kubernetesApi": {"cidrs": ["10.1.0.5/32"]}, "hub": {"enabled": False}}})
     assert _outside(rendered, "trainer") == [("10.1.0.5/32", [443, 6443])]
+    closed = render({"networkPolicy": {"hub": {"enabled": False}, "kubernetesApi": {"cidrs": ["0.0.0.0/0", "203.0.113.9/32"]}}})
+    assert _outside(closed, "actor") == []
+    cidrs = [cidr for cidr, _ in _outside(closed, "trainer")]
+    assert cidrs == [*PRIVATE, "203.0.113.9/32"], "as ways to the API, or the hub would be reached by it"
     to = [{"ipBlock": {"cidr": "203.0.113.7/32"}}]
     tracing = {"endpoint": "https://otel.example.com"}
     rendered = render({"tracing": tracing, "networkPolicy": {"tracing": {"to": to, "ports": [443]}}})

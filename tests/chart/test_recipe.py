@@ -155,6 +155,9 @@ REFUSED: dict[str, dict[str, Any]] = {
         "recipe": EPISODES,
         "verifier": {"autoscaling": {"kind": "hpa"}},
     },
+    "rewards.files: 1000014 bytes are too many for a ConfigMap; mount a volume by verifier.extraVolumes": {
+        "rewards": {"files": {"big.py": "#" * 1_000_001}}
+    },
     "nats.url: is empty while nats.enabled is false": {"nats": {"enabled": False}},
     "nats.sequencesMaxGib: 25 is more than three quarters of nats.persistence.size = 32Gi": {"nats": {"sequencesMaxGib": 25}},
     ": is empty; name a Secret with tls.crt, tls.key and ca.crt": {"tls": {"grpc": {"enabled": True}}},

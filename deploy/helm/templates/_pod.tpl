@@ -1,22 +1,31 @@
 {{/* Parts of a pod that several services share. */}}
 
-{{/* Pod-level security: the `restricted` Pod Security Standard. Claims become writable through the group. */}}
+{{/* The root context. Pod-level security: the `restricted` Pod Security Standard. Claims become writable through the group. */}}
 {{- define "pipelinerl.podSecurityContext" -}}
 runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
+{{- with .Values.security.runAsUser }}
+runAsUser: {{ int . }}
+runAsGroup: {{ int . }}
+fsGroup: {{ int . }}
 fsGroupChangePolicy: OnRootMismatch
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
+{{/* dict root, optional component. */}}
 {{- define "pipelinerl.containerSecurityContext" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-capabilities: {drop: [ALL]}
+{{- with .root.Values.security.runAsUser }}
+runAsUser: {{ int . }}
+runAsGroup: {{ int . }}
+{{- end }}
+capabilities:
+  drop: [ALL]
+  {{- with and .component (index .root.Values .component).capabilities }}
+  add: {{ toYaml . | nindent 4 }}
+  {{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
@@ -33,7 +42,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- $tolerations = concat .root.Values.gpu.tolerations $tolerations | uniq -}}
 {{- end -}}
 {{- with $tolerations -}}{{- $_ := set $spec "tolerations" . -}}{{- end -}}
-{{- range $key := list "nodeSelector" "affinity" "runtimeClassName" "priorityClassName" -}}
+{{- range $key := list "nodeSelector" "affinity" "runtimeClassName" "priorityClassName" "schedulerName" -}}
 {{- with index $values $key -}}{{- $_ := set $spec $key . -}}{{- end -}}
 {{- end -}}
 {{- if and (eq .component "actor") $values.scheduleAfterTrainer -}}
@@ -179,9 +188,17 @@ readinessProbe:
 {{- if .root.Values.tls.grpc.enabled }}
 - {name: tls, mountPath: /etc/pipelinerl/tls, readOnly: true}
 {{- end }}
+{{- with include "pipelinerl.files" . }}
+- {name: files, mountPath: {{ eq $.component "verifier" | ternary "/etc/pipelinerl/rewards" "/etc/pipelinerl/task" }}, readOnly: true}
+{{- end }}
 {{- with (index .root.Values .component).extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* dict root, component: files of the values that its pods see, as JSON: modules with rewards, or problems. Nothing where there are none. */}}
+{{- define "pipelinerl.files" -}}
+{{- with dict "verifier" .root.Values.rewards.files "trainer" .root.Values.task.files | dig .component dict -}}{{- toJson . -}}{{- end -}}
 {{- end -}}
 
 {{- define "pipelinerl.volumes" -}}
@@ -192,6 +209,10 @@ readinessProbe:
 {{- if .root.Values.tls.grpc.enabled }}
 - name: tls
   secret: {secretName: {{ include "pipelinerl.tls.secret" . | quote }}}
+{{- end }}
+{{- with include "pipelinerl.files" . }}
+- name: files
+  configMap: {name: {{ include "pipelinerl.fullname" $.root }}-{{ $.component }}-files}
 {{- end }}
 {{- with (index .root.Values .component).extraVolumes }}
 {{ toYaml . }}
