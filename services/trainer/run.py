@@ -166,11 +166,12 @@ class TrainingRun:
         return finished
 
     async def _train_when_actors_are_there(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
+        if self.loop.version < self._recipe.trainer.steps:  # another run of this release may have finished
+            background.append(tasks.create_task(tell_phase(self._settings, RUNNING, self.loop.version)))
         if self.loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
             await self._wait_for_actors()
             background.append(tasks.create_task(self.feeder.run()))
             self.recorder.training_begins()
-            background.append(tasks.create_task(tell_phase(self._settings, RUNNING, self.loop.version)))
             await asyncio.to_thread(note_training_began, self._settings.run_dir, time.time())
             await self.loop.run()
         await self._publish_last()

@@ -46,12 +46,21 @@ async def test_a_finished_run_leaves_what_it_was_told_to(
             await api.until(lambda: 403 in api.refused)  # a Role that comes late is waited for
             api.rights["trainer-token"] = TRAINER | {*COMPLETION[mode]}
             await api.until(lambda: api.configs["rl-run"].get("phase") == "Finished")
+            assert api.configs["rl-run"] == {"theirs": "stays", "phase": "Finished", "run": RUN, "policyVersion": "4"}
             assert api.scales["rl-actor"]["replicas"] == 0  # who waited for it finds the GPUs free
         await api.until(lambda: {name: scale["replicas"] for name, scale in api.scales.items()} == left)
         assert not running.done()
         stop.set()
         await running
-    told = {"phase": "Finished", "run": RUN, "policyVersion": "4"} if mode != "keep" else {}
-    assert api.configs == {"rl-run": {"theirs": "stays", **told}}
+    async with (
+        training_run(tmp_path, settings=settings) as (run, _),
+        asyncio.timeout(120),
+    ):  # another one, which waits for actors
+        stop = asyncio.Event()
+        running = asyncio.create_task(run.run(stop))
+        if mode != "keep":
+            await api.until(lambda: api.configs["rl-run"]["phase"] == "Running")
+        stop.set()
+        await running
     asked: set[Permission] = {*api.calls} - TRAINER
     assert asked == {*COMPLETION[mode]}
