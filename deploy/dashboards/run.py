@@ -93,7 +93,7 @@ _LEARNING = Section(
         ),
         Panel(
             "Reported numbers",
-            "Means of what rewards (their terms) and environments (their metrics, turns) report, of training and of evaluations.",
+            "Means of what rewards (their terms) and environments (metrics, turns) report, of training and of evaluations.",
             "What the reward is to teach rises.",
             "One term rises at the cost of another, or turns grow without the reward.",
             (
