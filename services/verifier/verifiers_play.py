@@ -35,6 +35,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     if VERIFIERS.is_dir():
         sys.path.insert(0, str(VERIFIERS))
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the programs and tool servers that it starts
+    os.environ["UV_PYTHON"] = sys.executable  # uv prepares programs of the package, and this path is of this Python
     os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     try:
         import verifiers.v1 as vf
