@@ -106,9 +106,7 @@ CASES: dict[str, Case] = {
     "external-nats-open": Case({"nats": {"enabled": False, "url": "nats://nats.messaging:4222"}}, cpu=True),
     "nats-3": Case({"nats": {"replicas": 3}}),
     "nats-no-login": Case({"nats": {"auth": {"enabled": False}, "persistence": {"enabled": False}}}, cpu=True),
-    "two-nodes": Case(
-        {"trainer": {"nodes": 2, "gpus": 8, "persistence": {"existingClaim": "shared"}, "onCompletion": "release"}}
-    ),
+    "two-nodes": Case({"trainer": {"nodes": 2, "gpus": 8, "persistence": {"existingClaim": "shared"}}}),
     "keda": Case(
         {"actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://p:9090"}}}, "metrics": MONITORED}
     ),

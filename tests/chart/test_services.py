@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.service.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings, read_settings
 from pipelinerl.telemetry.tracing import TracingSettings
 from tests.chart.cases import CASES, rendered_case
-from tests.chart.rendering import COMPONENT, SERVICES, Object, Pod, Rendered, environment
+from tests.chart.rendering import COMPONENT, SERVICES, Object, Pod, Rendered, environment, render
 
 SETTINGS: dict[str, type[ServiceSettings]] = {"actor": ActorSettings, "trainer": TrainerSettings, "verifier": VerifierSettings}
 PREFIX = "PIPELINERL_"
@@ -84,8 +84,9 @@ def test_services_are_started_by_their_modules_with_variables_that_they_know(ren
 def test_the_chart_decides_every_setting_of_a_cluster() -> None:
     """A setting that no case sets is one that its author forgot here."""
     given: dict[str, set[str]] = {service: set() for service in SERVICES}
-    for name in CASES:
-        for pod in services(rendered_case(name)):
+    ending = render({"trainer": {"onCompletion": "release"}})  # no case: its rights are those of test_rights.py
+    for rendered in (*map(rendered_case, CASES), ending):
+        for pod in services(rendered):
             given[pod.component] |= set(environment(pod.main))
     for service, kind in SETTINGS.items():
         assert names_of(kind.model_fields.keys() - LOCAL) - given[service] <= {f"{PREFIX}SERVICE_ACCOUNT_DIR"}, service
