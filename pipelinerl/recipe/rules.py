@@ -164,6 +164,8 @@ def _rewards(recipe: Recipe) -> Broken:
             one.reward.sandbox and one.reward.is_function for one in recipe.sets_by_place.values()
         ):
             yield f"{place}reward.scorer", "code cannot be mixed with a function of your own that has reward.sandbox: true"
+        if reward.scorer == "code" and share.task.is_episodic:
+            yield f"{place}reward.scorer", f"code scores completions, not episodes (task.source = {share.task.source!r})"
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
         if share.task.source in ("environment", "agent", "verifiers") and reward.truncated == "zero":

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -299,7 +299,7 @@ class GenerationLoop:
         async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
             seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
             name = f"{group.sequence_id(index)}.{number}"
-            made = await self._generated(GenerationRequest(name, context, sampling, seed, salt))
+            made = await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt))
             self._held.count_turn(group, index, len(made.completion_token_ids))
             return made
 
@@ -347,15 +347,23 @@ class GenerationLoop:
         if finish_reason is not None or self._interrupted:
             return replace(start, finish_reason=finish_reason)
         started = time.monotonic()
-        generation = await self._generated(request_of(group, start, self._gate.cache_salt))
+
+        def request() -> GenerationRequest:
+            nonlocal started
+            started = time.monotonic()
+            return request_of(group, start, self._gate.cache_salt)
+
+        generation = await self._generated(request)
         sample, carried = continued(start, generation, time.monotonic() - started), len(start.completion_token_ids)
         return cut_at_stop(sample, carried, group.sampling.stop, self._engine.decode)
 
-    async def _generated(self, request: GenerationRequest) -> Generation:
-        """In one of the H places, for which it waits. An interruption ends it. Raises `EngineError`."""
+    async def _generated(self, make: Callable[[], GenerationRequest]) -> Generation:
+        """In one of the H places, for which it waits before the request is made: weights may change until then. An interruption
+        ends it. Raises `EngineError`."""
         async with self._places:
             if self._interrupted:
                 return NO_TOKENS
+            request = make()
             self._metrics.busy.enter()
             self._generating.add(request.request_id)
             try:

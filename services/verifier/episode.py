@@ -17,7 +17,6 @@ import selectors
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -263,7 +262,7 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
     if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:
         own["PIPELINERL_ROW"] = row
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
-    with tempfile.TemporaryFile() as given:
+    with os.fdopen(os.memfd_create("row"), "r+b") as given:  # in a sandbox there is no folder for one
         given.write(row.encode())
         given.seek(0)
         program = subprocess.Popen(

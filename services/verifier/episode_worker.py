@@ -17,6 +17,7 @@ import os
 import random
 import resource
 import selectors
+import shlex
 import signal
 import socket
 import struct
@@ -24,6 +25,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -65,7 +67,7 @@ def main() -> int:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
         tasks = recipe.episodic_tasks
         plays = {name: _play_of(recipe, name, search_path=sys.argv[2]) for name in tasks}
-        if missing := confinement_missing(connects=True):
+        if missing := confinement_missing():
             for share in tasks.values():
                 if share.reward.sandbox:
                     raise FieldError("reward.sandbox", True, missing)
@@ -183,7 +185,7 @@ class Template:
 
 def _is_confined(share: ProblemSet) -> bool:
     if share.reward.sandbox is None:  # an agent may do what it likes unless told otherwise; verifiers has servers of its own
-        return share.task.source not in ("agent", "verifiers") and not confinement_missing(connects=True)
+        return share.task.source not in ("agent", "verifiers") and not confinement_missing()
     return share.reward.sandbox
 
 
@@ -196,7 +198,8 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
     lower_limit(resource.RLIMIT_AS, address_space() + share.reward.memory_mib * MIB)
     renew_cpu_limit(share.task.episode_timeout_s)
     if _is_confined(share):
-        confine(filter(None, [share.task.path]), urlsplit(request.base_url).port)
+        named = [Path(word).parent for word in shlex.split(share.task.command) if os.path.isfile(word)]
+        confine([*filter(None, [share.task.path]), *named], urlsplit(request.base_url).port)
     random.seed(request.seed)  # else all episodes would draw the same from the template's state
 
     policy = Policy(request.base_url, lambda waits: verifier.send_bytes(WAITS if waits else WORKS))

@@ -6,7 +6,7 @@
 read-only; within limits of wall-clock time, CPU time, memory and output. It uses the strongest means there is:
 
     bubblewrap   namespaces of its own (user, processes, network, IPC, mounts), a folder in memory of bounded size
-    landlock     rules of the kernel on files; the folder is read-only, since nothing bounds how much would be written
+    landlock     rules of the kernel on files, from Linux 6.2 on; the folder is read-only, since nothing bounds what is written
     none         limits only: refused unless the caller says that it trusts the program
 
 With the first two, seccomp admits the system calls on a list and no others: none that opens a socket, starts a process or
@@ -32,6 +32,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ class Ended:
 _FILES = (
     "read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat openat2 creat close close_range "
     "stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getcwd chdir fchdir "
-    "getdents getdents64 lseek dup dup2 dup3 fcntl flock fsync fdatasync ftruncate fallocate fadvise64 copy_file_range "
-    "sendfile splice tee mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 umask pipe pipe2 ioctl"
+    "getdents getdents64 lseek dup dup2 dup3 flock fsync fdatasync ftruncate fallocate fadvise64 copy_file_range "
+    "sendfile splice tee mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 umask pipe pipe2"
 )
 _MEMORY = "mmap munmap mprotect mremap madvise brk mincore msync membarrier"
 _WAITING = (
@@ -92,9 +93,14 @@ _OWN_STATE = (
     "getrandom clock_gettime clock_getres gettimeofday time times getrusage sysinfo uname getcpu sched_getaffinity getpriority "
     "getrlimit setrlimit execve execveat exit exit_group wait4 waitid"
 )
-_PAIRS = "socketpair sendto recvfrom sendmsg recvmsg sendmmsg recvmmsg shutdown getsockopt setsockopt getsockname getpeername"
+_PAIRS = "recvfrom recvmsg recvmmsg shutdown getsockopt setsockopt getsockname getpeername"
 _SIGNALS = "kill tkill tgkill"
-_PROCESSES = "fork vfork clone setsid setpgid pidfd_open prctl"
+_PROCESSES = "fork vfork clone setsid setpgid pidfd_open prctl memfd_create"
+_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
+"""Duplicates, flags, locks and sizes of pipes; none that names a process to be signalled."""
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+_STREAM, _SEQPACKET, _MSG_FASTOPEN = 1, 5, 0x20000000
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
 _NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
 _CLONE_THREAD = 0x10000
@@ -134,16 +140,23 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
         add(_ALLOW, " ".join((_FILES, _MEMORY, _WAITING, _OWN_STATE, _PAIRS)))
         add(_REFUSE | errno.ENOSYS, "clone3")
         add(_ALLOW, "prlimit64", (0, _EQUAL, 0, 0))  # its own limits
+        for name, commands in (("fcntl", _FCNTL), ("ioctl", _IOCTL)):
+            for command in commands:
+                add(_ALLOW, name, (1, _EQUAL, command, 0))
+        for kind in (_STREAM, _SEQPACKET):  # a datagram could be sent to a socket of others
+            add(_ALLOW, "socketpair", (1, _MASKED_EQUAL, 0xF, kind))
+        for name, flags in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)):  # MSG_FASTOPEN would connect
+            add(_ALLOW, name, (flags, _MASKED_EQUAL, _MSG_FASTOPEN, 0))
         add(_ALLOW, "prctl", (0, _EQUAL, _PR_SET_NAME, 0))
         add(_ALLOW, "clone", (0, _MASKED_EQUAL, _CLONE_THREAD, _CLONE_THREAD))
         if signals:
             add(_ALLOW, _SIGNALS)
         if processes:
             add(_ALLOW, _PROCESSES)
-        if connects:  # streams of IPv4 and IPv6
+        if connects:  # TCP of IPv4 and IPv6, which is what Landlock knows ports of
             add(_ALLOW, "connect")
-            for family in (2, 10):
-                add(_ALLOW, "socket", (0, _EQUAL, family, 0), (1, _MASKED_EQUAL, 0xF, 1))
+            for family, protocol in product((2, 10), (0, 6)):
+                add(_ALLOW, "socket", (0, _EQUAL, family, 0), (1, _MASKED_EQUAL, 0xF, _STREAM), (2, _EQUAL, protocol, 0))
         with open(os.memfd_create("filter"), "r+b") as exported:
             if failed := library.seccomp_export_bpf(context, exported.fileno()):
                 raise OSError(-failed, "seccomp_export_bpf")
@@ -157,7 +170,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on every architecture
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _CONNECT_TCP = 2
-_RIGHTS_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+_RIGHTS_BY_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+_LEAST, _SCOPED = 3, 6
+"""Versions: before the first, whoever may read a file may cut it to nothing; before the second, signals reach outside."""
 _SCOPES = 3
 """No signals and no abstract sockets to processes outside; from version 6 on."""
 
@@ -263,7 +278,7 @@ def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits
             for name, content in files.items():
                 Path(folder, name).write_bytes(content)
             if means is Means.LANDLOCK:
-                readable, calls = [*_python_paths(), folder], _filter(signals=landlock_version() >= 6)
+                readable, calls = [*_python_paths(), folder], _filter(signals=landlock_version() >= _SCOPED)
                 confined = _confinement(readable, calls)
 
         def limited() -> None:
@@ -271,7 +286,7 @@ def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits
             bounds = {
                 resource.RLIMIT_CPU: cpu_s,
                 resource.RLIMIT_AS: limits.memory_mib * MIB,
-                resource.RLIMIT_FSIZE: limits.output_bytes,
+                resource.RLIMIT_FSIZE: max(limits.output_bytes, *map(len, files.values())),  # bubblewrap writes these
                 resource.RLIMIT_CORE: 0,
                 resource.RLIMIT_NOFILE: 64,
             }
@@ -310,20 +325,20 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
 
     For a process of one thread, as Landlock binds the thread that asks for it. Raises `NoSandbox`.
     """
-    if missing := confinement_missing(connects=connect_port is not None):
+    if missing := confinement_missing():
         raise NoSandbox(missing)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise NoSandbox(f"{threads} threads run already; start them later than the module is imported")
     shared = (*_python_paths(), *filter(None, sys.path), *_NAMES, f"/proc/{os.getpid()}", *readable)
     _restrict_files(shared, connect_port)
-    _restrict_calls(_filter(signals=landlock_version() >= 6, processes=True, connects=connect_port is not None))
+    _restrict_calls(_filter(signals=True, processes=True, connects=connect_port is not None))
 
 
-def confinement_missing(*, connects: bool) -> str:
-    """What this machine lacks for `confine`; empty when nothing. `connects`: to one port."""
-    version, (needed, kernel) = landlock_version(), (4, "6.7") if connects else (1, "5.13")
-    if version < needed:
-        return f"Landlock of Linux {kernel} or later is needed; its version here is {version}, 0 is none"
+def confinement_missing() -> str:
+    """What this machine lacks for `confine`; empty when nothing. Processes that start others must be able to signal these and
+    nobody else, which Landlock tells apart from Linux 6.12 on."""
+    if landlock_version() < _SCOPED:
+        return f"Landlock of Linux 6.12 or later is needed; its version here is {landlock_version()}, of {_SCOPED}"
     try:
         _filter(signals=True)
     except OSError as error:
@@ -385,7 +400,7 @@ def strongest_means() -> Means:
     for means in (Means.BUBBLEWRAP, Means.LANDLOCK):
         if means is Means.BUBBLEWRAP and not shutil.which("bwrap"):
             continue
-        if means is Means.LANDLOCK and not landlock_version():
+        if means is Means.LANDLOCK and landlock_version() < _LEAST:
             continue
         try:
             ended = run(program, files, b"", Limits(timeout_s=20.0), means)

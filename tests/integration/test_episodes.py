@@ -172,7 +172,7 @@ async def test_processes_an_environment_started_end_with_its_episode(
     assert [pid for pid in pids if not ends_within(pid, START_S)] == []
 
 
-@pytest.mark.skipif(bool(confinement_missing(connects=True)), reason=confinement_missing(connects=True))
+@pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
 async def test_an_environment_gets_out_no_more_than_a_program(hostile: Verifier, policy: FakeEndpoint, tmp_path: Path) -> None:
     with surroundings_in(tmp_path) as surroundings:
         escapes = [surroundings.filled(program, hostile.process.pid) for name, program in ESCAPES.items() if name not in MAY]
@@ -336,6 +336,21 @@ if "sleep" in row:
     open(row["sleep"], "w").write(f"{os.getpid()} {sleeper.pid}")
     sleeper.wait()
 """
+
+
+async def test_an_agent_runs_in_a_sandbox_where_the_recipe_says_so(tmp_path: Path, policy: FakeEndpoint) -> None:
+    """It asks the policy, and writes no file."""
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent/main.py").write_text(AGENT)
+    task = {"source": "agent", "name": "asking", "path": "unused.jsonl", "episode_timeout_s": START_S}
+    task["command"] = f"{sys.executable} {tmp_path}/agent/main.py"
+    row = {"question": "half?", "sleep": str(tmp_path / "pids")}
+    asked = [
+        episode(policy, one, number, answer="0.5", task="asking") for number, one in enumerate(({"question": "half?"}, row))
+    ]
+    results = await served(tmp_path, recipe(task=task, reward={"sandbox": True}), *asked)
+    assert [(status_name(result.status), result.reward) for result in results] == [("ok", 1.0), ("crashed", 0.0)]
+    assert not (tmp_path / "pids").exists()
 
 
 async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, policy: FakeEndpoint) -> None:

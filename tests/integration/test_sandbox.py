@@ -51,8 +51,10 @@ def test_no_program_gets_out(name: str, means: Means, surroundings: Surroundings
 
 
 UNSAFE_WITHOUT_SANDBOX = {
-    "traces its parent", "writes to Python's library", "takes its parent's priority", "moves its parent to one core",
-    "leaves System V memory", "opens a ring that opens sockets", "has a terminal", "sends by UDP", "takes namespaces",
+    "traces its parent", "writes to Python's library", "takes its parent's priority",
+    "moves its parent to one core", "leaves System V memory", "connects by a protocol without ports to Landlock",
+    "connects with its first data", "opens a ring that opens sockets", "has a terminal",
+    "sends by UDP", "takes namespaces",
 }  # fmt: skip
 """What would hurt this process or outlast the test, or what a machine may forbid by itself."""
 

@@ -122,7 +122,7 @@ def test_a_judge_scores_and_no_worker_has_its_key(tmp_path: Path, monkeypatch: p
 # --- a sandbox
 
 
-@pytest.mark.skipif(bool(confinement_missing(connects=False)), reason=confinement_missing(connects=False))
+@pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
 async def test_a_reward_in_a_sandbox_gets_out_no_more_than_a_program(tmp_path: Path) -> None:
     folder = tmp_path / "verifier"
     folder.mkdir()
@@ -359,8 +359,9 @@ from services.verifier.worker import score_item
 
 answers, completions = {"json_schema": '{"const": 12}'}, {"math_boxed": r"\\boxed{12}"}
 entry = {"question": "", "answer": "12", "metadata": {}}
+row = {"tests": [{"input": "", "output": ""}]}
 for scorer in SCORERS:
-    reference = {"answer": answers.get(scorer, "12"), "dataset": "chain_sum", "entry": entry}
+    reference = {"answer": answers.get(scorer, "12"), "dataset": "chain_sum", "entry": entry, "row": row}
     item = VerifyItem(completion_text=completions.get(scorer, "12"), reference_json=json.dumps(reference), judgement="1")
     judge = JudgeConfig(url="http://judge/v1", model="m", template="{completion}", pattern="(.)")
     result = score_item(make_reward(RewardConfig(scorer=scorer, judge=judge), TaskConfig()), item)

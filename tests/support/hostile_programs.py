@@ -55,13 +55,31 @@ if 'secret' in open('hard').read(): print('escaped')""",
     "takes its parent's limits": "import resource\nresource.prlimit({parent}, resource.RLIMIT_CORE, (0, 0))\nprint('escaped')",
     "starts a process": "import os\nif os.fork() == 0: os._exit(0)\nprint('escaped')",
     "starts a program": "import subprocess\nsubprocess.run(['/bin/true'], check=True)\nprint('escaped')",
+    "has a signal sent to its parent": """
+import fcntl, os
+reading, writing = os.pipe()
+fcntl.fcntl(reading, fcntl.F_SETOWN, {parent})
+print('escaped')""",
+    "connects with its first data": """
+import socket
+opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+opened.sendto(b'x', 0x20000000, ('127.0.0.1', {port}))
+print('escaped')""",
+    "connects by a protocol without ports to Landlock": """
+import socket
+socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262).connect(('127.0.0.1', {port}))
+print('escaped')""",
+    "sends to a socket by a pair of its own": """
+import socket
+socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+print('escaped')""",
     "takes namespaces": _SYSCALL + "if libc.unshare(0x10000000) == 0: print('escaped')",
     "outlives its parent": _SYSCALL + "if libc.prctl(1, 0, 0, 0, 0) == 0: print('escaped')",
     "has a terminal": "open('/dev/tty', 'w').write('x')\nprint('escaped')",
     "has memory without a name": "import os\nos.memfd_create('x')\nprint('escaped')",
 }
 
-MAY = {"lists processes", "starts a process", "starts a program", "outlives its parent"}
+MAY = {"lists processes", "starts a process", "starts a program", "outlives its parent", "has memory without a name"}
 """What users' code may do in its sandbox, since the verifier ends all that it started."""
 
 HOGS = {

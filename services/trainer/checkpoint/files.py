@@ -54,7 +54,7 @@ def link_tree(source: Path, target: Path, without: str) -> None:
 
 def _link(source: str, target: str) -> str:
     try:
-        os.link(source, target)
+        os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copy2(source, target)
     return target

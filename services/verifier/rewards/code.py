@@ -111,6 +111,8 @@ def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
         raise BadReference(field, f"{given!r:.200} is no list of tests: {error!r:.100}") from error
     if not tests:
         raise BadReference(field, "no tests")
+    if any(len(test.stdout) > Limits.output_bytes for test in tests):
+        raise BadReference(field, f"expects more output than the {Limits.output_bytes} bytes that are read")
     return tests
 
 
