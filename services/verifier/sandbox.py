@@ -109,7 +109,7 @@ _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
 
 
-_NAMES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl")
+_NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl")
 
 
 class _Comparison(ctypes.Structure):
@@ -329,7 +329,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
         raise NoSandbox(missing)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise NoSandbox(f"{threads} threads run already; start them later than the module is imported")
-    shared = (*_python_paths(), *filter(None, sys.path), *_NAMES, f"/proc/{os.getpid()}", *readable)
+    shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)
     _restrict_files(shared, connect_port)
     _restrict_calls(_filter(signals=True, processes=True, connects=connect_port is not None))
 
