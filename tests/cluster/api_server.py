@@ -66,22 +66,26 @@ class ApiServer(api_server.ApiServer):
         account = self._accounts.get(request.headers.get("Authorization", "").partition(" ")[2])
         if account is None:
             self._refuse(401, "Unauthorized", "Unauthorized")
-        if request.match_info["namespace"] == self.namespace and self._grants(account, permission):
+        name = request.match_info.get("name", "")
+        if request.match_info["namespace"] == self.namespace and self._grants(account, permission, name):
             return
         message = (
             f'User "system:serviceaccount:{self.namespace}:{account}" cannot {permission.verb} resource '
-            f'"{permission.resource}" in API group "" in the namespace "{self.namespace}"'
+            f'"{permission.resource}" in API group "{permission.group}" in the namespace "{self.namespace}"'
         )
         self.denied.append(message)
         self._refuse(403, "Forbidden", f"{permission.resource} is forbidden: {message}")
 
-    def _grants(self, account: str, permission: Permission) -> bool:
+    def _grants(self, account: str, permission: Permission, name: str) -> bool:
+        """`name`: of the object that is asked for; empty for a list, a watch or a new one, which no rule with names grants."""
         subject = {"kind": "ServiceAccount", "name": account, "namespace": self.namespace}
         bindings = [binding for binding in self._rendered.of_kind("RoleBinding") if subject in binding["subjects"]]
         roles = [self._rendered.one("Role", binding["roleRef"]["name"]) for binding in bindings]
         return any(
-            permission.verb in rule["verbs"] and "" in rule["apiGroups"] and permission.resource in rule["resources"]
+            permission.verb in rule["verbs"]
+            and permission.group in rule["apiGroups"]
+            and permission.resource in rule["resources"]
+            and ("resourceNames" not in rule or name in rule["resourceNames"])
             for role in roles
             for rule in role["rules"]
-            if "resourceNames" not in rule
         )
