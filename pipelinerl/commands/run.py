@@ -51,7 +51,6 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.local.ending import finish
     from pipelinerl.local.progress import open_display
     from pipelinerl.local.runner import LocalRun
-    from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
     from pipelinerl.service.logs import LogContext, configure_logging
 
     page_port, metrics_port = chosen_ports(args)
@@ -59,8 +58,6 @@ def execute(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
         recipe, run_dir, notes = make(args, overrides, stack)
-        if problem := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count)):
-            notes.append(f"warning: {problem}")
         with open_display() as display:
             configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
             display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
@@ -95,16 +92,16 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
 
     from pipelinerl.local.resume import locked
     from pipelinerl.recipe.loading import load_recipe
-    from pipelinerl.recipe.preflight import check_environment
+    from pipelinerl.recipe.preflight import check_environment, doubts
     from pipelinerl.run_dir import create_run_dir
 
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or go on with a run by --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
-    check_environment(recipe)
+    warnings = [f"warning: {doubt}" for doubt in doubts(recipe, check_environment(recipe).sources)]
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir)
     stack.enter_context(locked(run_dir))
-    return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}"]
+    return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}", *warnings]
 
 
 def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:

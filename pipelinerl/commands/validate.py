@@ -8,8 +8,6 @@ memory the GPUs have that it is meant for, it adds up what has to fit there.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from pipelinerl.errors import FieldError
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
     from pipelinerl.rl.memory import Model
+    from pipelinerl.tasks.source import Source
 
 NAME = "validate"
 HELP = "check a recipe and print a summary of it"
@@ -56,13 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0; raises `UserError` with everything that is wrong otherwise."""
     from pipelinerl.recipe.loading import RecipeError, load_recipe
-    from pipelinerl.recipe.preflight import Lacking, examine
+    from pipelinerl.recipe.preflight import Examination, Lacking, doubts, examine
     from pipelinerl.rl.memory import actor_problem, trainer_problem
-    from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 
     recipe = load_recipe(args.recipe, args.overrides)
-    found, memory = [] if args.fields_only else examine(recipe), list[tuple[str, str]]()
-    mistakes = [problem for problem in found if not isinstance(problem, Lacking)]
+    examined, memory = Examination() if args.fields_only else examine(recipe), list[tuple[str, str]]()
+    mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
         raise FieldError("--parameters", args.parameters, "is for --gpu-memory; give that too, or leave both out")
     if args.gpu_memory is not None:
@@ -73,16 +71,37 @@ def execute(args: argparse.Namespace) -> int:
         mistakes += [problem for problem in told if problem is not None]
     if mistakes:
         raise RecipeError(recipe.name, mistakes)
+    data, too_long = data_outline(recipe, examined.sources)
     print(f"{recipe.name}: valid")
-    for name, value in [*outline(recipe), *memory]:
+    for name, value in [*outline(recipe), *data, *memory]:
         print(f"  {name:<11}  {value}")
-    if warning := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count)):
-        print(f"warning:\n  - {warning}")
-    if found:
-        print("not runnable on this machine:")
-    for problem in found:
-        print(f"  - {problem}")
+    warnings = [*doubts(recipe, examined.sources), *too_long]
+    for title, problems in (("warning", warnings), ("not runnable on this machine", examined.problems)):
+        if lines := [f"  - {problem}" for problem in problems]:
+            print(f"{title}:", *lines, sep="\n")
     return 0
+
+
+def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:
+    """What the user's files hold, as (name, value) rows, and what is wrong with prompts that leave no room for an answer."""
+    from pipelinerl.recipe.model_folder import token_counter
+    from pipelinerl.recipe.preflight import files_in
+
+    rows, too_long, limit = [], [], recipe.model.max_context
+    files = list(files_in(sources))
+    count = token_counter(recipe.model) if files else None
+    for place, source in files:
+        task, tokens = recipe.sets_by_place[place].task, ""
+        if count is not None and not task.is_episodic:
+            in_chat = task.prompt_style == "chat"
+            shared = (task.instruction, task.system_prompt if in_chat else "")
+            longest = count("\n".join((*shared, *problem.texts)) for problem in source.problems)
+            tokens = f", the longest prompt of {longest:,} tokens{' without the chat template' if in_chat else ''}"
+            if longest >= limit:
+                fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context = {limit}"
+                too_long.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))
+        rows.append(("data", f"{task.path}: {len(source.problems):,} problems, {source.num_heldout:,} held out{tokens}"))
+    return rows, too_long
 
 
 def outline(recipe: Recipe) -> list[tuple[str, str]]:
@@ -168,6 +187,7 @@ def gib_of(text: str) -> float:
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
     """The recipe's model of so many parameters; None: as its files or its name say. Raises `FieldError`."""
     from pipelinerl.commands.plan import size_of
+    from pipelinerl.recipe.model_folder import parameters_in
     from pipelinerl.rl.memory import Model
 
     if parameters is not None:
@@ -180,19 +200,6 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
         fix = f"the name of the model, {name}, does not tell its size; give it, with all experts of a mixture, such as 7.6B"
         raise FieldError("--parameters", None, fix)
     return Model.of(recipe, _ROUNDED * max(named))
-
-
-def parameters_in(folder: Path) -> int:
-    """Elements of all tensors in the folder's safetensors files, by their headers. Raises `FieldError`."""
-    parameters = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            try:
-                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size)))
-            except ValueError as error:
-                raise FieldError("model.name", str(folder), f"{path.name} is no safetensors file: {error}") from None
-        parameters += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return parameters
 
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:

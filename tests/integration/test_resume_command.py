@@ -17,6 +17,7 @@ from pipelinerl.cli import main
 from pipelinerl.local.processes import kill_session, living_names
 from pipelinerl.local.resume import find_run
 from tests.support.local_run import FAKES
+from tests.unit.builders import model_folder
 
 STAND_IN = "import runpy, sys; sys.argv = [{path!r}, {kind!r}]; runpy.run_path({path!r}, run_name='__main__')"
 Outcome = tuple[int, str]
@@ -31,8 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for part in (package.parent, package):
             (part / "__init__.py").touch()
         (package / "__main__.py").write_text(STAND_IN.format(path=str(FAKES), kind=kind))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    model_folder(tmp_path / "model")
     (tmp_path / "mine.yaml").write_text("name: mine\nmodel: {source: path, name: model}\ntask: {}\ntrainer: {steps: 40}\n")
     paths = (str(tmp_path / "stand-ins"), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))

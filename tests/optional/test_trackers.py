@@ -141,5 +141,5 @@ def stored(data: bytes) -> Iterator[bytes]:
 
 
 def test_preflight_finds_the_packages() -> None:
-    found = examine(make_recipe(trackers=["tensorboard", "mlflow", "wandb"]))
+    found = examine(make_recipe(trackers=["tensorboard", "mlflow", "wandb"])).problems
     assert [problem for problem in found if "trackers" in str(problem)] == []

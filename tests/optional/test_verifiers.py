@@ -130,7 +130,7 @@ def test_an_environment_that_cannot_be_loaded_is_named_before_a_run(monkeypatch:
     monkeypatch.setenv("PYTHONPATH", HERE)
 
     def said(name: str) -> list[str]:
-        return [str(problem) for problem in examine(make_recipe(task={"source": "verifiers", "name": name}))]
+        return [str(problem) for problem in examine(make_recipe(task={"source": "verifiers", "name": name})).problems]
 
     assert [problem for problem in said("say-digits") if "task." in problem] == []
     assert any("task.name = 'no-such': taskset 'no-such' not found" in problem for problem in said("no-such"))

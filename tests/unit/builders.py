@@ -1,10 +1,14 @@
 """Hand-made sequences and groups for tests, and damaged messages."""
 
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipelinerl.messages.sequences import Branch, PromptGroup, SamplingParams, Sequence, Turn, VersionSpan
 from pipelinerl.recipe.fields import Recipe, TaskShare
@@ -117,3 +121,26 @@ def changed(message: Any, **changes: Any) -> Any:
         member, _, name = path.rpartition("__")  # "members_1__ranks": of members[1]
         setattr(copy.members[int(member[-1])] if member else copy, name, value)
     return copy
+
+
+def write_weights(path: Path, **shapes: tuple[int, ...]) -> None:
+    """A file of weights of these shapes, all of one byte each and zero, which take no room on the disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "U8", "shape": shape, "data_offsets": [end, end + math.prod(shape)]}
+        end += math.prod(shape)
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
+
+
+def model_folder(folder: Path) -> Path:
+    """A folder, made where it is not, that looks like that of a small model, whose tokens are words."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_weights(folder / "model.safetensors", w=(2, 3))
+    return folder

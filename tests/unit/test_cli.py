@@ -10,7 +10,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +19,7 @@ from pipelinerl.commands.scale import _until_there
 from pipelinerl.errors import FieldError
 from pipelinerl.run_dir import RunDir
 from pipelinerl.v1.actor_pb2 import ACTOR_PHASE_SERVING, ActorState
+from tests.unit.builders import model_folder, write_weights
 
 HEAVY = (
     "torch", "vllm", "transformers", "pydantic", "grpc", "nats", "rich", "numpy", "reasoning_gym", "asyncio", "yaml",
@@ -79,9 +79,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         recipe = f"name: mine\nmodel: {{source: path, name: {name}}}\ntask: {{}}\n"
         (tmp_path / f"{name}.yaml").write_text(recipe)
     (tmp_path / "p.jsonl").write_text('{"prompt": "q"\n')
-    for folder, file, text in (("there", "config.json", "{}"), ("ended", "pids.json", '{"trainer": 4194304}')):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / file).write_text(text)  # a pid above every other
+    model_folder(tmp_path / "there")
+    (tmp_path / "ended").mkdir()
+    (tmp_path / "ended" / "pids.json").write_text('{"trainer": 4194304}')  # a pid above every other
     return tmp_path
 
 
@@ -100,7 +100,10 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
         ("validate gsm --parameters 7B", "--parameters = '7B': is for --gpu-memory; give that too"),
-        ("validate there.yaml --gpu-memory 80GB", "--parameters = None: the name of the model, there, does not tell its size"),
+        (
+            "validate there.yaml --fields-only --gpu-memory 80GB --set model.name=elsewhere",
+            "--parameters = None: the name of the model, elsewhere, does not tell its size",
+        ),
         (
             "validate gsm --gpu-memory 80GB --set model.name=meta-llama/Llama-4-Scout-17B-16E",
             "17B-16E, does not tell its size; give it, with all experts of a mixture",
@@ -115,7 +118,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run --resume .", "--resume = '.': is not the folder of a run: it has no recipe.yaml and no run.json"),
         ("run --resume . --name other", "--name = 'other': leave it out"),
         ("run --resume . --run-dir x", "--run-dir = 'x': leave it out"),
-        ("run there.yaml --run-dir there", "= 'there': is not empty, and what it holds is no run (config.json)"),
+        ("run there.yaml --run-dir there", "= 'there': is not empty, and what it holds is no run (config.json"),
         ("run there.yaml --name bad_name/x", "--name = 'bad_name/x': use 1-40"),
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
         (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM below TO"),
@@ -170,14 +173,28 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
 
 def test_a_folders_model_is_as_large_as_its_files_say(pipelinerl: Command, workplace: Path) -> None:
     """Two experts in two files, of 10 x 25 and 3 M parameters, whatever the name says."""
-    shapes: list[dict[str, Any]] = [{"0.w": {"shape": [10_000_000, 25]}}, {"1.w": {"shape": [3_000_000]}, "__metadata__": {}}]
-    for number, header in enumerate(map(json.dumps, shapes)):
-        contents = len(header).to_bytes(8, "little") + header.encode() + b"..."
-        (workplace / "there" / f"{number}.safetensors").write_bytes(contents)
+    write_weights(workplace / "there" / "0.safetensors", **{"0.w": (10_000_000, 25)})
+    write_weights(workplace / "there" / "1.safetensors", **{"1.w": (3_000_000,)})
     arguments = ("validate", "there.yaml", "--gpu-memory", "80GiB")
     assert "parameters   0.253B," in pipelinerl(*arguments)[1]
     (workplace / "there" / "0.safetensors").write_bytes(b"short")
-    assert "model.name = 'there': 0.safetensors is no safetensors file" in pipelinerl(*arguments)[2]
+    for fields_only in ((), ("--fields-only",)):
+        told = pipelinerl(*arguments, *fields_only)[2]
+        assert "model.name = 'there': 0.safetensors is no safetensors file, or its beginning is cut" in told
+
+
+def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) -> None:
+    """The tokens are words and marks here; two of them are the instruction's."""
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in ("a b", "a b c", "some very-long-prompt", "a b")]
+    (workplace / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    file = "task={source: jsonl, path: sums.jsonl, heldout_problems: 2, instruction: Answer shortly}"
+    code, printed, _ = pipelinerl("validate", "there.yaml", "--set", file)
+    assert code == 0
+    assert "sums.jsonl: 3 problems, 2 held out, the longest prompt of 8 tokens\n" in printed
+    assert "repeated prompts: 1, the first in line 4; they are left out" in printed
+    short = ("--set", "model.max_context=16", "--set", "sampling.max_tokens=4", "--set", "task.instruction=" + "a " * 12)
+    _, printed, _ = pipelinerl("validate", "there.yaml", "--set", file, *short)
+    assert "its longest prompt, 18 tokens, leaves no room for an answer in model.max_context = 16" in printed
 
 
 def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command) -> None:

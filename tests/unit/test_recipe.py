@@ -25,7 +25,8 @@ from pipelinerl.recipe.loading import (
     recipe_from_data,
     recipe_yaml,
 )
-from pipelinerl.recipe.preflight import Lacking, check_environment, examine, has_gpu
+from pipelinerl.recipe.preflight import Lacking, check_environment, doubts, examine, has_gpu
+from tests.unit.builders import model_folder
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -397,7 +398,7 @@ def test_whatever_is_written_gives_a_recipe_or_a_recipe_error(fields: dict[str, 
 def found(*overrides: str, **sections: Any) -> dict[str, tuple[str, bool]]:
     """What keeps a recipe from running here, by field: how it reads, and whether it is `Lacking`."""
     recipe = recipe_from_data(minimal(**sections), "x", overrides)
-    problems = examine(recipe)
+    problems = examine(recipe).problems
     if not problems:
         check_environment(recipe)
     else:
@@ -443,8 +444,59 @@ def test_what_is_a_mistake_and_what_is_lacking(
     assert said in text
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.json", b'{"model_type": "llama"}', "its config.json names no architecture"),
+        ("config.json", b'{"architectures": [', "its config.json is not JSON"),
+        ("tokenizer.json", None, "has no tokenizer (tokenizer.json); copy"),
+        ("model.safetensors", None, "has no weights (*.safetensors)"),
+        ("model.safetensors", -3, "model.safetensors has 74 bytes where its header says 77; copy what is broken again"),
+        ("model.safetensors", 5, "model.safetensors is no safetensors file, or its beginning is cut"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is no safetensors file"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors of the 1 files"),
+        ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is not the index of its weights"),
+    ],
+)
+def test_a_broken_model_folder_is_told_before_anything_loads_it(
+    tmp_path: Path, file: str, content: bytes | int | None, said: str
+) -> None:
+    path = model_folder(tmp_path) / file
+    assert found(model={"source": "path", "name": str(tmp_path)}) == {}
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
+    ((field, (text, is_lacking)),) = found(model={"source": "path", "name": str(tmp_path)}).items()
+    assert (field, is_lacking) == ("model.name", False)
+    assert said in text
+
+
+def test_a_task_without_a_name_is_called_by_its_file() -> None:
+    file = {"source": "jsonl", "path": "data/sums of two.jsonl"}
+    recipe = recipe_from_data(minimal(task=file, evaluation={"sets": [{"task": {**file, "name": "mine"}}]}), "x")
+    assert list(recipe.problem_sets) == ["sums of two", "mine"]
+    assert [*recipe_from_data(minimal(task=None, tasks=[{"task": file}, {"task": {}}]), "x").mixture] == [
+        "sums of two",
+        "chain_sum",
+    ]
+
+
+def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
+    rows = ('{"prompt": "a", "answer": "1"}', '{"prompt": "b", "answer": ""}', '{"prompt": "a", "answer": "2"}')
+    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
+    recipe = recipe_from_data(minimal(task=task, trainer={"steps": 3, "warmup_steps": 4}), "x")
+    warmup, repeated, empty = map(str, doubts(recipe, examine(recipe).sources))
+    assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps = 3: the learning rate never reaches 1e-06")
+    assert "p.jsonl': repeated prompts: 1, the first in line 3, 1 of them with another answer; they are left out" in repeated
+    assert "p.jsonl': empty answers: 1, the first in line 2, with which reward.scorer = 'task' fails" in empty
+    fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
+    assert list(doubts(fine, {})) == []
+
+
 def test_what_is_there_is_found(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    model_folder(tmp_path)
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
     task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
     assert found(model={"source": "path", "name": str(tmp_path)}, task=task, reward={"scorer": "json.tool:main"}) == {}
@@ -568,8 +620,8 @@ def test_what_the_sources_of_episodes_need(task: dict[str, Any], field: str, sai
 def test_the_changes_that_demonstrations_make_to_the_task_are_tried() -> None:
     for change in ("{min_trms: 2}", "{max_terms: 1}"):
         recipe = load_recipe(RECIPES / "arithmetic.yaml", [f"model.warmstart.task_config={change}"])
-        assert [one.field for one in examine(recipe)] == ["model.warmstart.task_config"]
-    assert examine(load_recipe(RECIPES / "arithmetic.yaml", ["model.warmstart.task_config={min_terms: 2}"])) == []
+        assert [one.field for one in examine(recipe).problems] == ["model.warmstart.task_config"]
+    assert examine(load_recipe(RECIPES / "arithmetic.yaml", ["model.warmstart.task_config={min_terms: 2}"])).problems == []
 
 
 def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,7 +629,7 @@ def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: P
     (tmp_path / "wandb").mkdir()  # what W&B leaves where it ran is no package
     (tmp_path / "mlflow.py").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    (lacking,) = examine(recipe_from_data(minimal(trackers=["mlflow", "wandb"]), "x"))
+    (lacking,) = examine(recipe_from_data(minimal(trackers=["mlflow", "wandb"]), "x")).problems
     assert str(lacking) == (
         "trackers = ['mlflow', 'wandb']: wandb not installed: pip install 'pipelinerl[wandb]', or leave it out"
     )

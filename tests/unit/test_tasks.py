@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import TaskConfig
 from pipelinerl.tasks.reasoning_gym import BLOCK, ReasoningGymSource, compact_question
-from pipelinerl.tasks.source import Interleaving, Problem, Split, make_source
+from pipelinerl.tasks.source import FileSource, Interleaving, Problem, Split, make_source
 
 ONE_DIGIT = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
@@ -216,7 +216,10 @@ def test_all_fields_of_a_line_are_there_for_rewards(tmp_path: Path) -> None:
     [
         ('{"prompt": "q"', "line 2: not JSON: Expecting ',' delimiter at character 15"),
         ('["q", "a"]', "line 2: list where an object"),
-        ({"prompt": "q"}, "line 2: field 'answer' is None"),
+        ({"prompt": "q"}, "line 2: has no field 'answer', only prompt"),
+        ({"prompt": "q", "answer": None}, "line 2: field 'answer' is None"),
+        ('{"prompt": "q \\ud800", "answer": "a"}', r"line 2: field 'prompt' holds \ud800, one half of a surrogate pair"),
+        ({"prompt": [{"role": "user", "content": "\udfff"}], "answer": "a"}, r"line 2: field 'prompt' holds \udfff, one half"),
         ({"prompt": {"q": 1}, "answer": "a"}, "line 2: field 'prompt' is "),
         ({"prompt": ["q"], "answer": "a"}, "line 2: field 'prompt' has 'q', which is no message"),
         ({"prompt": [{"role": "user"}], "answer": "a"}, "line 2: field 'prompt' has {'role': 'user'}, which is no"),
@@ -241,8 +244,35 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"line 1: field 'prompt' is a list of messages, .* use chat"):
         make_source(file_task(path), seed=0)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9t\xe9", "answer": "a"}\n')
-    with pytest.raises(UserError, match=r"latin\.jsonl: not a UTF-8 text file"):
+    with pytest.raises(UserError, match=r"latin\.jsonl, line 1: not UTF-8: .* at byte 13"):
         make_source(file_task(tmp_path / "latin.jsonl"), seed=0)
+    path = write_jsonl(tmp_path / "many.jsonl", [*ROWS, *["{"] * 12, {"prompt": " ", "answer": "a"}])
+    with pytest.raises(UserError) as info:
+        make_source(file_task(path), seed=0)
+    first, *lines = str(info.value).splitlines()
+    assert first.endswith("many.jsonl: 13 lines cannot be used")
+    assert [line.split(":")[0].strip() for line in lines] == [*(f"line {number}" for number in range(11, 21)), "and 3 more"]
+
+
+@pytest.mark.parametrize(("suffix", "write"), [(".jsonl", write_jsonl), (".parquet", write_parquet)])
+def test_a_field_that_no_line_has_is_told_with_those_that_there_are(
+    suffix: str, write: Callable[[Path, list[Any]], Path], tmp_path: Path
+) -> None:
+    path = write(tmp_path / f"p{suffix}", [{"question": "1+1?", "answer": "2"}] * 3)
+    with pytest.raises(FieldError, match=r"task.prompt_field = 'prompt': .*no such field; .* it has: question, answer"):
+        make_source(file_task(path), seed=0)
+    with pytest.raises(FieldError, match=r"task.answer_field = 'solution': .* it has: question, answer"):
+        make_source(file_task(path, prompt_field="question", answer_field="solution"), seed=0)
+
+
+def test_repeated_prompts_and_empty_answers_are_counted_and_a_byte_order_mark_is_none(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": "q1", "answer": 1}, {"prompt": "q2", "answer": "two"}, {"prompt": "q", "answer": " "}]
+    path = write_jsonl(tmp_path / "p.jsonl", rows)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    source = make_source(file_task(path), seed=0)
+    assert isinstance(source, FileSource)
+    found = [[one.line for one in problems] for problems in (source.repeated, source.contradicted, source.unanswered)]
+    assert (len(source.problems), found) == (11, [[11, 12], [12], [13]])
 
 
 @given(weights=st.lists(st.floats(0.01, 100) | st.integers(1, 9), min_size=1, max_size=6), start=st.integers(0, 10**9))

@@ -1,0 +1,127 @@
+"""What a folder with a Hugging Face model lacks, how many parameters it holds, and how its tokenizer counts.
+
+Reads the headers of weight files and no tensor: seconds of a model of hundreds of GB. Whether the weights are those of the
+architecture is found when they are loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import ModelConfig
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "spiece.model", "vocab.json", "vocab.txt")
+"""One of them is in every folder of a tokenizer."""
+_COUNTED = 64
+"""Of so many texts, the longest by characters, tokens are counted: the longest by tokens is among them, but for oddities."""
+
+
+def problems_in(folder: Path) -> Iterator[str]:
+    """In words, each with what to do."""
+    if not folder.is_dir():
+        yield "no such folder; give one with a Hugging Face model in it"
+        return
+    if not (folder / "config.json").is_file():
+        yield "has no config.json: not a Hugging Face model folder"
+        return
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except ValueError as error:
+        yield f"its config.json is not JSON ({error}); copy it again"
+        return
+    if not isinstance(config, dict) or not config.get("architectures"):
+        yield 'its config.json names no architecture; give it one, such as "architectures": ["LlamaForCausalLM"]'
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        yield "has no tokenizer (tokenizer.json); copy the tokenizer's files into it"
+    yield from _weights_problems(folder)
+
+
+def _weights_problems(folder: Path) -> Iterator[str]:
+    files, index = sorted(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+    try:
+        shards = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else set[str]()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        yield f"its {index.name} is not the index of its weights; copy it again"
+        return
+    if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
+        yield f"lacks {_some(missing)} of the {len(shards)} files of weights that {index.name} names; copy them"
+    if not files and not missing and not any(folder.glob("*.bin")):
+        yield "has no weights (*.safetensors); copy them into it"
+    broken = []
+    for path in files:
+        try:
+            header_of(path)
+        except ValueError as error:
+            broken.append(f"{path.name} {error}")
+    if broken:
+        yield f"{_some(broken)}; copy what is broken again"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def header_of(path: Path) -> Mapping[str, Any]:
+    """Of a safetensors file: by the name of each tensor its shape, dtype and place. Raises `ValueError` for a file that is
+    none, or does not end where its last tensor does."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(length, size)))
+            tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+            end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            raise ValueError("is no safetensors file, or its beginning is cut") from None
+    if size != end:
+        raise ValueError(f"has {size:,} bytes where its header says {end:,}")
+    return tensors
+
+
+def parameters_in(folder: Path) -> int:
+    """Elements of all tensors in the folder's safetensors files, by their headers. Raises `FieldError`."""
+    parameters = 0
+    for path in folder.glob("*.safetensors"):
+        try:
+            parameters += sum(math.prod(tensor["shape"]) for tensor in header_of(path).values())
+        except ValueError as error:
+            raise FieldError("model.name", str(folder), f"{path.name} {error}") from None
+    return parameters
+
+
+def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
+    """Counts the tokens of the longest of some texts, with the tokenizer of the model's folder or, of a hub model, the one that
+    is in the cache; None where there is none, or the package tokenizers is not installed."""
+    path = Path(model.name, "tokenizer.json") if model.source == "path" else _cached(model)
+    if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no type of its own
+        raise FieldError("model.name", model.name, f"its tokenizer.json cannot be read ({error}); copy it again") from error
+
+    def longest(texts: Iterable[str]) -> int:
+        chosen = sorted(texts, key=len, reverse=True)[:_COUNTED]
+        return max((len(one.ids) for one in tokenizer.encode_batch_fast(chosen)), default=0)
+
+    return longest
+
+
+def _cached(model: ModelConfig) -> Path | None:
+    if model.source != "hub" or importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model.name, "tokenizer.json", revision=model.revision or None)
+    except ValueError:  # no name that a hub has
+        return None
+    return Path(found) if isinstance(found, str) else None
