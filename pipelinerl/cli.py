@@ -1,11 +1,12 @@
 """The `pipelinerl` command: reads arguments, hands them to a command module, turns errors into exit codes.
 
-Exit codes: 0 done, 1 failed, 2 the user's mistake (arguments, recipe, folder), 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 the user's mistake (arguments, recipe, folder), 130 interrupted, 141 nobody reads the output.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from pipelinerl.errors import PipelineRLError, UserError
 
 COMMANDS = (run, scale, validate, plan, report, audit, dead_letters)
 
-FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+FAILED, WRONG_USE, INTERRUPTED, UNREAD = 1, 2, 130, 141
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,9 +33,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    args, code = build_parser().parse_args(argv), UNREAD
     try:
-        code: int = args.execute(args)
+        code = args.execute(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains once more at its end
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except PipelineRLError as error:

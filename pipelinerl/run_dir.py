@@ -6,9 +6,12 @@ Something that is missing must not look like a run that is new: the trainer asks
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -76,7 +79,8 @@ def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, pat
     """Makes the folder of a new run: `path` if given, else `runs/<name>`, the name stamped with `now` unless given, and
     writes into it which run it belongs to.
 
-    Raises `FieldError` when the name cannot be used, or the folder is not empty.
+    What a run left there that never came to training is removed. Raises `FieldError` when the name cannot be used, or the
+    folder is not empty.
     """
     if name is not None:
         check_run_name(name, "--name")
@@ -126,8 +130,28 @@ def _unused(stamped: str) -> RunDir:
     raise AssertionError("count() does not end")
 
 
+_UNSTARTED = {
+    *("run.json", "recipe.yaml", "pids.json", "scale.json", "summary.json", "report.html"),
+    *(".running", "addresses", "logs", "models", "nats"),
+}
+"""What the folder of a run holds whose trainer never started: nothing that anybody could go on with."""
+
+
+@contextmanager
+def locked(run_dir: RunDir, option: str = "--resume") -> Iterator[None]:
+    """Keeps a second command out of the folder. Raises `FieldError` when another one is at it; the kernel lets go when the
+    process ends, however it ends."""
+    with (run_dir.path / ".running").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fix = "another command runs in it; wait for its end, or stop it"
+            raise FieldError(option, str(run_dir.path), fix) from None
+        yield
+
+
 def _make_empty(run: RunDir, option: str) -> None:
-    """Raises `FieldError` naming the `option` that chose the folder."""
+    """Removes what a run left whose trainer never started. Raises `FieldError` naming the `option` that chose the folder."""
     path, value = run.path, str(run.path)
     if path.exists() and not path.is_dir():
         raise FieldError(option, value, "is a file; give a folder that is new or empty")
@@ -136,10 +160,14 @@ def _make_empty(run: RunDir, option: str) -> None:
         held = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise FieldError(option, value, f"cannot be made: {error.strerror}; give another folder") from error
-    if run.recipe.name in held:
+    if _UNSTARTED >= set(held) >= {run.identity.name}:
+        with locked(run, option):
+            for entry in path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    elif run.recipe.name in held:
         fix = "go on with it (pipelinerl run --resume), give a new folder or --name, or remove this one"
         raise FieldError(option, value, f"holds another run; {fix}")
-    if held:
+    elif held:
         some = ", ".join([*held[:3], *(["..."] if held[3:] else [])])
         raise FieldError(option, value, f"is not empty, and what it holds is no run ({some}); give a new or empty folder")
 

@@ -90,10 +90,9 @@ def free_port(option: str, port: int) -> int:
 def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
     from datetime import datetime
 
-    from pipelinerl.local.resume import locked
-    from pipelinerl.recipe.loading import load_recipe
+    from pipelinerl.recipe.loading import load_recipe, understood
     from pipelinerl.recipe.preflight import check_environment, doubts
-    from pipelinerl.run_dir import create_run_dir
+    from pipelinerl.run_dir import create_run_dir, locked
 
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or go on with a run by --resume DIR")
@@ -101,11 +100,12 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     warnings = [f"warning: {doubt}" for doubt in doubts(recipe, check_environment(recipe).sources)]
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir)
     stack.enter_context(locked(run_dir))
-    return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}", *warnings]
+    return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}", *understood(overrides), *warnings]
 
 
 def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
-    from pipelinerl.local.resume import find_run, locked, resume
+    from pipelinerl.local.resume import find_run, resume
+    from pipelinerl.run_dir import locked
 
     for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
         if value is not None:

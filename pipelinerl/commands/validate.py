@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0; raises `UserError` with everything that is wrong otherwise."""
-    from pipelinerl.recipe.loading import RecipeError, load_recipe
+    from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
     from pipelinerl.recipe.preflight import Examination, Lacking, doubts, examine
     from pipelinerl.rl.memory import actor_problem, trainer_problem
 
@@ -72,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
     if mistakes:
         raise RecipeError(recipe.name, mistakes)
     data, too_long = data_outline(recipe, examined.sources)
-    print(f"{recipe.name}: valid")
+    print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
         print(f"  {name:<11}  {value}")
     warnings = [*doubts(recipe, examined.sources), *too_long]

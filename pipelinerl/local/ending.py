@@ -6,6 +6,7 @@ without `<`, and the page sets it as text only.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import shlex
@@ -95,8 +96,8 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
     summary = complete_summary(recipe, run_dir, ending)
     write_json(run_dir.summary, summary)
     write_report(run_dir.path)
-    for line in closing_lines(summary, run_dir, ending):
-        print(line, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it; how the run ended stands
+        print("\n".join(closing_lines(summary, run_dir, ending)), flush=True)
     if ending.error is not None:
         print(f"pipelinerl: the run failed: {ending.error}", file=sys.stderr, flush=True)
     return ending.exit_code

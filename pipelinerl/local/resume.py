@@ -5,8 +5,6 @@ Only `resume` changes anything. The trainer then finds its checkpoint by itself,
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -71,19 +69,6 @@ def find_run(folder: Path) -> RunDir:
     if missing:
         raise FieldError(OPTION, shown, f"is not the folder of a run: it has no {' and no '.join(missing)}")
     return RunDir(folder, run_name(folder, OPTION))
-
-
-@contextlib.contextmanager
-def locked(run_dir: RunDir) -> Iterator[None]:
-    """Keeps a second command out of the folder. Raises `FieldError` when another one is at it; the kernel lets go when the
-    process ends, however it ends."""
-    with (run_dir.path / ".running").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fix = "another command runs in it; wait for its end, or stop it"
-            raise FieldError(OPTION, str(run_dir.path), fix) from None
-        yield
 
 
 def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:

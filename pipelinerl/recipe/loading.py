@@ -107,7 +107,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """The field's path and the value, typed as in YAML, of `a.b=value`.
+    """The field's path and the value of `a.b=value`, typed as in YAML; but text that YAML would take for nothing or for a
+    comment, such as `#(\\d+)$`, stays text in a field that holds text, and so does what is no YAML at all.
 
     Raises `FieldError` when it has no `=`, an empty name, or a value that is not YAML.
     """
@@ -115,10 +116,21 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
         raise FieldError("--set", text, "write it as section.field=value, for example trainer.steps=50")
+    field = field_at(Recipe, names)
+    holds_text = field is not None and field.annotation is str
+    if holds_text and (not value.strip() or re.search(r"(^|\s)#", value)) and value.strip()[:1] not in ("'", '"'):
+        return names, value
     try:
         return names, parse_yaml(value, f"--set {path}")
     except YamlError as error:
+        if holds_text:
+            return names, value
         raise FieldError("--set", text, f"the value is not YAML ({error.problem}); quote it") from error
+
+
+def understood(overrides: Sequence[str]) -> list[str]:
+    """A line for each of the overrides, which were taken: the field, and its value as JSON."""
+    return [f"set: {'.'.join(path)} = {_shown(value)}" for path, value in map(parse_override, overrides)]
 
 
 def find_recipe(name: str | Path) -> Path:

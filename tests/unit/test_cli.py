@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -203,6 +204,16 @@ def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command) 
     assert "largest lag  1 for a mean length of 16, 4 for a mean length of 4 tokens" in printed  # H = B = 32
     assert "algorithm.max_lag = 0: is below the largest lag" in printed
     assert "below" not in pipelinerl("validate", "smollm2")[1]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as unread:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipelinerl.cli", "validate", "gsm", "--fields-only"], stdout=unread, stderr=subprocess.PIPE
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_what_the_machine_lacks_is_no_mistake(pipelinerl: Command) -> None:

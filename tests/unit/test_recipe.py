@@ -138,6 +138,12 @@ def test_the_resolved_recipe_writes_out_every_field() -> None:
         ("reward.binary=false", ("reward", "binary"), False),
         ("task.config={min_terms: 2}", ("task", "config"), {"min_terms": 2}),
         ("reward.answer_pattern='a=(b)'", ("reward", "answer_pattern"), "a=(b)"),
+        ("reward.answer_pattern='#(a)' # of GSM8K", ("reward", "answer_pattern"), "#(a)"),
+        (r"reward.answer_pattern=#(\d+)$", ("reward", "answer_pattern"), r"#(\d+)$"),
+        (r"reward.answer_pattern=a #(\d+)$", ("reward", "answer_pattern"), r"a #(\d+)$"),
+        (r"reward.answer_pattern=[(\d+)", ("reward", "answer_pattern"), r"[(\d+)"),
+        ("reward.answer_pattern=", ("reward", "answer_pattern"), ""),
+        ("algorithm.max_lag=", ("algorithm", "max_lag"), None),
     ],
 )
 def test_override_values_are_yaml(text: str, path: tuple[str, ...], value: object) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.run_dir import RunDir, create_run_dir, stamped_name, trainer_starts, write_json
+from pipelinerl.run_dir import RunDir, create_run_dir, locked, stamped_name, trainer_starts, write_json
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -71,6 +71,18 @@ def test_a_folder_or_name_that_cannot_be_used_is_refused_with_the_fix(
     with pytest.raises(FieldError, match=said):
         create_run_dir("arithmetic", NOW, given.get("name"), path)
     assert not Path("new").exists()
+
+
+def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on() -> None:
+    failed = create_run_dir("arithmetic", NOW, name="mine")
+    (failed.log("verifier")).write_text("no port")
+    with locked(failed), pytest.raises(FieldError, match="--name = 'runs/mine': another command runs in it"):
+        create_run_dir("arithmetic", NOW, name="mine")
+    again = create_run_dir("arithmetic", NOW, name="mine")
+    assert not again.log("verifier").exists()
+    (again.path / "lineage.json").touch()
+    with pytest.raises(FieldError, match="is not empty"):
+        create_run_dir("arithmetic", NOW, name="mine")
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:
