@@ -96,6 +96,8 @@ class RunState:
     page: str = ""
     """Address of the live page; empty where there is none (yet)."""
     ended: bool = False
+    moved_s: float = 0.0
+    """Seconds after the runner's start when the newest step was heard of."""
 
     @property
     def step(self) -> int:
@@ -112,6 +114,7 @@ class RunState:
         self.history.append(metrics)
         if elapsed_s is not None:
             self.heard_s.append((self.step, elapsed_s))
+            self.moved_s = elapsed_s
         if metrics.get("sequences"):
             self.sequences = metrics["sequences"]
         if metrics.get("heldout_accuracy") is not None:
@@ -137,11 +140,34 @@ class RunState:
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
     """Time to the last step at the pace of the newest steps, less what has passed since the newest; None = unknown."""
-    if state.ended or len(state.heard_s) < 2:
-        return None  # the first step's time is mostly start-up
+    pace_s = _pace_s(state)
+    if state.ended or pace_s is None:
+        return None
+    return max(0.0, (state.total_steps - state.step) * pace_s - (elapsed_s - state.moved_s))
+
+
+def _pace_s(state: RunState) -> float | None:
+    """Seconds a step, of the newest steps but the first of them, whose time is mostly start-up; None = unknown."""
+    if len(state.heard_s) < 2:
+        return None
     (first_step, first_s), (last_step, last_s) = state.heard_s[0], state.heard_s[-1]
-    pace_s = (last_s - first_s) / max(1, last_step - first_step)
-    return max(0.0, (state.total_steps - last_step) * pace_s - (elapsed_s - last_s))
+    return (last_s - first_s) / max(1, last_step - first_step)
+
+
+def silence(state: RunState, elapsed_s: float) -> str:
+    """For how long there has been no step, and what the services say meanwhile; empty before it is a minute, and three
+    times what a step takes."""
+    quiet_s = elapsed_s - state.moved_s
+    if state.ended or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
+        return ""
+    serving = sum(phase_of(actor) == "serving" for actor in state.actors.values())
+    others = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
+    told = [f"no step for {duration(quiet_s)}: {state.phase}{_restarts_text(state)}"]
+    if others:
+        told.append(f"{serving} of {len(others)} actors serving ({'; '.join(others)})")
+    if state.sequences:
+        told.append(f"sequences {_sequences_text(state.sequences)}")
+    return " | ".join(told)
 
 
 def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
@@ -160,7 +186,7 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
         ("actor stall", _stall_text(state)),
         ("sequences", _sequences_text(state.sequences)),
         ("actors", "; ".join(actors) or "-"),
-        ("now", state.phase + _restarts_text(state)),
+        ("now", silence(state, elapsed_s).partition(" | ")[0] or state.phase + _restarts_text(state)),
         ("live page", state.page or "-"),
     ]
 
@@ -245,6 +271,8 @@ def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
 
 PLAIN_EVERY_S = 5.0
 """Plain lines of steps come at most this often, the last step's always."""
+QUIET_S = 60.0
+"""So long without a step is worth a line; the next one comes after twice the time."""
 _PHASE_EVERY_S = 2.0
 """Plain lines of phases before the first step come at most this often."""
 
@@ -257,6 +285,8 @@ class Display(contextlib.AbstractContextManager["Display"]):
         self._stream, self._every_s = stream, every_s
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s = "", float("-inf")
+        self._quiet_from_s, self._quiet_s = 0.0, 0.0
+        """Since when there has been no step, and after how long of it that was told last."""
 
     def __exit__(self, *_: object) -> None:
         return None
@@ -270,6 +300,11 @@ class Display(contextlib.AbstractContextManager["Display"]):
         if state.step == 0 and state.phase != self._shown_phase and phase_due:
             self._shown_phase, self._phase_at_s = state.phase, elapsed_s
             self.note(state.phase)
+        if state.moved_s != self._quiet_from_s:
+            self._quiet_from_s, self._quiet_s = state.moved_s, 0.0
+        if elapsed_s - state.moved_s >= 2 * self._quiet_s and (told := silence(state, elapsed_s)):
+            self._quiet_s = elapsed_s - state.moved_s
+            self.note(told)
         self._shown_step = min(self._shown_step, state.step)  # a restart undid steps: they are told again
         due = elapsed_s - self._shown_at_s >= self._every_s or state.step >= state.total_steps
         if state.step > self._shown_step and due:

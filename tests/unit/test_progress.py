@@ -20,6 +20,7 @@ from pipelinerl.local.progress import (
     plain_line,
     rows,
     seconds_left,
+    silence,
     sparkline,
 )
 from pipelinerl.v1.actor_pb2 import ActorState
@@ -211,6 +212,26 @@ def test_plain_lines_tell_again_the_steps_that_a_restart_undid() -> None:
     run.on_step(metrics(4), 3.0)
     display.show(run, 3.0)
     assert [line.split(" | ")[0] for line in out.getvalue().splitlines()] == ["step 4/9", "step 5/9", "step 4/9"]
+
+
+def test_when_no_step_comes_it_is_told_why_after_a_minute_and_then_more_rarely() -> None:
+    out = io.StringIO()
+    display, run = Display(out), state(metrics(1))
+    run.phase, run.actors = "waiting for sequences for step 2", {"actor-0": "down"}
+    run.restarts |= {"actor-0": 2, "verifier": 1}
+    for second in range(10, 400, 5):
+        display.show(run, float(second))
+    _, *told = out.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in told] == [f"no step for {time}" for time in ("1m 00s", "2m 00s", "4m 00s")]
+    assert told[0] == (
+        "no step for 1m 00s: waiting for sequences for step 2 (restarted: verifier 1x) | 0 of 1 actors serving "
+        "(actor-0 down, restarted 2x) | sequences 512 issued, 384 trained, 120 in flight, 8 dropped stale"
+    )
+    assert row(run, "now", 70.0) == "no step for 1m 00s: waiting for sequences for step 2 (restarted: verifier 1x)"
+    run.on_step(metrics(2), 400.0)
+    run.on_step(metrics(3), 500.0)
+    assert silence(run, 1230.0) == "", "three times what a step takes"
+    assert silence(run, 1235.0).startswith("no step for 12m 15s")
 
 
 def test_plain_line_has_everything_on_one_line() -> None:
