@@ -21,6 +21,7 @@ from typing import Any
 from pipelinerl.audit.journal import JOURNAL, read_events
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
+from pipelinerl.local.credentials import Credentials
 
 _RUN_NAME_LENGTH = 40
 _STAMP_LENGTH = len("-YYYYmmdd-HHMMSS")
@@ -60,6 +61,8 @@ class RunDir:
         """`step-<version>/` for each of the last ones."""
         self.nats_store = self.path / "nats"
         """Streams of the embedded NATS server."""
+        self.credentials = Credentials(self.path / "secrets")
+        """Of the newest start of a run on this machine."""
 
     def log(self, service: str) -> Path:
         return self.path / "logs" / f"{service}.log"
@@ -77,7 +80,7 @@ def stamped_name(recipe_name: str, now: datetime) -> str:
 
 def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None) -> RunDir:
     """Makes the folder of a new run: `path` if given, else `runs/<name>`, the name stamped with `now` unless given, and
-    writes into it which run it belongs to.
+    writes into it which run it belongs to. Only its owner can read it, but one that was there keeps its mode.
 
     What a run left there that never came to training is removed. Raises `FieldError` when the name cannot be used, or the
     folder is not empty.
@@ -123,7 +126,7 @@ def _unused(stamped: str) -> RunDir:
     for attempt in count(1):
         name = stamped if attempt == 1 else f"{stamped}-{attempt}"
         try:
-            Path("runs", name).mkdir()
+            Path("runs", name).mkdir(mode=0o700)
         except FileExistsError:
             continue
         return RunDir(Path("runs", name), name)
@@ -156,7 +159,7 @@ def _make_empty(run: RunDir, option: str) -> None:
     if path.exists() and not path.is_dir():
         raise FieldError(option, value, "is a file; give a folder that is new or empty")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise FieldError(option, value, f"cannot be made: {error.strerror}; give another folder") from error

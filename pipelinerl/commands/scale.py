@@ -47,13 +47,15 @@ async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
     from pipelinerl.local.following import ask_actor
     from pipelinerl.local.processes import running_pids
     from pipelinerl.local.progress import phase_of
+    from pipelinerl.service.tls import read_certificates
 
+    certificates = read_certificates(run_dir.credentials.tls_dir, "client")
     shown = ""
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 actors = sorted(name for name in running_pids(run_dir) if name.startswith("actor-"))
-                states = await asyncio.gather(*(ask_actor(run_dir.address(name)) for name in actors))
+                states = await asyncio.gather(*(ask_actor(run_dir.address(name), certificates) for name in actors))
                 phases = dict(zip(actors, map(phase_of, states), strict=True))
                 line = ", ".join(f"{name} {phase}" for name, phase in phases.items()) or "no actors"
                 if line != shown:

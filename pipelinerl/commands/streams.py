@@ -72,11 +72,14 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
     import tempfile
 
     from pipelinerl.bus.jetstream import connect
+    from pipelinerl.bus.permissions import ADMIN
+    from pipelinerl.local.credentials import Credentials
     from pipelinerl.local.nats import NatsServer
     from pipelinerl.local.processes import living_names
     from pipelinerl.run_dir import RunDir
 
-    run_dir = RunDir(folder, "")
+    run, run_dir = run_name(folder), RunDir(folder, "")
+    credentials = run_dir.credentials
     with ExitStack() as stack:
         if living_names(run_dir):
             file = run_dir.address("nats")
@@ -88,6 +91,7 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
         else:
             copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
             await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, copy / _STORE)
-            url = stack.enter_context(NatsServer(copy)).url
-        async with connect(url, run_name(folder)) as bus:
+            credentials = Credentials(copy / "secrets")
+            url = stack.enter_context(NatsServer(copy, extra={"authorization": credentials.make(run)})).url
+        async with connect(url, run, credentials=credentials.nats(ADMIN)) as bus:
             yield bus

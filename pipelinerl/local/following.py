@@ -22,17 +22,22 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.local.processes import Service, ServiceDied, ServiceProcess
 from pipelinerl.local.progress import RunState
 from pipelinerl.service.address import ServiceAddress, read_address
+from pipelinerl.service.grpc import open_channel
+from pipelinerl.service.tls import Certificates
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from pipelinerl.v1.actor_pb2 import ActorState
 
 _CALL_TIMEOUT_S = 2.0
 _RETRY_S = 0.5
 _ASK_S = 1.0
-_LOOPBACK = (("grpc.enable_http_proxy", 0),)
 
 
 async def follow_trainer(
-    service: Service, state: RunState, elapsed_s: Callable[[], float], on_up: Callable[[ServiceAddress], None]
+    service: Service,
+    certificates: Certificates,
+    state: RunState,
+    elapsed_s: Callable[[], float],
+    on_up: Callable[[ServiceAddress], None],
 ) -> None:
     """Consumes step stream and status of the trainer, and after a restart those of the next one. Waits for each trainer's
     address file and calls `on_up` with its content. The runner reports a trainer that died, not this."""
@@ -42,7 +47,7 @@ async def follow_trainer(
         with contextlib.suppress(ServiceDied):
             address = await process.address(timeout_s=math.inf)
             on_up(address)
-            async with grpc.aio.insecure_channel(address.grpc, options=_LOOPBACK) as channel:
+            async with open_channel(address.grpc, certificates) as channel:
                 trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
                 async with asyncio.TaskGroup() as group:
                     following = [
@@ -94,29 +99,29 @@ async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Run
         await asyncio.sleep(_RETRY_S)
 
 
-async def watch_actors(services: Callable[[], Sequence[Service]], state: RunState) -> None:
+async def watch_actors(services: Callable[[], Sequence[Service]], certificates: Certificates, state: RunState) -> None:
     """Asks every actor there is for its state, once a second."""
     while True:
         asked = services()
-        states = await asyncio.gather(*(_actor(service) for service in asked))
+        states = await asyncio.gather(*(_actor(service, certificates) for service in asked))
         state.actors = {service.name: actor for service, actor in zip(asked, states, strict=True)}
         await asyncio.sleep(_ASK_S)
 
 
-async def _actor(service: Service) -> ActorState | str:
+async def _actor(service: Service, certificates: Certificates) -> ActorState | str:
     process = service.process
     if process is None or process.returncode is not None:
         return "down"
-    return await ask_actor(process.launch.address_file)
+    return await ask_actor(process.launch.address_file, certificates)
 
 
-async def ask_actor(address_file: Path) -> ActorState | str:
+async def ask_actor(address_file: Path, certificates: Certificates) -> ActorState | str:
     """The state of the actor that writes its address there, or why it is not known."""
     try:
         address = read_address(address_file).grpc
     except ServiceError:
         return "starting"
-    async with grpc.aio.insecure_channel(address, options=_LOOPBACK) as channel:
+    async with open_channel(address, certificates) as channel:
         actor = actor_pb2_grpc.ActorServiceStub(channel)
         try:
             return await actor.GetState(actor_pb2.GetStateRequest(), timeout=_CALL_TIMEOUT_S)

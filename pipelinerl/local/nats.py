@@ -1,7 +1,8 @@
 """A real nats-server as a child process: the message bus of a run on one machine and of the tests.
 
-It listens on loopback, keeps its streams in the folder it is given and dies with its parent. A run on one machine has neither
-users nor TLS nor a cluster: on Kubernetes the chart brings NATS, and tests pass `extra`. Restarts nothing: the runner does.
+It listens on loopback, keeps its streams in the folder it is given, which only its owner can read, and dies with its parent.
+Users come in `extra`; a run on one machine has neither TLS nor a cluster: on Kubernetes the chart brings NATS. It restarts
+nothing: the runner does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from pipelinerl.errors import ServiceError
+from pipelinerl.local.credentials import write_private
 from pipelinerl.local.die_with_parent import guarded
 
 NAME = "nats"
@@ -69,6 +71,7 @@ class NatsServer:
     def prepare(self) -> tuple[str, ...]:
         """Writes the configuration; returns the command that starts the server."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
         for stale in self.folder.glob("nats-server_*.ports"):  # of one that was killed: pids come again
             stale.unlink(missing_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +147,7 @@ class NatsServer:
             **self.extra,
         }
         file = self.folder / "nats.conf"
-        file.write_text(json.dumps(config, indent=2))
+        write_private(file, json.dumps(config, indent=2).encode())  # it holds passwords
         return file
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:

@@ -35,6 +35,7 @@ from pipelinerl.run_dir import MOST_ACTORS, RunDir, newest_checkpoint, read_json
 from pipelinerl.run_summary import is_finished, read_jsonl
 from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.lifecycle import EXIT_FAILURE
+from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
 STOP_WITHIN_S = 12.0
@@ -113,6 +114,8 @@ class LocalRun:
     async def run(self) -> Ending:
         """Waits for the run's end and says how it ended; by then every process is gone. Raises only for our own bugs."""
         write_whole(self.run_dir.recipe, recipe_yaml(self.recipe))
+        self._authorization = self.run_dir.credentials.make(self.run_dir.name)
+        self._certificates = read_certificates(self.run_dir.credentials.tls_dir, "client")
         work = asyncio.ensure_future(self._work())
         error: PipelineRLError | None = None
         with self._signals(work):
@@ -151,8 +154,12 @@ class LocalRun:
         """Waits for the run's end. Raises `ServiceError` when a service is gone for good, or the trainer ended in an error."""
         async with asyncio.TaskGroup() as group:
             beside = [
-                group.create_task(follow_trainer(trainer, self._state, self._elapsed_s, self._trainer_up)),
-                group.create_task(watch_actors(lambda: [self._actors[number] for number in sorted(self._actors)], self._state)),
+                group.create_task(follow_trainer(trainer, self._certificates, self._state, self._elapsed_s, self._trainer_up)),
+                group.create_task(
+                    watch_actors(
+                        lambda: [self._actors[number] for number in sorted(self._actors)], self._certificates, self._state
+                    )
+                ),
                 group.create_task(self._keep(nats)),
                 group.create_task(self._keep(verifier)),
                 group.create_task(self._keep_actors()),
@@ -169,7 +176,8 @@ class LocalRun:
         """Comes back on its port, with its streams. While it is away the services wait and reconnect; what they hold they
         keep. The address file says where it is, for as long as it runs."""
         self._set_phase("starting nats-server")
-        server = NatsServer(self.run_dir.nats_store.resolve(), log_file=self.run_dir.log(NATS).resolve())
+        store, log_file = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve()
+        server = NatsServer(store, extra={"authorization": self._authorization}, log_file=log_file)
         service = self._service(NATS, lambda: self._launches.nats(server.prepare()), follows_run=True)
         process = await self._start(service)
 
@@ -354,7 +362,8 @@ class LocalRun:
 
     def _trainer_up(self, address: ServiceAddress) -> None:
         """Its page is where this says from now on, also after restarts that can have the same port."""
-        self._trainer_address, link = address, f"http://{address.http}/"
+        key = self.run_dir.credentials.page_key.read_text()
+        self._trainer_address, link = address, f"http://{address.http}/{key}/"
         if self.page_port is not None and link != self._state.page:
             self._state.page = link
             self._note(f"Live page: {link}")

@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipelinerl.bus.permissions import ACTOR, TRAINER
 from pipelinerl.initial_model import built_folder, is_built, is_complete
 from pipelinerl.local.following import background
 from pipelinerl.local.nats import NAME as NATS
@@ -123,7 +124,7 @@ class ServiceLaunches:
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
         """`again`: where it listened before a restart; actors keep that address."""
-        settings = {"workers": "2"}
+        settings = {"workers": "2", "private_dir": str(self.run_dir.path.resolve())}
         if again is not None:
             settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
         return self._launch("verifier", settings, _thread_env(1))
@@ -138,21 +139,24 @@ class ServiceLaunches:
             "run_dir": str(self.run_dir.path.resolve()),
             "expected_actors": str(actors),
             "page": "false" if self.page_port is None else "true",
+            "page_key": str(self.run_dir.credentials.page_key.resolve()),
             "http_port": port,
         }
         threads = _thread_env(max(1, self.threads.trainer // self.recipe.trainer.nproc))  # of each rank
-        return self._launch("trainer", self._of_policy() | settings, threads)
+        return self._launch("trainer", self._of_policy(TRAINER) | settings, threads)
 
     def actor(self, index: int) -> Launch:
-        return self._launch(f"actor-{index}", self._of_policy(), self.threads.actor_env())
+        return self._launch(f"actor-{index}", self._of_policy(ACTOR), self.threads.actor_env())
 
     def warmstart(self, cache: Path) -> Launch:
         """What builds the initial model in that folder. Nothing else runs beside it."""
         settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve())}
         return self._launch("warmstart", {**settings, "model_dir": "", "verifier": ""}, {})
 
-    def _of_policy(self) -> dict[str, str]:
-        return {"nats_url": self.nats_url, "verifier": self.verifier_address, "model_dir": self.model_dir}
+    def _of_policy(self, user: str) -> dict[str, str]:
+        credentials = str(self.run_dir.credentials.nats(user).resolve())
+        settings = {"nats_url": self.nats_url, "nats_credentials": credentials}
+        return {**settings, "verifier": self.verifier_address, "model_dir": self.model_dir}
 
     def _launch(self, name: str, settings: Mapping[str, str], threads: Mapping[str, str]) -> Launch:
         address_file = self.run_dir.address(name).resolve()
@@ -161,6 +165,7 @@ class ServiceLaunches:
             "recipe": str(self.run_dir.recipe.resolve()),
             "instance": name,
             "address_file": str(address_file),
+            "tls_dir": str(self.run_dir.credentials.tls_dir.resolve()),
         }
         own = {f"PIPELINERL_{key.upper()}": value for key, value in {**common, **settings}.items()}
         environment = {**self.environment, **threads, **own}

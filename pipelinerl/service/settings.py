@@ -110,6 +110,7 @@ class TrainerSettings(PolicySettings):
         description="Names, separated by commas, by which browsers may call the live page; localhost and advertise_host are "
         "among them.",
     )
+    page_key: Path | None = Field(None, description="File with what the live page's path begins with. None = nothing.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
     pod_name: str = Field("", description="Name of this pod.")
     service_account_dir: Path = Field(
@@ -142,6 +143,7 @@ class RankSettings(BaseSettings):
 class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Reward processes.")
     max_queue: int = Field(4096, ge=1, description="Items waiting at most; more are refused with RESOURCE_EXHAUSTED.")
+    private_dir: Path | None = Field(None, description="Folder that no code in a sandbox reads: a local run's own.")
     max_episodes: int = Field(512, ge=1, le=100_000, description="Episodes under way at most; more are refused likewise.")
 
 

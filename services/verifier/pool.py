@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 NO_WORKER = "no reward worker is up"
 MOST_DEATHS = 2
 START_TIMEOUT_S = 120.0
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PIPELINERL_PRIVATE_DIR")
 _LOGGED_BYTES = 4096
 FRAME_LENGTH = struct.Struct("!I")
 """Before each frame. Unsigned, since what a reward writes there must not look like a negative one."""

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -201,7 +201,7 @@ def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) ->
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = _call(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0)
     try:
-        shared = dict.fromkeys(map(str, readable), _EXECUTE | _READ_FILE | _READ_DIR)
+        shared = dict(rule for path in readable for rule in _beside_private(os.path.realpath(path)))
         for path, allowed in {**shared, "/dev/null": _READ_FILE | _WRITE_FILE, "/dev/urandom": _READ_FILE}.items():
             try:
                 opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -219,6 +219,24 @@ def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) ->
         _call(_LANDLOCK_RESTRICT, ruleset, 0)
     finally:
         os.close(ruleset)
+
+
+def _private_dir() -> str:
+    """Folder of what no code in a sandbox may read; empty where there is none."""
+    return os.path.realpath(path) if (path := os.environ.get("PIPELINERL_PRIVATE_DIR", "")) else ""
+
+
+def _beside_private(path: str) -> Iterator[tuple[str, int]]:
+    """Rules by which all below `path` can be read, but the private folder if it is there: no rule of Landlock takes anything
+    away. Of the folders above it names are seen, also those of what is made later, which cannot be read."""
+    private = _private_dir()
+    if not private or os.path.commonpath((path, private)) != path:
+        yield path, _EXECUTE | _READ_FILE | _READ_DIR
+    elif path != private:
+        yield path, _READ_DIR
+        for entry in os.scandir(path):
+            if not entry.is_symlink():  # a rule would be of what it points to
+                yield from _beside_private(entry.path)
 
 
 def _give_up_privileges() -> None:
@@ -321,7 +339,8 @@ def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits
 
 def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None) -> None:
     """Puts this process, and all that it starts, under Landlock and seccomp for good: it reads Python's files, what is on
-    `sys.path` and `readable`, and writes nothing. With `connect_port` it may connect to that TCP port, of any host.
+    `sys.path` and `readable`, but not the run's own folder, and writes nothing. With `connect_port` it may connect to that TCP
+    port, of any host.
 
     For a process of one thread, as Landlock binds the thread that asks for it. Raises `NoSandbox`.
     """
@@ -364,6 +383,8 @@ def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits
     command = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     for path in _python_paths():
         command += ["--ro-bind", path, path]
+        if (private := _private_dir()) and os.path.commonpath((os.path.realpath(path), private)) == os.path.realpath(path):
+            command += ["--tmpfs", private, "--remount-ro", private]
     for device in ("null", "zero", "urandom"):
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     command += ["--size", str(limits.folder_mib * MIB), "--tmpfs", "/work"]

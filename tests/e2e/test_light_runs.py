@@ -16,6 +16,7 @@ from pipelinerl.local.services import COMMANDS
 from pipelinerl.run_dir import RunDir
 from tests.documents.check_documents import described
 from tests.faults.matrix import RANK_1, SURVIVE_WITHIN_S, Fault, interrupt, local_run, run_under_fire, some_faults, write_recipe
+from tests.support import stranger
 from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, write_tiny_recipe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -85,6 +86,10 @@ async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_tw
             while len(records_of(run_dir)) < 9:
                 assert not running.done(), out.getvalue()
                 await asyncio.sleep(0.1)
+                if records_of(run_dir) and not (tmp_path / "stranger").exists():
+                    await stranger.refused_everywhere(run_dir, tmp_path / "stranger")
+                    stranger.nothing_is_readable_by_others(run_dir)
+        await stranger.open_to_the_owner(run_dir)
         ending = await interrupt(running)
     assert ending.exit_code == 130
     records, summary = records_of(run_dir), json.loads(run_dir.summary.read_text())
@@ -103,3 +108,4 @@ async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_tw
     assert not any("7" in one["completion"] or "7" in (one["tokens"] or [])[:-1] for one in samples)
     assert (run_dir.path / "checkpoint" / "config.json").is_file()
     audit(run_dir.path)
+    await stranger.done_to_a_copy(run_dir)

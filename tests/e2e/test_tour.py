@@ -160,7 +160,7 @@ async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> As
         prometheus = stack.enter_context(scraping)
         browser = await stack.enter_async_context(chromium())
         await run.until_step(CALM_STEPS)
-        link = re.search(r"^Live page: (http://127\.0\.0\.1:[0-9]+/)$", run.said, re.MULTILINE)
+        link = re.search(r"^Live page: (http://127\.0\.0\.1:[0-9]+/[\w-]+/)$", run.said, re.MULTILINE)
         assert link is not None, run.said
         yield Tour(run, collector, prometheus, browser, start_s, link[1])
 

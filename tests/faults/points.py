@@ -6,15 +6,17 @@ Each function returns the moment it sees the point; it waits for as long as that
 import asyncio
 import json
 import re
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
 import grpc
 import httpx
 
-from pipelinerl.bus.jetstream import connect
+from pipelinerl.bus.jetstream import Bus, connect
+from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.errors import ServiceError
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import read_address
+from pipelinerl.service.grpc import open_channel
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 LOOK_S = 0.005
@@ -98,33 +100,36 @@ class Watcher:
 
     async def _log_grows(self) -> None:
         """Others of the batch are on their way."""
-        async with connect(self._nats_url(), self.run_dir.name, name="test") as bus:
+        async with self._bus() as bus:
             before = (await bus.sequences_info()).last_position
             while (await bus.sequences_info()).last_position == before:
                 await asyncio.sleep(0)
 
     async def _version_announced(self) -> None:
         """Its bytes are on their way."""
-        url, name = self._nats_url(), self.run_dir.name
-        async with connect(url, name, name="test") as bus, bus.watch_control(["announce"]) as messages:
+        async with self._bus() as bus, bus.watch_control(["announce"]) as messages:
             await anext(messages)  # the last one
             await anext(messages)
 
-    def _nats_url(self) -> str:
-        return str(json.loads(self.run_dir.address("nats").read_bytes())["url"])
+    def _bus(self) -> AbstractAsyncContextManager[Bus]:
+        url = str(json.loads(self.run_dir.address("nats").read_bytes())["url"])
+        return connect(url, self.run_dir.name, name="test", credentials=self.run_dir.credentials.nats(ADMIN))
+
+    def _channel(self, name: str) -> grpc.aio.Channel:
+        return open_channel(read_address(self.run_dir.address(name)).grpc, self.run_dir.credentials.tls_dir)
 
     # None while they do not answer:
 
     async def _trainer(self) -> trainer_pb2.TrainerStatus | None:
         with suppress(*NO_ANSWER):
-            async with grpc.aio.insecure_channel(read_address(self.run_dir.address("trainer")).grpc) as channel:
+            async with self._channel("trainer") as channel:
                 stub = trainer_pb2_grpc.TrainerServiceStub(channel)
                 return await stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=2)
         return None
 
     async def _actor(self, name: str) -> actor_pb2.ActorState | None:
         with suppress(*NO_ANSWER):
-            async with grpc.aio.insecure_channel(read_address(self.run_dir.address(name)).grpc) as channel:
+            async with self._channel(name) as channel:
                 stub = actor_pb2_grpc.ActorServiceStub(channel)
                 return await stub.GetState(actor_pb2.GetStateRequest(), timeout=2)
         return None

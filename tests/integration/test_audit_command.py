@@ -12,6 +12,7 @@ import pytest
 
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.bus.jetstream import Bus, connect
+from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.cli import main
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import VersionSpan, decode_group
@@ -28,8 +29,8 @@ async def run_that_goes_on(folder: Path) -> AsyncIterator[tuple[Life, Bus, str]]
     run = RunDir(folder, RUN)
     (folder / "addresses").mkdir(parents=True)
     write_json(run.identity, {"run": RUN, "recipe": "unit", "started": "2026-03-04T05:06:07+00:00"})
-    with NatsServer(run.nats_store) as server:
-        async with connect(server.url, RUN) as bus:
+    with NatsServer(run.nats_store, extra={"authorization": run.credentials.make(RUN)}) as server:
+        async with connect(server.url, RUN, credentials=run.credentials.nats(ADMIN)) as bus:
             write_json(run.address("nats"), {"url": server.url})
             write_json(run.pids, {"nats": server.pid, "trainer": server.pid})  # both of this folder, and alive
             await bus.create_streams()
@@ -86,7 +87,8 @@ async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path, audit:
         counts = one.tracker.ledger.counts
         assert f"issued {counts.issued} = trained 4 + dropped stale 0" in said
         assert "SEQUENCES holds 6 messages, positions 1 to 6; durable up to 4" in said
-        elsewhere = await told(audit, folder, "--nats", url)
+        login = str(RunDir(folder, RUN).credentials.nats(ADMIN))
+        elsewhere = await told(audit, folder, "--nats", url, "--credentials", login)
         assert (elsewhere["ok"], elsewhere["streams"]["messages"]) == (True, 6)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     code, said = await audit(folder, "--versions")

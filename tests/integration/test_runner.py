@@ -18,6 +18,8 @@ import nats
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pipelinerl.bus.link import read_login
+from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.cli import main
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.ending import finish
@@ -127,7 +129,7 @@ async def test_killed_services_are_started_again_and_one_address_tells_of_it(tmp
         assert before["pipelinerl_runner_actors_wanted", ""] == 2
         verifier = read_address(run.dir.address("verifier"))
         url = json.loads(run.dir.address("nats").read_text())["url"]
-        async with await nats.connect(url) as client:
+        async with await nats.connect(url, **read_login(run.dir.credentials.nats(ADMIN))) as client:
             await client.jetstream().add_stream(name="KEPT", subjects=["kept"])
             await client.jetstream().publish("kept", b"one")
         for name in killed:
@@ -138,7 +140,7 @@ async def test_killed_services_are_started_again_and_one_address_tells_of_it(tmp
         again = read_address(run.dir.address("verifier"))
         assert (again.grpc, again.http, again.pid) == (verifier.grpc, verifier.http, new["verifier"])
         assert json.loads(run.dir.address("nats").read_text())["url"] == url
-        async with await nats.connect(url) as client:
+        async with await nats.connect(url, **read_login(run.dir.credentials.nats(ADMIN))) as client:
             assert (await client.jetstream().stream_info("KEPT")).state.messages == 1
         assert (await figures(runner))["pipelinerl_runner_restarts_total", "actor"] == 1
         for _ in range(3):
@@ -182,8 +184,9 @@ async def test_a_trainer_that_ends_goes_on_from_its_checkpoint_as_long_as_it_get
     assert "trainer was killed by SIGKILL" in printed
     assert "trainer exited with code 0" in printed
     assert "trainer is started again in 0.05 s, and goes on from version 10" in printed
-    links = re.findall("Live page: (http://127[0-9.:]+/)", printed)
-    assert links == [f"http://{read_address(run.dir.address('trainer')).http}/"], "each trainer is where the first was"
+    links = re.findall("Live page: (http://127[0-9.:]+/[\\w-]+/)", printed)
+    key = run.dir.credentials.page_key.read_text()
+    assert links == [f"http://{read_address(run.dir.address('trainer')).http}/{key}/"], "each trainer is where the first was"
 
     fell = next(index for index, (a, b) in enumerate(zip(recorder.steps, recorder.steps[1:], strict=False)) if b < a)
     assert recorder.steps[fell + 1] == 10, "what came after the checkpoint never was"
@@ -197,6 +200,7 @@ async def test_a_trainer_that_ends_goes_on_from_its_checkpoint_as_long_as_it_get
 
 def test_where_the_page_is_is_said_again_only_when_it_moves(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", recipe(), {})
+    run.dir.credentials.make("tiny-run")
     for port in (4711, 4711, 4712):
         run.local._trainer_up(ServiceAddress("127.0.0.1:1", f"127.0.0.1:{port}", 1))
     assert re.findall("Live page: http://127.0.0.1:([0-9]+)/", run.printed.getvalue()) == ["4711", "4712"]

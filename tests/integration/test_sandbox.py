@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from services.verifier import sandbox
 from services.verifier.confinement import children
 from services.verifier.sandbox import Ended, Limits, Means, landlock_version, python, run, strongest_means
-from tests.support.hostile_programs import ESCAPES, HOGS, Surroundings, surroundings_in
+from tests.support.hostile_programs import BESIDE, ESCAPES, HOGS, Surroundings, surroundings_in
 
 
 def missing(means: Means) -> str:
@@ -48,6 +49,22 @@ def test_no_program_gets_out(name: str, means: Means, surroundings: Surroundings
     assert not ended.timed_out
     assert surroundings.untouched
     assert before == (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), children(os.getpid()))
+
+
+def test_the_runs_folder_is_kept_out_of_what_a_program_may_read(
+    means: Means, surroundings: Surroundings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Python's own folder holds it, as in a project that is an environment itself."""
+    paths = [*sandbox._python_paths(), str(surroundings.run_dir.parent)]
+    monkeypatch.setattr(sandbox, "_python_paths", lambda: paths)
+    programs = [surroundings.filled(program, os.getpid()) for name, program in ESCAPES.items() if "the run's" in name]
+    assert len(programs) == 2
+    assert all(b"escaped" in attempt(program, means).stdout for program in programs)
+    monkeypatch.setenv("PIPELINERL_PRIVATE_DIR", str(surroundings.run_dir))
+    assert not any(b"escaped" in attempt(program, means).stdout for program in programs)
+    writes = f"open('{surroundings.run_dir}/new', 'w').write('x'); print('escaped')"
+    assert b"escaped" not in attempt(writes, means).stdout
+    assert b"escaped" in attempt(surroundings.filled(BESIDE, 0), means).stdout
 
 
 UNSAFE_WITHOUT_SANDBOX = {

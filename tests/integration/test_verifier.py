@@ -30,7 +30,7 @@ from services.verifier.confinement import children
 from services.verifier.sandbox import confinement_missing, strongest_means
 from tests.support.certificates import Authority
 from tests.support.chat_endpoint import endpoint
-from tests.support.hostile_programs import ESCAPES, HOGS, MAY, surroundings_in
+from tests.support.hostile_programs import BESIDE, ESCAPES, HOGS, MAY, surroundings_in
 from tests.support.machine import ends_within
 from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifier, sample, serving, verifier
 
@@ -123,13 +123,16 @@ def test_a_judge_scores_and_no_worker_has_its_key(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
-async def test_a_reward_in_a_sandbox_gets_out_no_more_than_a_program(tmp_path: Path) -> None:
-    folder = tmp_path / "verifier"
+async def test_a_reward_in_a_sandbox_gets_out_no_more_than_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started in a folder that holds the run's, as is usual, it reads what is beside that and nothing in it."""
+    folder, run_dir = tmp_path / "verifier", tmp_path / "cwd" / "run"
     folder.mkdir()
-    with surroundings_in(tmp_path) as surroundings, verifier(folder, recipe(sandbox=True)) as running:
+    monkeypatch.setenv("PYTHONPATH", str(run_dir.parent))
+    with surroundings_in(tmp_path) as surroundings, verifier(folder, recipe(sandbox=True), private_dir=run_dir) as running:
         running.wait_until_serving()
         attempts = [f"run {surroundings.filled(ESCAPES[name], running.process.pid)}" for name in sorted(ESCAPES.keys() - MAY)]
-        scored = await outcomes(running, ["say 1", *attempts, f"kill {running.process.pid}", "say 1"])
+        reads = f"run {surroundings.filled(BESIDE, 0)}"
+        scored = await outcomes(running, [reads, *attempts, f"kill {running.process.pid}", reads])
         assert running.process.poll() is None
         assert surroundings.untouched
     assert [(status_name(each.status), each.reward) for each in scored[1:-2]] == [("ok", 0.0)] * len(attempts)

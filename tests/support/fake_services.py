@@ -77,6 +77,7 @@ async def actor() -> int:
         return int(Fake.actor_exit)
     import grpc.aio
 
+    from pipelinerl.service.tls import server_credentials
     from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 
     class Actor(actor_pb2_grpc.ActorServiceServicer):
@@ -88,7 +89,7 @@ async def actor() -> int:
     subprocess.Popen(sleeps, process_group=0)  # as vLLM's engine core
     stop, server = stop_event("actor"), grpc.aio.server()
     actor_pb2_grpc.add_ActorServiceServicer_to_server(Actor(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(Path(SETTINGS["tls_dir"])))
     await server.start()
     await serve(port)
     await stop.wait()
@@ -117,6 +118,7 @@ def records_to_go_on_from(run_dir: Path) -> list[dict[str, Any]]:
 async def trainer() -> int:
     import grpc.aio
 
+    from pipelinerl.service.tls import server_credentials
     from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 
     run_dir, recipe = Path(SETTINGS["run_dir"]), yaml.safe_load(Path(SETTINGS["recipe"]).read_text())
@@ -138,7 +140,7 @@ async def trainer() -> int:
                 await asyncio.sleep(0.02)
 
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Trainer(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(Path(SETTINGS["tls_dir"])))
     await server.start()
     await serve(port)
     with (run_dir / "metrics.jsonl").open("a") as metrics:

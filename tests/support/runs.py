@@ -17,6 +17,8 @@ import psutil
 import yaml
 
 from pipelinerl.bus.jetstream import connect
+from pipelinerl.bus.permissions import ADMIN
+from pipelinerl.run_dir import RunDir
 
 RUN_TIMEOUT_S = 280.0
 PARITY_NATS = 1e-4
@@ -166,7 +168,8 @@ class RunningCommand:
         server = self.run_dir / "nats" / f"nats-server_{self.pids()['nats']}.ports"
         url = json.loads(server.read_bytes())["nats"][0]
         name = self.said.partition(":")[0]
-        async with connect(url, name, name="test") as bus, bus.watch_control([kind]) as messages:
+        login = RunDir(self.run_dir, name).credentials.nats(ADMIN)
+        async with connect(url, name, name="test", credentials=login) as bus, bus.watch_control([kind]) as messages:
             await anext(messages)  # the last one before
             async for message in messages:
                 if message.actor in ("", actor):

@@ -19,6 +19,7 @@ from pipelinerl.commands.run import chosen_ports, free_port
 from pipelinerl.commands.scale import _until_there
 from pipelinerl.errors import FieldError
 from pipelinerl.run_dir import RunDir
+from pipelinerl.service.tls import Certificates
 from pipelinerl.v1.actor_pb2 import ACTOR_PHASE_SERVING, ActorState
 from tests.unit.builders import model_folder, write_weights
 
@@ -252,7 +253,7 @@ async def test_scale_asks_all_actors_at_once(tmp_path: Path, monkeypatch: pytest
     """One that is busy answers late, and must not keep the others waiting."""
     all_asked = asyncio.Barrier(2)
 
-    async def answer(address_file: Path) -> ActorState:
+    async def answer(address_file: Path, certificates: Certificates) -> ActorState:
         await all_asked.wait()
         return ActorState(phase=ACTOR_PHASE_SERVING)
 
@@ -260,4 +261,6 @@ async def test_scale_asks_all_actors_at_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(
         "pipelinerl.local.processes.running_pids", lambda _: dict.fromkeys(("trainer", "actor-0", "actor-1"), 1)
     )
-    await _until_there(RunDir(tmp_path, "tiny"), 2, timeout_s=30.0)
+    run_dir = RunDir(tmp_path, "tiny")
+    run_dir.credentials.make("tiny")
+    await _until_there(run_dir, 2, timeout_s=30.0)

@@ -47,11 +47,16 @@ def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, mon
     trainer = settings_of(launches.trainer(0), TrainerSettings, monkeypatch)
     assert trainer.items() >= (policy | {"instance": "trainer", "expected_actors": 0, "http_port": 0}).items()
     assert (trainer["run_dir"], trainer["recipe"]) == (tmp_path.resolve(), tmp_path.resolve() / "recipe.yaml")
+    secrets = tmp_path.resolve() / "secrets"
+    assert (trainer["tls_dir"], trainer["nats_credentials"]) == (secrets / "tls", secrets / "nats-trainer")
+    assert trainer["page_key"] == secrets / "page-key"
     actor = settings_of(launches.actor(2), ActorSettings, monkeypatch)
     assert actor.items() >= (policy | {"instance": "actor-2"}).items()
+    assert (actor["tls_dir"], actor["nats_credentials"]) == (secrets / "tls", secrets / "nats-actor")
     assert actor["address_file"] == tmp_path.resolve() / "addresses" / "actor-2.json"
     again = ServiceAddress("127.0.0.1:5000", "127.0.0.1:5001", 1)
     verifier = settings_of(launches.verifier(again), VerifierSettings, monkeypatch)
+    assert (verifier["tls_dir"], verifier["private_dir"]) == (secrets / "tls", tmp_path.resolve())
     assert (verifier["grpc_port"], verifier["http_port"]) == (5000, 5001), "a restarted one keeps its ports"
 
 

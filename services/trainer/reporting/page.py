@@ -6,11 +6,12 @@ read an earlier trainer's, is told to fetch everything anew. What the keys of th
 which makes the same object of a finished run.
 
 Nothing can be changed from the page. It shows model output, so it may load scripts and styles from here alone, and no other
-site may read it.
+site may read it. With a key, which its path then begins with, nobody reads it who does not know the key.
 """
 
 from __future__ import annotations
 
+import hmac
 import math
 import re
 import secrets
@@ -22,7 +23,8 @@ from threading import Lock
 from typing import Any
 
 from fastapi import FastAPI, Response
-from starlette.types import ASGIApp
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelinerl.page import LIVE_ASSETS, asset
 from pipelinerl.page.data import RunHistory
@@ -187,10 +189,29 @@ def add_page(app: FastAPI, board: PageBoard) -> None:
 
 
 def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
-    """`app` with its page for those who call the trainer by a name of its own. A loopback interface is `serve_http`'s."""
+    """`app` with its page for those who know its key, if it has one, and call the trainer by a name of its own. A loopback
+    interface is `serve_http`'s."""
+    if settings.page_key is not None:
+        app = behind_key(app, settings.page_key.read_bytes())
     if not settings.page or is_loopback(settings.http_host):
         return app
     return guard_hosts(app, {*LOCAL_NAMES, bracketed(settings.advertise_host), *page_hosts(settings)}, PROBED)
+
+
+def behind_key(app: ASGIApp, key: bytes) -> ASGIApp:
+    """`app` below the path `/KEY/`; what is `PROBED` is also where it was, and all else is refused."""
+
+    async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROBED:
+            given, slash, path = scope["path"][1:].partition("/")
+            if not (hmac.compare_digest(given.encode(), key) and slash):
+                refusal = "refused: ask for the page by the link that `pipelinerl run` has printed\n"
+                await PlainTextResponse(refusal, 403)(scope, receive, send)
+                return
+            scope = {**scope, "path": f"/{path}", "raw_path": f"/{path}".encode()}
+        await app(scope, receive, send)
+
+    return keyed
 
 
 def page_hosts(settings: TrainerSettings) -> list[str]:

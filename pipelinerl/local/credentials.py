@@ -1,0 +1,88 @@
+"""What keeps other users of the machine out of a local run: logins for NATS, a certificate for gRPC, a key for the live page.
+
+Made anew at each start, in a folder that only its owner can read. A password is never an argument of a command, a variable of
+the environment, or part of a message. It protects from no process of the same user.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import shutil
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
+
+_KEY_BYTES = 16
+_VALID = timedelta(days=3650)
+"""A run that goes on longer asks for a new start."""
+
+
+class Credentials:
+    """The files of `secrets/` in a run directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tls_dir = folder / "tls"
+        """As `pipelinerl.service.tls` reads it: one certificate for all services, which is its own CA."""
+        self._folder = folder
+
+    def nats(self, user: str) -> Path:
+        """`user:password`."""
+        return self._folder / f"nats-{user}"
+
+    @property
+    def page_key(self) -> Path:
+        """What the live page's path begins with."""
+        return self._folder / "page-key"
+
+    def make(self, run: str) -> dict[str, Any]:
+        """Writes all of them. Returns nats-server's `authorization` block, with the passwords."""
+        from pipelinerl.service.tls import CA, CERTIFICATE, KEY
+
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self.tls_dir.mkdir(parents=True)
+        passwords = {user: secrets.token_urlsafe(_KEY_BYTES) for user in (TRAINER, ACTOR, ADMIN)}
+        for folder in (self._folder, self.tls_dir):
+            folder.chmod(0o700)
+        for user, password in passwords.items():
+            write_private(self.nats(user), f"{user}:{password}".encode())
+        write_private(self.page_key, secrets.token_urlsafe(_KEY_BYTES).encode())
+        certificate, key = _self_signed()
+        for name, content in ((CERTIFICATE, certificate), (CA, certificate), (KEY, key)):
+            write_private(self.tls_dir / name, content)
+        return authorization(run, passwords)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replaces a file by one that only its owner can read, from its first byte on."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _self_signed() -> tuple[bytes, bytes]:
+    """Certificate and key, PEM, of this machine by its loopback names."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "pipelinerl")])
+    hosts = [x509.IPAddress(ipaddress.ip_address(address)) for address in ("127.0.0.1", "::1")]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))  # clocks are set back
+        .not_valid_after(now + _VALID)
+        .add_extension(x509.SubjectAlternativeName([*hosts, x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    return certificate.public_bytes(pem), key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)

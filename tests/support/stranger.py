@@ -1,0 +1,151 @@
+"""What a process without a run's files tries: to read, forge, give orders, end, flood and delete. With its files it all works.
+
+Each attack returns what it got, true if it worked, and raises where it is refused.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
+
+import grpc
+import nats
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from nats.js.api import StreamConfig
+
+from pipelinerl.bus.protocol import Subjects
+from pipelinerl.commands.streams import streams_in_folder
+from pipelinerl.local.credentials import Credentials
+from pipelinerl.run_dir import RunDir
+from pipelinerl.service.address import read_address
+from pipelinerl.service.grpc import open_channel
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+
+REFUSED_WITHIN_S = 20.0
+
+
+async def read_sequence(client: Client, run: Subjects) -> object:
+    return (await client.jetstream().get_last_msg(run.sequences_stream, run.sequences)).data
+
+
+async def read_stream(client: Client, run: Subjects) -> object:
+    subscription = await client.jetstream().subscribe(run.control_all, ordered_consumer=True)
+    return (await subscription.next_msg(REFUSED_WITHIN_S)).data
+
+
+async def forge_sequence(client: Client, run: Subjects) -> object:
+    return (await client.jetstream().publish(run.sequences, b"reward 500")).seq
+
+
+async def forge_end(client: Client, run: Subjects) -> object:
+    return (await client.jetstream().publish(run.control("end"), b"")).seq
+
+
+async def flood(client: Client, run: Subjects) -> object:
+    return [(await client.jetstream().publish(run.dead, bytes(1 << 20))).seq for _ in range(3)]
+
+
+async def take_prompts(client: Client, run: Subjects) -> object:
+    return await client.jetstream().purge_stream(run.prompts_stream)
+
+
+async def make_stream(client: Client, run: Subjects) -> object:
+    return await client.jetstream().add_stream(StreamConfig(name="FILL", subjects=["fill"]))
+
+
+async def delete_streams(client: Client, run: Subjects) -> object:
+    return [await client.jetstream().delete_stream(stream) for stream in run.every_stream]
+
+
+BY_NATS = (read_sequence, read_stream, forge_sequence, forge_end, flood, take_prompts, make_stream, delete_streams)
+
+
+async def look_at_actor(actor: grpc.aio.Channel, _: grpc.aio.Channel, __: grpc.aio.Channel) -> object:
+    return await actor_pb2_grpc.ActorServiceStub(actor).GetState(actor_pb2.GetStateRequest(), timeout=REFUSED_WITHIN_S)
+
+
+async def score(actor: grpc.aio.Channel, _: grpc.aio.Channel, __: grpc.aio.Channel) -> object:
+    request = actor_pb2.ScoreRequest(token_ids=b"\1\0\0\0\3\0\0\0")
+    return await actor_pb2_grpc.ActorServiceStub(actor).Score(request, timeout=REFUSED_WITHIN_S)
+
+
+async def checkpoint(_: grpc.aio.Channel, trainer: grpc.aio.Channel, __: grpc.aio.Channel) -> object:
+    stub = trainer_pb2_grpc.TrainerServiceStub(trainer)
+    return await stub.CheckpointNow(trainer_pb2.CheckpointNowRequest(), timeout=REFUSED_WITHIN_S)
+
+
+async def have_rewarded(_: grpc.aio.Channel, __: grpc.aio.Channel, verifier: grpc.aio.Channel) -> object:
+    item = verifier_pb2.VerifyItem(sequence_id="s", task="chain_sum", reference_json='{"answer": "1"}', completion_text="#1")
+    request = verifier_pb2.VerifyRequest(items=[item])
+    return (await verifier_pb2_grpc.VerifierServiceStub(verifier).Verify(request, timeout=REFUSED_WITHIN_S)).results
+
+
+BY_GRPC = (look_at_actor, score, checkpoint, have_rewarded)
+
+
+async def by_grpc(run_dir: RunDir, attack: Callable[..., Awaitable[object]], tls_dir: Path | None) -> object:
+    targets = [read_address(run_dir.address(name)).grpc for name in ("actor-0", "trainer", "verifier")]
+    actor, trainer, verifier = (open_channel(target, tls_dir) for target in targets)
+    async with actor, trainer, verifier:
+        return await attack(actor, trainer, verifier)
+
+
+PAGE = ("", "page/history", "page/news", "page/assets/live.js")
+
+
+def page(run_dir: RunDir, path: str) -> str:
+    address, opener = read_address(run_dir.address("trainer")).http, build_opener(ProxyHandler({}))
+    return str(opener.open(f"http://{address}/{path}", timeout=REFUSED_WITHIN_S).read().decode())
+
+
+async def refused_everywhere(run_dir: RunDir, folder: Path) -> None:
+    """A stranger knows all addresses, and has credentials that it made itself in `folder`."""
+    own = Credentials(folder)
+    own.make(run_dir.name)
+    url = json.loads(run_dir.address("nats").read_bytes())["url"]
+    for attack in BY_NATS:
+        for login in ({}, {"user": "actor", "password": own.nats("actor").read_text().partition(":")[2]}):
+            with pytest.raises(nats.errors.Error, match="Authorization Violation"):
+                async with await nats.connect(url, allow_reconnect=False, error_cb=_nothing, **login) as client:
+                    await attack(client, Subjects(run_dir.name))
+    for attack in BY_GRPC:
+        for tls_dir in (None, own.tls_dir):
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await by_grpc(run_dir, attack, tls_dir)
+    for key in ("", "x/", "page/", own.page_key.read_text() + "/"):
+        for path in PAGE:
+            with pytest.raises(HTTPError, match="403"):
+                await asyncio.to_thread(page, run_dir, key + path)
+
+
+async def open_to_the_owner(run_dir: RunDir) -> None:
+    """The same requests with the run's own files, but those to NATS, which would end it."""
+    for attack in BY_GRPC:
+        assert await by_grpc(run_dir, attack, run_dir.credentials.tls_dir), attack
+    key = run_dir.credentials.page_key.read_text()
+    shown = [await asyncio.to_thread(page, run_dir, f"{key}/{path}") for path in PAGE]
+    assert '"completion"' in shown[1]
+
+
+async def done_to_a_copy(run_dir: RunDir) -> None:
+    """What a stranger could do to NATS if it had the login: to the streams of a run that has ended."""
+    for attack in BY_NATS:
+        async with streams_in_folder(run_dir.path) as bus:
+            assert await attack(bus.connection, Subjects(run_dir.name)), attack
+
+
+def nothing_is_readable_by_others(run_dir: RunDir) -> None:
+    secrets = [path for path in (run_dir.path / "secrets").rglob("*") if path.is_file()]
+    passwords = [run_dir.credentials.nats(user).read_text().partition(":")[2] for user in ("trainer", "actor", "admin")]
+    assert len(secrets) == 7
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in (*secrets, run_dir.nats_store / "nats.conf"))
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (run_dir.path, run_dir.path / "secrets", run_dir.nats_store))
+    told = [path.read_bytes() for path in [*Path("/proc").glob("[0-9]*/cmdline"), *(run_dir.path / "logs").iterdir()]]
+    assert not [one for one in told for password in passwords if password.encode() in one]
+
+
+async def _nothing(_: Exception) -> None: ...
