@@ -48,6 +48,9 @@ COMPLETION = {"keep": (), "release": (PATCH_CONFIG, SCALE_ACTORS), "exit": (PATC
 """What the trainer may do besides by `on_completion`: each on the one object of its release."""
 _SCALE = {SCALE_ACTORS: "patch_namespaced_deployment_scale", SCALE_TRAINER: "patch_namespaced_stateful_set_scale"}
 _MERGE = "application/merge-patch+json"
+ASK_RIGHTS = Permission("selfsubjectaccessreviews", "create", "authorization.k8s.io")
+"""Every ServiceAccount has it, unless somebody took it away."""
+_GROUPS = {"apps": "AppsV1Api", ASK_RIGHTS.group: "AuthorizationV1Api"}
 
 
 class KubeError(PipelineRLError):
@@ -162,6 +165,14 @@ class KubeClient:
         """As `kubectl scale`. `permission`: that for the kind of `name`. Raises `KubeError`."""
         await self._ask(permission, _SCALE[permission], name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
 
+    async def may(self, permission: Permission, name: str = "") -> bool:
+        """Whether the ServiceAccount has this right, in its namespace; on the object `name`, or on all. Raises `KubeError`."""
+        resource, _, subresource = permission.resource.partition("/")
+        asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
+        body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
+        raw = await self._ask(ASK_RIGHTS, "create_self_subject_access_review", body=body)
+        return bool((raw.get("status") or {}).get("allowed"))
+
     async def create_event(self, event: Mapping[str, Any]) -> None:
         """`event`: a core v1 Event with a name of its own; one that is there already was stored before. Raises `KubeError`."""
         try:
@@ -203,22 +214,24 @@ class KubeClient:
             return _parsed(permission, await response.read())
 
     async def _respond(self, permission: Permission, method: str, **arguments: Any) -> ClientResponse:
-        """The response to a call of `CoreV1Api`, or `AppsV1Api`, that was accepted. With a token that is refused the call is
-        made again, once, with the token that the file holds now."""
+        """The response to a call that was accepted, of `CoreV1Api` or the API of the permission's group. With a token that is
+        refused the call is made again, once, with the token that the file holds now."""
         if self._api is None:
             api = await asyncio.to_thread(_core_api, self._service_account)
             self._api = self._api or api
         group = self._api
-        if permission.group == "apps":
+        if permission.group:
             from kubernetes.aio import client
 
-            group = client.AppsV1Api(self._api.api_client)
+            group = getattr(client, _GROUPS[permission.group])(self._api.api_client)
+        if permission != ASK_RIGHTS:
+            arguments["namespace"] = self.namespace
         call = getattr(group, f"{method}_without_preload_content")
-        response: ClientResponse = await call(namespace=self.namespace, **arguments)
+        response: ClientResponse = await call(**arguments)
         if response.status == 401:
             response.release()
             _load_account(self._service_account, self._api.api_client.configuration)
-            response = await call(namespace=self.namespace, **arguments)
+            response = await call(**arguments)
         if response.status >= 300:
             body = await response.read()
             raise KubeError(permission, response.status, _message(body) or response.reason or "no reason given")

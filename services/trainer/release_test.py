@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.kube.client import in_cluster
+from pipelinerl.kube.client import COMPLETION, TRAINER, in_cluster
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import split_host_port
 from pipelinerl.service.grpc import explained, open_channel
@@ -28,6 +28,9 @@ CHECK_S = 60.0
 """For a whole check: a busy node takes long to import a client."""
 CLOSED_S = 5.0
 """A connection that a policy drops gets no answer; after this it counts as closed."""
+
+OBJECTS = {"configmaps": "run", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
+"""Which one of the release a right is for that is not for all of its kind: its name is this behind the release's."""
 
 Check = Callable[[], Awaitable[str]]
 
@@ -98,18 +101,25 @@ async def check_verifier(settings: TrainerSettings) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Of the trainer's ServiceAccount: the actors' pods, listed and watched."""
+    """All that the trainer's ServiceAccount should have; of them one is used, to list the actors' pods."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: nothing is asked"
     try:
-        pods, version = await kube.list_pods(settings.actor_selector)
-        async with kube.watch_pods(settings.actor_selector, version):
-            pass
+        pods, _ = await kube.list_pods(settings.actor_selector)
+        needed = dict.fromkeys(TRAINER, "") | {
+            permission: f"{settings.release}-{OBJECTS[permission.resource]}"
+            for permission in COMPLETION[settings.on_completion]
+        }
+        lacking = [f"{one} {name}".strip() for one, name in sorted(needed.items()) if not await kube.may(one, name)]
     finally:
         await kube.close()
+    if lacking:
+        raise CheckError(
+            f"the trainer's ServiceAccount may not {', '.join(lacking)}; bind it to a Role as the chart's (rbac.create)"
+        )
     running = sum(pod.phase == "Running" for pod in pods)
-    return f"may list and watch pods; {running} of {len(pods)} actors run"
+    return f"all {len(needed)} are there; {running} of {len(pods)} actors run"
 
 
 async def check_policies(closed: str) -> str:
@@ -127,11 +137,12 @@ async def check_policies(closed: str) -> str:
     )
 
 
-def checks(settings: TrainerSettings, closed: str) -> dict[str, Check]:
-    """By name, in the order in which a release comes up. `closed`: host:port that must not answer; empty = no policies."""
+def checks(settings: TrainerSettings, closed: str = "", *, volume: bool = True) -> dict[str, Check]:
+    """By name, in the order in which a release comes up. `closed`: host:port that must not answer; empty = no policies.
+    `volume`: the claim is mounted here."""
     of_settings = {
         "recipe": check_recipe,
-        "volume": check_volume,
+        **({"volume": check_volume} if volume else {}),
         "NATS": check_nats,
         "trainer's Service": check_trainer,
         "verifier's Service": check_verifier,
@@ -159,13 +170,14 @@ async def failures(every: dict[str, Check]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.trainer.release_test", description=__doc__)
     parser.add_argument("--closed", default="", metavar="HOST:PORT", help="what network policies close to this pod")
+    parser.add_argument("--no-volume", action="store_true", help="the claim is not here: only the trainer's pod may have it")
     arguments = parser.parse_args()
     try:
         settings = read_settings(TrainerSettings)
     except PipelineRLError as error:
         print(f"FAILED  environment: {error}")
         return 1
-    failed = asyncio.run(failures(checks(settings, arguments.closed)))
+    failed = asyncio.run(failures(checks(settings, arguments.closed, volume=not arguments.no_volume)))
     print(f"failed: {', '.join(failed)}" if failed else "the release works")
     return 1 if failed else 0
 

@@ -194,6 +194,8 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
     """Serves until `stop`. Raises `UserError` for a recipe or a reward that does not exist, `ServiceError` for a port
     in use."""
     recipe = load_recipe(settings.recipe)
+    if settings.reward_modules:
+        sys.path.insert(0, str(settings.reward_modules))  # workers get it from here
     registry, readiness = RunRegistry(settings.run), Readiness()
     async with (
         watch_loop() as watch,

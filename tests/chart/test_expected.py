@@ -14,6 +14,7 @@ from tests.chart.cases import EVERYWHERE, rendered_case
 from tests.chart.rendering import COMPONENT, SERVICES, Rendered, environment, render
 from tests.monitoring.catalogue import names_in, samples
 
+RELEASE_TEST = ["python", "-m", "services.trainer.release_test", "--closed=pipelinerl-trainer-0.pipelinerl-trainer:50051"]
 GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 SPOT = {"key": "spot", "operator": "Exists"}
 AMD_TAINT = {"key": "amd.com/gpu", "operator": "Exists"}
@@ -188,8 +189,14 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         | {f"main/{pod} securityContext {key}": None for pod in PODS for key in ("runAsUser", "runAsGroup")},
     ),
     (
-        {"actor": {"capabilities": ["IPC_LOCK"]}},
-        {
+        {"actor": {"capabilities": ["IPC_LOCK"]}, "security": {"runAsUser": 0}},
+        {f"pod/{pod} spec securityContext fsGroup": 0 for pod in PODS}
+        | {
+            f"main/{pod} securityContext {key}": value
+            for pod in PODS
+            for key, value in (("runAsUser", 0), ("runAsNonRoot", False))
+        }
+        | {
             "main/actor securityContext capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
             "main/trainer securityContext capabilities": {"drop": ["ALL"]},
         },
@@ -198,10 +205,10 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"rewards": {"files": {"mine.py": "def score(item): ...\n"}}, "task": {"files": {"train.jsonl": "{}\n"}}},
         {
             "ConfigMap/pipelinerl-verifier-files data": {"mine.py": "def score(item): ...\n"},
-            "env/verifier PYTHONPATH": "/etc/pipelinerl/rewards",
+            "env/verifier PIPELINERL_REWARD_MODULES": "/etc/pipelinerl/rewards",
             "main/verifier volumeMounts * mountPath": ["/etc/pipelinerl/recipe", "/tmp", "/etc/pipelinerl/rewards"],
             "ConfigMap/pipelinerl-trainer-files data": {"train.jsonl": "{}\n"},
-            "env/trainer PYTHONPATH": None,
+            "env/verifier PYTHONPATH": None,  # the image's, or one's own, stays
         },
     ),
     (  # as a ResourceQuota on limits.cpu asks of each container
@@ -209,6 +216,26 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {
             "pod/test spec containers * resources limits cpu": ["1"],
             "pod/test spec initContainers * resources limits cpu": ["1"] * 4,
+        },
+    ),
+    (
+        {"verifier": {"serviceAccount": {"annotations": {"example.com/role": "pulls"}}}},
+        {
+            "pod/validation spec serviceAccountName": "pipelinerl-validation",
+            "ServiceAccount/pipelinerl-validation metadata annotations example.com/role": "pulls",
+            "ServiceAccount/pipelinerl-validation metadata annotations helm.sh/hook": "pre-install,pre-upgrade",
+            "pod/test spec serviceAccountName": "pipelinerl-verifier",
+        },
+    ),
+    (
+        {"verifier": {"serviceAccount": {"create": False, "name": "mine"}}},
+        {f"pod/{pod} spec serviceAccountName": "mine" for pod in ("verifier", "validation", "test")},
+    ),
+    (  # a claim that one pod takes is the trainer's
+        {"trainer": {"persistence": {"accessMode": "ReadWriteOncePod"}}},
+        {
+            "pod/release-test spec volumes * persistentVolumeClaim": [None] * 5,
+            "main/release-test args": [*RELEASE_TEST[:3], "--no-volume", *RELEASE_TEST[3:]],
         },
     ),
     ({"actor": {"strategy": {"type": "Recreate"}}}, {f"{ACTOR} spec strategy": {"type": "Recreate"}}),

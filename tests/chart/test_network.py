@@ -101,10 +101,14 @@ def test_ways_out_are_values(component: str) -> None:
 def test_ways_out_can_be_narrowed() -> None:
     rendered = render({"networkPolicy": {"kubernetesApi": {"cidrs": ["10.1.0.5/32"]}, "hub": {"enabled": False}}})
     assert _outside(rendered, "trainer") == [("10.1.0.5/32", [443, 6443])]
-    closed = render({"networkPolicy": {"hub": {"enabled": False}, "kubernetesApi": {"cidrs": ["0.0.0.0/0", "203.0.113.9/32"]}}})
-    assert _outside(closed, "actor") == []
-    cidrs = [cidr for cidr, _ in _outside(closed, "trainer")]
-    assert cidrs == [*PRIVATE, "203.0.113.9/32"], "as ways to the API, or the hub would be reached by it"
+    more = {"to": [{"ipBlock": {"cidr": "203.0.113.8/32"}}]}
+    api = {"cidrs": ["0.0.0.0/0", "::/0", "203.0.113.9/32"]}
+    closed = render({"networkPolicy": {"hub": {"enabled": False}, "kubernetesApi": api, "extraEgress": [more]}})
+    assert _outside(closed, "actor") == [("203.0.113.8/32", [])]
+    for component in ("trainer", "release-test"):
+        cidrs = [cidr for cidr, _ in _outside(closed, component)]
+        ways = [*PRIVATE, "fc00::/7", "203.0.113.9/32"]
+        assert cidrs == [*ways, "203.0.113.8/32"], "as ways to the API, or the hub would be reached by it"
     to = [{"ipBlock": {"cidr": "203.0.113.7/32"}}]
     tracing = {"endpoint": "https://otel.example.com"}
     rendered = render({"tracing": tracing, "networkPolicy": {"tracing": {"to": to, "ports": [443]}}})

@@ -48,7 +48,8 @@ def test_the_chart_knows_the_tasks_that_have_episodes() -> None:
     one = {"name": "two", "model": {"name": "a/b"}, "task": {"name": "chain_sum"}}
     for source in get_args(TaskConfig.model_fields["source"].annotation):
         second = {"name": "second", "task": {"source": source}}
-        for more in ({"task": None, "tasks": [{"task": one["task"]}, second]}, {"evaluation": {"sets": [second]}}):
+        evaluated = {"evaluation": {"sets": [{"name": "of the run's own task"}, second]}}
+        for more in ({"task": None, "tasks": [{"task": one["task"]}, second]}, evaluated):
             rendered = render({"recipe": {"inline": {**one, **more}}})
             assert ("episodes" in rendered.pod("actor").ports) == (source in EPISODIC), (source, more)
 
@@ -155,8 +156,23 @@ REFUSED: dict[str, dict[str, Any]] = {
         "recipe": EPISODES,
         "verifier": {"autoscaling": {"kind": "hpa"}},
     },
-    "rewards.files: 1000014 bytes are too many for a ConfigMap; mount a volume by verifier.extraVolumes": {
-        "rewards": {"files": {"big.py": "#" * 1_000_001}}
+    "rewards.files, task.files: 400001 bytes in sum are more than the 400000 for which Helm's Secret of a release has room": {
+        "rewards": {"files": {"big.py": "#" * 200_000}},
+        "task": {"files": {"big.jsonl": "x" * 200_001}},
+    },
+    "recipe.set.trainer.shard_ranks: 3 does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)": {
+        "recipe": {"set": {"trainer": {"shard_ranks": 3}}},
+        "trainer": {"nodes": 2, "persistence": {"existingClaim": "shared"}},
+    },
+    "recipe.set.trainer.context_parallel: 2 does not divide the 1 ranks of the trainer": {
+        "recipe": {"set": {"trainer": {"context_parallel": 2}}},
+        "trainer": {"gpus": 1},
+    },
+    "trainer.capabilities: [IPC_LOCK] have no effect for a process that is not root; set security.runAsUser to 0": {
+        "trainer": {"capabilities": ["IPC_LOCK"]}
+    },
+    "networkPolicy.nats.ports: [4222] lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {
+        "nats": {"enabled": False, "url": "nats://nats-0.messaging:4222,nats://nats-1.messaging:4223"}
     },
     "nats.url: is empty while nats.enabled is false": {"nats": {"enabled": False}},
     "nats.sequencesMaxGib: 25 is more than three quarters of nats.persistence.size = 32Gi": {"nats": {"sequencesMaxGib": 25}},

@@ -146,6 +146,28 @@ def test_a_number_in_the_values_is_what_there_is_after_each_step(release: Releas
     release.uninstall()
 
 
+OFF = {"autoscaling": {"enabled": False}}
+
+
+def test_an_autoscaler_that_is_switched_off_leaves_its_number_or_takes_that_of_the_values(release: Release) -> None:
+    """A number in the manifest where the autoscaler has set another is a conflict in server-side apply, and nothing else is."""
+    release.install(BY_HAND)
+    release.scale("verifier", 5)  # the request that the autoscaler sends
+    release.upgrade(BY_HAND | {"verifier": OFF | {"replicas": None}})
+    assert release.replicas("verifier") == 5
+    release.rollback(1)
+    assert release.replicas("verifier") == 5
+    numbered = BY_HAND | {"verifier": OFF | {"replicas": 2}}
+    if "--server-side=true" in release.options:
+        with pytest.raises(CommandError, match=r"conflict .*\.spec\.replicas"):
+            release.upgrade(numbered)
+        release.cluster.kubectl("delete", "horizontalpodautoscaler", "pipelinerl-verifier", "--ignore-not-found")
+        release.scale("verifier", 2)
+    release.upgrade(numbered)
+    assert release.replicas("verifier") == 2
+    release.uninstall()
+
+
 def _until(condition: Callable[[], bool], cluster: Cluster, what: str) -> None:
     """Conditions of a real cluster. `kubectl wait` waits for the pods; this is for what it has no word for."""
     end = time.monotonic() + 120

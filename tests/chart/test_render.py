@@ -193,7 +193,7 @@ def test_only_the_trainer_holds_a_token_of_an_account_that_is_there(rendered: Re
     for pod in rendered.pods:
         expected = case != "no-kubernetes-api" and pod.component in ("trainer", "release-test")
         assert pod.spec["automountServiceAccountToken"] is expected, pod.owner
-        assert pod.component in ("test", "validation") or pod.spec["serviceAccountName"] in made | brought, pod.owner
+        assert pod.spec["serviceAccountName"] in made | brought, pod.owner
     for account in rendered.of_kind("ServiceAccount"):
         assert account["automountServiceAccountToken"] is False
 

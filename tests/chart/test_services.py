@@ -84,7 +84,8 @@ def test_services_are_started_by_their_modules_with_variables_that_they_know(ren
 def test_the_chart_decides_every_setting_of_a_cluster() -> None:
     """A setting that no case sets is one that its author forgot here."""
     given: dict[str, set[str]] = {service: set() for service in SERVICES}
-    ending = render({"trainer": {"onCompletion": "release"}})  # no case: its rights are those of test_rights.py
+    # No case: the rights of one that ends are those of test_rights.py.
+    ending = render({"trainer": {"onCompletion": "release"}, "rewards": {"files": {"my_rewards.py": ""}}})
     for rendered in (*map(rendered_case, CASES), ending):
         for pod in services(rendered):
             given[pod.component] |= set(environment(pod.main))

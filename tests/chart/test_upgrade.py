@@ -84,10 +84,12 @@ NOTES: list[tuple[tuple[str, ...], list[str]]] = [
             "kubectl -n train scale deployment/pipelinerl-actor --replicas=4",
             "helm -n train test pipelinerl",
             "helm -n train uninstall pipelinerl",
+            "kubectl -n train delete pod pipelinerl-test pipelinerl-test-release --ignore-not-found",
             "kubectl -n train delete pvc pipelinerl-trainer",
             "The run arithmetic trains a model that it builds itself with the recipe arithmetic.",
         ],
     ),
+    (("--set", "trainer.expectedActors=8"), ["--replicas=8", "An install starts one, and the first step waits for 8"]),
     (NODES, ["delete pod -l app.kubernetes.io/instance=pipelinerl,app.kubernetes.io/component=trainer"]),
 ]
 

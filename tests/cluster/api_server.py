@@ -8,6 +8,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from aiohttp import web
 
@@ -62,13 +63,13 @@ class ApiServer(api_server.ApiServer):
         finally:
             await self.stop()
 
-    async def _allowed(self, request: web.Request, permission: Permission) -> None:
+    def _account(self, request: web.Request) -> str:
         account = self._accounts.get(request.headers.get("Authorization", "").partition(" ")[2])
         if account is None:
             self._refuse(401, "Unauthorized", "Unauthorized")
-        name = request.match_info.get("name", "")
-        if request.match_info["namespace"] == self.namespace and self._grants(account, permission, name):
-            return
+        return account
+
+    def _forbid(self, account: str, permission: Permission) -> NoReturn:
         message = (
             f'User "system:serviceaccount:{self.namespace}:{account}" cannot {permission.verb} resource '
             f'"{permission.resource}" in API group "{permission.group}" in the namespace "{self.namespace}"'
@@ -77,7 +78,7 @@ class ApiServer(api_server.ApiServer):
         self._refuse(403, "Forbidden", f"{permission.resource} is forbidden: {message}")
 
     def _grants(self, account: str, permission: Permission, name: str) -> bool:
-        """`name`: of the object that is asked for; empty for a list, a watch or a new one, which no rule with names grants."""
+        """No rule with names grants a list, a watch or something new."""
         subject = {"kind": "ServiceAccount", "name": account, "namespace": self.namespace}
         bindings = [binding for binding in self._rendered.of_kind("RoleBinding") if subject in binding["subjects"]]
         roles = [self._rendered.one("Role", binding["roleRef"]["name"]) for binding in bindings]

@@ -47,9 +47,11 @@ RELEASE = {
     "weights": {"probe_every": 2},
     "evaluation": {"every_steps": 0},
     "checkpoint": {"every_steps": 20},
+    "reward": {"scorer": "my_rewards:score"},
 }
 """Plenty of prompts, few sequences at a time, and completions that stay as long as those of an untrained model. So actors are
 slower than the trainer and have work in hand, also one that gets no new versions because the trainer's pod is being deleted."""
+REWARDS = {"files": {"my_rewards.py": "def score(item):\n    return float(len(item.completion) % 2)\n"}}
 CERTIFICATES = {
     "grpc": {"enabled": True},
     "nats": {"enabled": True},
@@ -188,7 +190,7 @@ async def one_comes_and_one_leaves(release: Release) -> int:
 
 
 async def test_a_release_trains_is_scaled_and_upgraded_and_comes_to_its_end_over_tls(install: Install) -> None:
-    async with install(RELEASE, tls=CERTIFICATES) as release:
+    async with install(RELEASE, tls=CERTIFICATES, rewards=REWARDS) as release:
         cluster = release.cluster
         cluster.start()
         await release.ready()

@@ -300,7 +300,9 @@ def users_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_in_order(tmp_path: Path) -> None:
     authority = Authority()
     own, callers = authority.issue(tmp_path / "own", "127.0.0.1"), authority.issue(tmp_path / "callers", "actor")
-    with verifier(tmp_path / "run", recipe(), tls_dir=own) as running:
+    (brought := tmp_path / "brought").mkdir()
+    (brought / "my_rewards.py").write_text("from hostile_rewards import score\n")  # which PYTHONPATH has
+    with verifier(tmp_path / "run", recipe(scorer="my_rewards:score"), tls_dir=own, reward_modules=brought) as running:
         target = running.wait_until_serving().address.grpc
         async with VerifierClient(target, tls_dir=callers) as client:
             assert len(await client.verify(items(["say 1"]))) == 1

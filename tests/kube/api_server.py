@@ -74,6 +74,7 @@ class ApiServer:
     async def start(self, address: str = "127.0.0.1", port: int = 0) -> None:
         """At the port that it had, where it had one."""
         app = web.Application()
+        app.router.add_post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self._review_access)
         namespace = "/api/v1/namespaces/{namespace}"
         app.router.add_get(namespace + "/pods", self._get_pods)
         app.router.add_get(namespace + "/pods/{name}", self._get_pod)
@@ -172,11 +173,30 @@ class ApiServer:
         self._changed.set()
         while self.silent:
             await asyncio.sleep(0.01)
-        token = request.headers.get("Authorization", "").removeprefix("bearer ").strip()
+        account, where = self._account(request), request.match_info
+        if where["namespace"] != self.namespace or not self._grants(account, permission, where.get("name", "")):
+            self._forbid(account, permission)
+
+    def _account(self, request: web.Request) -> str:
+        """Whose token it is; refuses one that is not known."""
+        token = request.headers.get("Authorization", "").partition(" ")[2]
         if token not in self.rights:
             self._refuse(401, "Unauthorized", "Unauthorized")
-        if permission not in self.rights[token] or request.match_info["namespace"] != self.namespace:
-            self._refuse(403, "Forbidden", f"User cannot {permission.verb} resource {permission.resource!r}")
+        return token
+
+    def _grants(self, account: str, permission: Permission, name: str) -> bool:
+        """`name`: of the object that is asked for; empty = all, or one that is new."""
+        return permission in self.rights[account]
+
+    def _forbid(self, account: str, permission: Permission) -> NoReturn:
+        self._refuse(403, "Forbidden", f"User cannot {permission.verb} resource {permission.resource!r}")
+
+    async def _review_access(self, request: web.Request) -> web.Response:
+        asked = (await request.json())["spec"]["resourceAttributes"]
+        resource = "/".join(filter(None, (asked["resource"], asked["subresource"])))
+        permission = Permission(resource, asked["verb"], asked["group"])
+        granted = self._grants(self._account(request), permission, asked["name"])
+        return web.json_response({"status": {"allowed": granted and asked["namespace"] == self.namespace}}, status=201)
 
     def _refuse(self, code: int, reason: str, message: str) -> NoReturn:
         self.refused.append(code)

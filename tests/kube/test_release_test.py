@@ -8,10 +8,11 @@ import pytest
 from aiohttp import web
 
 from pipelinerl.bus.jetstream import connect
+from pipelinerl.kube.client import COMPLETION, PATCH_PODS, SCALE_TRAINER
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer import release_test
-from services.trainer.release_test import checks, failures
+from services.trainer.release_test import OBJECTS, checks, failures
 from tests.chart.rendering import ROOT
 from tests.kube.api_server import ApiServer
 
@@ -62,6 +63,7 @@ async def settings(
 async def test_each_part_that_does_not_work_is_named_and_no_other(
     settings: TrainerSettings,
     api: ApiServer,
+    account: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -74,8 +76,16 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
     assert await failed() == []
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix("ok").split(":")[0].strip() for line in said] == NAMES
-    assert "1 of 1 actors run" in said[5]
+    assert "all 4 are there; 1 of 1 actors run" in said[5], said
+    await failures(checks(settings, volume=False))
+    assert "volume" not in capsys.readouterr().out
 
+    exits = {"on_completion": "exit", "release": "blue"}
+    api.rights["trainer-token"] |= {*COMPLETION["exit"]}
+    assert await failed(**exits) == []
+    api.rights["lesser"] = api.rights["trainer-token"] - {PATCH_PODS, SCALE_TRAINER}
+    lesser = exits | {"service_account_dir": account("lesser")}
+    assert {one.resource for some in COMPLETION.values() for one in some} == OBJECTS.keys()
     open_port = f"127.0.0.1:{api.port}"
     (tmp_path / "file").write_text("")
     for changed, name, what in (
@@ -86,6 +96,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
         ({"http_port": int(unused().rpartition(":")[2])}, "trainer's Service", "does its Service select it"),
         ({"verifier": unused()}, "verifier's Service", "127.0.0.1"),
         ({"pod_namespace": "other"}, "rights", "verbs [list]"),
+        (lesser, "rights", "may not patch pods, patch statefulsets/scale blue-trainer;"),
         ({"closed": open_port}, "network policies", "networkPolicy.enabled=false"),
     ):
         assert await failed(**changed) == [name], capsys.readouterr().out

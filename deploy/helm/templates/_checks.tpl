@@ -11,8 +11,19 @@
 {{- end -}}
 {{- $way := .Values.networkPolicy.nats -}}
 {{- if and (not .Values.nats.enabled) .Values.networkPolicy.enabled $way.cidrs (not .Values.networkPolicy.extraEgress) -}}
-{{- $port := regexFind ":[0-9]+/?$" .Values.nats.url | trimAll ":/" | default "4222" -}}
-{{- include "pipelinerl.checkPort" (dict "field" "networkPolicy.nats.ports" "ports" $way.ports "port" $port "of" (printf "nats.url = %s" .Values.nats.url)) -}}
+{{- range $url := splitList "," .Values.nats.url -}}
+{{- $port := regexFind ":[0-9]+/?$" $url | trimAll ":/" | default "4222" -}}
+{{- include "pipelinerl.checkPort" (dict "field" "networkPolicy.nats.ports" "ports" $way.ports "port" $port "of" (printf "nats.url = %s" $url)) -}}
+{{- end -}}
+{{- end -}}
+{{- $trainer := dig "trainer" dict (include "pipelinerl.recipe" . | fromYaml) -}}
+{{- $here := include "pipelinerl.trainer.gpus" . | int | default (dig "nproc" 1 $trainer | int) -}}
+{{- $ranks := mul (int .Values.trainer.nodes) $here -}}
+{{- range $name := list "context_parallel" "shard_ranks" -}}
+{{- $share := dig $name 0 $trainer | int -}}
+{{- if and $share (ne (mod $ranks $share) 0) -}}
+{{- include "pipelinerl.fail" (printf "recipe.set.trainer.%s: %d does not divide the %d ranks of the trainer (trainer.nodes = %d, %d each); change it, trainer.nodes or trainer.gpus" $name $share $ranks (int $.Values.trainer.nodes) $here) -}}
+{{- end -}}
 {{- end -}}
 {{- $actors := .Values.actor -}}
 {{- $expected := int .Values.trainer.expectedActors -}}
@@ -26,6 +37,12 @@
 {{- if and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") -}}{{- $scaled = append $scaled "verifier" -}}{{- end -}}
 {{- if and $scaled (not .Values.metrics.podMonitor.enabled) (not .Values.metrics.scrapedOtherwise) -}}
 {{- include "pipelinerl.fail" (printf "metrics.podMonitor.enabled: is false, and %s.autoscaling follows a metric that nobody would collect; set it, or metrics.scrapedOtherwise where your Prometheus finds the pods without" (first $scaled)) -}}
+{{- end -}}
+{{- range $component := list "actor" "trainer" -}}
+{{- $capabilities := (index $.Values $component).capabilities -}}
+{{- if and $capabilities (or (kindIs "invalid" $.Values.security.runAsUser) (ne (int $.Values.security.runAsUser) 0)) -}}
+{{- include "pipelinerl.fail" (printf "%s.capabilities: [%s] have no effect for a process that is not root; set security.runAsUser to 0, or leave it empty and raise the nodes' limit of locked memory" $component (join ", " $capabilities)) -}}
+{{- end -}}
 {{- end -}}
 {{- $encrypts := or .Values.tls.grpc.enabled .Values.tls.nats.enabled -}}
 {{- if and (not $encrypts) (or .Values.tls.certManager.enabled (.Values.tls.secrets | values | compact)) -}}

@@ -2,25 +2,29 @@
 
 {{/* The root context. Pod-level security: the `restricted` Pod Security Standard. Claims become writable through the group. */}}
 {{- define "pipelinerl.podSecurityContext" -}}
-runAsNonRoot: true
-{{- with .Values.security.runAsUser }}
-runAsUser: {{ int . }}
-runAsGroup: {{ int . }}
-fsGroup: {{ int . }}
+{{ include "pipelinerl.runAs" . }}
+{{- if not (kindIs "invalid" .Values.security.runAsUser) }}
+fsGroup: {{ int .Values.security.runAsUser }}
 fsGroupChangePolicy: OnRootMismatch
 {{- end }}
 seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{/* The root context. */}}
+{{- define "pipelinerl.runAs" -}}
+{{- $user := .Values.security.runAsUser -}}
+runAsNonRoot: {{ or (kindIs "invalid" $user) (gt (int $user) 0) }}
+{{- if not (kindIs "invalid" $user) }}
+runAsUser: {{ int $user }}
+runAsGroup: {{ int $user }}
+{{- end }}
 {{- end -}}
 
 {{/* dict root, optional component. */}}
 {{- define "pipelinerl.containerSecurityContext" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
-runAsNonRoot: true
-{{- with .root.Values.security.runAsUser }}
-runAsUser: {{ int . }}
-runAsGroup: {{ int . }}
-{{- end }}
+{{ include "pipelinerl.runAs" .root }}
 capabilities:
   drop: [ALL]
   {{- with and .component (index .root.Values .component).capabilities }}

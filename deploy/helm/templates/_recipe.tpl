@@ -54,7 +54,7 @@
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- $tasks := list (default dict $recipe.task) -}}
 {{- range concat (default list $recipe.tasks) (dig "evaluation" "sets" list $recipe) -}}
-{{- $tasks = append $tasks .task -}}
+{{- $tasks = append $tasks (default dict .task) -}}
 {{- end -}}
 {{- $found := "" -}}
 {{- range $tasks -}}
