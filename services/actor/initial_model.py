@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -29,7 +30,21 @@ from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 log = logging.getLogger("services.actor.initial_model")
 
 SILENT_S = 60.0
-"""A trainer that sends nothing for so long is asked again. It reads a file whole, for its checksum, before the first byte."""
+"""A trainer that sends nothing for so long is asked again."""
+
+
+@dataclass
+class _File:
+    """`checked`: its checksum came, and is that of what came before."""
+
+    size: int
+    received: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+    checked: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return self.checked and self.received == self.size
 
 
 class Receiver:
@@ -37,44 +52,41 @@ class Receiver:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, tuple[int, bytes]] = {}
-        """Size and SHA-256 of each, as its first chunk said."""
+        self._files: dict[str, _File] = {}
         self._expected = 0
 
     def take(self, chunk: trainer_pb2.InitialModelChunk) -> None:
         """Raises `MessageError` for a chunk that does not belong here."""
         if chunk.file not in self._files:
             self._begin(chunk)
-        if self._files[chunk.file] != (chunk.size_bytes, chunk.sha256):
+        file = self._files[chunk.file]
+        if chunk.size_bytes != file.size:
             raise _wrong("size_bytes", f"{chunk.file} changed while it was sent")
+        file.received += len(chunk.data)
+        if file.received > file.size:
+            raise _wrong("data", f"{chunk.file} is longer than its {file.size} bytes")
+        file.digest.update(chunk.data)
+        if chunk.sha256 and chunk.sha256 != file.digest.digest():
+            raise _wrong("sha256", f"{chunk.file} arrived damaged")
+        file.checked = bool(chunk.sha256)
         with (self._folder / chunk.file).open("ab") as out:
             out.write(chunk.data)
-            if out.tell() > chunk.size_bytes:
-                raise _wrong("data", f"{chunk.file} is longer than its {chunk.size_bytes} bytes")
 
     def finish(self) -> int:
         """Returns the number of bytes. Raises `MessageError` unless every file is here, whole and as it was sent."""
-        complete = 0
-        for name, (size, sha256) in self._files.items():
-            with (self._folder / name).open("rb") as file:
-                if file.seek(0, os.SEEK_END) < size:
-                    continue
-                file.seek(0)
-                if hashlib.file_digest(file, "sha256").digest() != sha256:
-                    raise _wrong("sha256", f"{name} arrived damaged")
-            complete += 1
+        complete = sum(file.complete for file in self._files.values())
         if complete < len(self._files) or complete != self._expected or COMPLETE not in self._files:
             raise _wrong("files", f"{complete} of {self._expected} files are complete")
-        return sum(size for size, _ in self._files.values())
+        return sum(file.size for file in self._files.values())
 
     def _begin(self, chunk: trainer_pb2.InitialModelChunk) -> None:
         if not chunk.file or chunk.file.startswith(".") or any(char in chunk.file for char in "/\\\0"):
             raise _wrong("file", f"{chunk.file!r} is no name of a model's file")
-        announced = sum(size for size, _ in self._files.values()) + chunk.size_bytes
+        announced = sum(file.size for file in self._files.values()) + chunk.size_bytes
         if announced > MOST_BYTES or chunk.files > MOST_FILES or len(self._files) >= chunk.files:
             raise _wrong("files", f"{chunk.files} files of at least {announced} bytes are not one model")
         self._expected = chunk.files
-        self._files[chunk.file] = (chunk.size_bytes, chunk.sha256)
+        self._files[chunk.file] = _File(chunk.size_bytes)
 
 
 def _wrong(field_name: str, problem: str) -> MessageError:
@@ -131,7 +143,7 @@ async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
             if chunk is grpc.aio.EOF:
                 break
             receiver.take(chunk)
-    return await asyncio.to_thread(receiver.finish)
+    return receiver.finish()
 
 
 def _reason(error: Exception, tls_dir: Path | None) -> str:

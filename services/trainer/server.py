@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 
@@ -47,19 +48,21 @@ def model_files(folder: Path) -> list[Path]:
 
 
 async def _file_chunks(path: Path, num_files: int) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """At least one, also of an empty file."""
+    """At least one, also of an empty file. The last has the checksum, so that none waits until the file was read."""
+    digest = hashlib.sha256()
+
+    def read() -> bytes:
+        data = file.read(CHUNK_BYTES)
+        digest.update(data)
+        return data
+
     with path.open("rb") as file:
-        digest = await asyncio.to_thread(hashlib.file_digest, file, "sha256")
-        size, sent = file.tell(), 0
-        file.seek(0)
-        while sent < size or size == 0:
-            data = await asyncio.to_thread(file.read, CHUNK_BYTES)
-            sent += len(data)
-            yield trainer_pb2.InitialModelChunk(
-                file=path.name, size_bytes=size, sha256=digest.digest(), data=data, files=num_files
-            )
-            if not data:
-                return
+        size, last = os.fstat(file.fileno()).st_size, False
+        while not last:
+            data = await asyncio.to_thread(read)
+            last = not data or file.tell() >= size
+            checksum = digest.digest() if last else b""
+            yield trainer_pb2.InitialModelChunk(file=path.name, size_bytes=size, sha256=checksum, data=data, files=num_files)
 
 
 class StepFeed:

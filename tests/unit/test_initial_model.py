@@ -29,7 +29,7 @@ from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.actor.initial_model import Receiver, fetch, run
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.store import put_model
-from services.trainer.server import StepFeed, TrainerService
+from services.trainer.server import StepFeed, TrainerService, initial_files
 from services.trainer.warmstart import __main__ as command
 from tests.support.certificates import Authority
 from tests.support.machine import free_port
@@ -183,6 +183,9 @@ async def test_an_actor_fetches_what_the_trainer_built_once_and_over_tls(tmp_pat
             await fetch(settings, built.name, tmp_path)
         settings = settings.model_copy(update={"tls_dir": actors})
         await fetched(settings)
+    sent = initial_files(recipe_of(), RUN, str(built), built.name)
+    sums = [bool(one.sha256) async for one in sent if one.file == "model.safetensors"]
+    assert sums == [False, False, True], "a chunk waits until the whole file was read"
     folder = built_folder(recipe_of(), RUN, settings.model_cache)
     assert contents(folder) == FILES
     assert list(folder.parent.iterdir()) == [folder]
@@ -240,6 +243,7 @@ def receive(folder: Path, chunks: list[trainer_pb2.InitialModelChunk]) -> None:
         ([chunk(size_bytes=4), chunk(size_bytes=5)], "changed while it was sent"),
         ([chunk()], "1 of 2 files are complete"),
         ([chunk("a"), chunk(size_bytes=4)], "1 of 2 files are complete"),
+        ([chunk("a"), chunk(sha256=b"")], "1 of 2 files are complete"),
         ([chunk("a"), chunk("b")], "2 of 2 files are complete"),
         ([], "0 of 0 files are complete"),
     ],
