@@ -82,11 +82,12 @@ def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, pat
     """Makes the folder of a new run: `path` if given, else `runs/<name>`, the name stamped with `now` unless given, and
     writes into it which run it belongs to. Only its owner can read it, but one that was there keeps its mode.
 
-    What a run left there that never came to training is removed. Raises `FieldError` when the name cannot be used, or the
-    folder is not empty.
+    What a run left there that never came to training is removed. Raises `FieldError` when the name cannot be used, the folder
+    is not empty, or its disk has no room.
     """
     if name is not None:
         check_run_name(name, "--name")
+    check_space(RunDir(path or Path("runs"), ""), "--run-dir")
     if path is not None:
         run = RunDir(path, name or stamped_name(recipe_name, now))
     elif name is not None:
@@ -99,6 +100,33 @@ def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, pat
     started = now.astimezone().isoformat(timespec="seconds")
     write_json(run.identity, {"run": run.name, "recipe": recipe_name, "started": started})
     return run
+
+
+LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
+"""What a run needs to start beside room for a checkpoint, and what it leaves free: other programs use the disk, too."""
+
+
+def free_bytes(run: RunDir) -> int:
+    """Of the disk that the folder is on, or will be."""
+    folder = run.path.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def checkpoint_bytes(run: RunDir) -> int:
+    """Size of the newest complete checkpoint; 0 without one."""
+    found = resumable(run.path)
+    files = found[max(found)].parent.parent.rglob("*") if found else ()
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def check_space(run: RunDir, option: str) -> None:
+    """Raises `FieldError` where the run's disk has too little room to begin."""
+    free, needed = free_bytes(run), LEAST_FREE_BYTES + checkpoint_bytes(run)
+    if free < needed:
+        what = f"its disk has {free / 1e6:,.0f} MB free, and a run needs {needed / 1e6:,.0f} MB at least"
+        raise FieldError(option, str(run.path), f"{what}: free some, or give a folder on another disk")
 
 
 NAMED_IN = ("run.json", "lineage.json")
@@ -135,7 +163,7 @@ def _unused(stamped: str) -> RunDir:
 
 _UNSTARTED = {
     *("run.json", "recipe.yaml", "pids.json", "scale.json", "summary.json", "report.html"),
-    *(".running", "addresses", "logs", "models", "nats"),
+    *(".running", "addresses", "logs", "models", "nats", "secrets"),
 }
 """What the folder of a run holds whose trainer never started: nothing that anybody could go on with."""
 

@@ -338,8 +338,8 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
     """PROMPTS, SEQUENCES, CONTROL and DEAD.
 
     PROMPTS is a work queue: a message leaves when it is acknowledged. The others are logs: SEQUENCES keeps messages until they
-    are purged, CONTROL the last one of each subject, DEAD the newest for people. A full PROMPTS or SEQUENCES refuses the next
-    message instead of dropping the oldest.
+    are purged, CONTROL the last one of each subject, DEAD the newest for people. When full, all but DEAD refuse the next one
+    instead of dropping the oldest; CONTROL still takes a message that is no longer than what it replaces.
     """
 
     def config(name: str, subject: str, discard: DiscardPolicy, **more: Any) -> StreamConfig:
@@ -360,6 +360,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
             DiscardPolicy.NEW,
             retention=RetentionPolicy.WORK_QUEUE,
             max_msgs=limits.prompts_max_messages,
+            max_bytes=limits.max_bytes(1 / 8),
         ),
         config(
             subjects.sequences_stream,
@@ -369,9 +370,20 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
             max_bytes=limits.sequences_max_bytes,
         ),
         config(
-            subjects.control_stream, subjects.control_all, DiscardPolicy.OLD, max_consumers=_MAX_ACTORS, max_msgs_per_subject=1
+            subjects.control_stream,
+            subjects.control_all,
+            DiscardPolicy.NEW,
+            max_consumers=_MAX_ACTORS,
+            max_msgs_per_subject=1,
+            max_bytes=limits.max_bytes(1 / 16),
         ),
-        config(subjects.dead_stream, subjects.dead, DiscardPolicy.OLD, max_msgs=limits.dead_max_messages),
+        config(
+            subjects.dead_stream,
+            subjects.dead,
+            DiscardPolicy.OLD,
+            max_msgs=limits.dead_max_messages,
+            max_bytes=limits.max_bytes(1 / 16),
+        ),
     ]
 
 
@@ -393,6 +405,7 @@ def members_bucket(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
         bucket=subjects.members_bucket,
         history=1,
         ttl=limits.member_ttl_s,
+        max_bytes=limits.max_bytes(1 / 64),
         limit_marker_ttl=max(_SHORTEST_NOTICE_S, limits.member_ttl_s),
         storage=StorageType.MEMORY if limits.in_memory else StorageType.FILE,
         replicas=limits.replicas,

@@ -17,6 +17,9 @@ Headers = Mapping[str, str]
 NO_HEADERS: Headers = MappingProxyType({})
 
 
+_LEAST_BOUND_BYTES = 1024**2
+
+
 @dataclass(frozen=True)
 class StreamLimits:
     """Bounds of a run's streams, fixed when they are created. Full means a `BusError` that names the limit, never a
@@ -36,6 +39,11 @@ class StreamLimits:
     replicas: int = 1
     in_memory: bool = False
     """Streams in the server's memory instead of files."""
+
+    def max_bytes(self, share: float) -> int:
+        """Of a stream other than SEQUENCES, as a share of its bound. All shares together are below a third, so that a volume of
+        4/3 of that bound holds all streams, whoever fills them."""
+        return max(_LEAST_BOUND_BYTES, int(share * self.sequences_max_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,12 +105,13 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
 
 def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
     from pipelinerl.local.resume import find_run, resume
-    from pipelinerl.run_dir import locked
+    from pipelinerl.run_dir import check_space, locked
 
     for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
         if value is not None:
             raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
     run_dir = find_run(args.resume)
     stack.enter_context(locked(run_dir))
+    check_space(run_dir, "--resume")
     recipe, notes = resume(run_dir, args.recipe, overrides)
     return recipe, run_dir, notes

@@ -31,7 +31,17 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.rl.groups import narrow_clip_range
 from pipelinerl.rl.throughput import too_small_max_lag
-from pipelinerl.run_dir import MOST_ACTORS, RunDir, newest_checkpoint, read_json, write_json, write_whole
+from pipelinerl.run_dir import (
+    MOST_ACTORS,
+    RESERVE_BYTES,
+    RunDir,
+    checkpoint_bytes,
+    free_bytes,
+    newest_checkpoint,
+    read_json,
+    write_json,
+    write_whole,
+)
 from pipelinerl.run_summary import is_finished, read_jsonl
 from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.lifecycle import EXIT_FAILURE
@@ -44,6 +54,8 @@ _RESERVED_S = {"warmstart": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, 
 """What must be left, of `STOP_WITHIN_S`, for those that stop later: they stop in this order."""
 _NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
 _REFRESH_S = 0.5
+_DISK_S = 1.0
+"""Between two looks at how much of the disk is free."""
 _SCALED_GRACE_S = 15.0
 """For an actor that is scaled away: it hands over what is finished."""
 _ENDED_GRACE_S = 1.0
@@ -80,6 +92,8 @@ class LocalRun:
     """Where the runner answers /metrics and /targets on this machine; 0 = any free port."""
     refresh_s: float = _REFRESH_S
     """Between two looks at how many actors are asked for, and between two drawings of the progress."""
+    reserve_bytes: int = RESERVE_BYTES
+    """Beside room for a checkpoint: with less free on the run's disk, the run ends in order."""
     stop_within_s: float = STOP_WITHIN_S
     """After the first Ctrl-C."""
 
@@ -163,12 +177,24 @@ class LocalRun:
                 group.create_task(self._keep(nats)),
                 group.create_task(self._keep(verifier)),
                 group.create_task(self._keep_actors()),
+                group.create_task(self._watch_disk()),
             ]
             await self._keep(trainer)
             for task in beside:
                 task.cancel()
         if trainer.process is not None and (trainer.process.returncode or 0) > 0:
             raise trainer.process.died()
+
+    async def _watch_disk(self) -> None:
+        """Runs until cancelled. Raises `ServiceError` when the disk has no room left for one more checkpoint."""
+        while True:
+            free, needed = free_bytes(self.run_dir), self.reserve_bytes + checkpoint_bytes(self.run_dir)
+            if free < needed:
+                raise ServiceError(
+                    f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, and the next checkpoint needs "
+                    f"{needed / 1e6:,.0f} MB: the run ends before the disk is full; free some, and go on"
+                )
+            await asyncio.sleep(_DISK_S)
 
     # Starting and stopping.
 

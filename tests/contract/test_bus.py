@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -152,6 +152,38 @@ async def test_a_full_prompt_queue_refuses_and_loses_nothing(connect: Connect) -
         await first.ack()
         await bus.publish_prompt(b"three", "g3")
         assert [(await take(bus)).payload, (await take(bus)).payload] == [b"two", b"three"]
+
+
+async def flood(publish: Callable[[int], Awaitable[object]], most: int) -> int:
+    """How many were taken before one was refused."""
+    for taken in range(most):
+        try:
+            await publish(taken)
+        except BusError as error:
+            return taken if "maximum bytes" in str(error) or "is full" in str(error) else most
+    return most
+
+
+async def test_a_flood_fills_no_disk_and_drops_nothing_that_others_wait_for(connect: Connect) -> None:
+    """By an actor, which may write to all of these. Registrations are renewed and orders replaced all the while."""
+    size, most = 60_000, 100
+    async with run_streams(connect, replace(LIMITS, sequences_max_bytes=1024**2, member_ttl_s=600.0)) as bus:
+        await bus.publish_control("commit", bytes(100))
+        await bus.put_member("actor-0", bytes(100))
+        bound = 1024**2 // size
+        assert 0 < await flood(lambda n: bus.publish_control("staged", bytes(size), f"a{n}"), most) <= bound
+        assert 0 < await flood(lambda n: bus.put_member(f"a{n}", bytes(size)), most) <= bound
+        assert 0 < await flood(lambda n: bus.publish_prompt(bytes(size), f"g{n}"), most) <= bound
+        await bus.publish_control("commit", b"new")
+        await bus.put_member("actor-0", b"new")
+        async with bus.watch_control(["commit"]) as orders, bus.watch_members() as members:
+            assert (await soon(orders)).payload == b"new"
+            while (event := await soon(members)).actor != "actor-0":
+                pass
+            assert event.payload == b"new"
+        for number in range(most):  # for people: the newest stay
+            await bus.publish_dead_letter(bytes(size), f"d{number}")
+        assert 0 < len(await bus.dead_letters()) <= bound
 
 
 async def test_the_queues_first_position_says_what_is_done(bus: Bus) -> None:

@@ -244,6 +244,17 @@ async def test_what_dies_at_ever_the_same_place_fails_the_run_with_the_end_of_it
     assert steps in (None, summary["steps"])
 
 
+async def test_a_run_ends_in_order_before_its_disk_is_full(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=100_000), {})
+    async with running(run) as task:
+        await run.until_step(5)
+        run.local.reserve_bytes = 10**18
+        ending = await task
+    assert re.search(r"MB free, and the next checkpoint needs 1,000,000,000,000 MB: the run ends before", str(ending.error))
+    assert (ending.exit_code, dict(ending.restarts)) == (1, {})
+    assert json.loads(run.dir.summary.read_text())["interrupted"], "the trainer was told to stop, and wrote what it had"
+
+
 async def test_a_nats_server_that_does_not_stay_ends_the_run_and_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", recipe(steps=10_000), {"FAKE_STEP_S": "30"})
     async with running(run) as task:

@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.run_dir import RunDir, create_run_dir, locked, stamped_name, trainer_starts, write_json
+from pipelinerl.run_dir import RunDir, checkpoint_bytes, create_run_dir, locked, stamped_name, trainer_starts, write_json
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -71,6 +71,23 @@ def test_a_folder_or_name_that_cannot_be_used_is_refused_with_the_fix(
     with pytest.raises(FieldError, match=said):
         create_run_dir("arithmetic", NOW, given.get("name"), path)
     assert not Path("new").exists()
+
+
+def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = create_run_dir("arithmetic", NOW, name="mine")
+    (run.checkpoints / "step-3" / "resume").mkdir(parents=True)
+    (run.checkpoints / "step-3" / "resume" / "run.json").write_text("{}")
+    (run.checkpoints / "step-3" / "weights").write_bytes(bytes(5000))
+    assert checkpoint_bytes(run) == 5002
+    monkeypatch.setattr("pipelinerl.run_dir.LEAST_FREE_BYTES", 10**18)
+    for given in ({}, {"name": "new"}, {"path": Path("deep/new")}):
+        with pytest.raises(
+            FieldError, match=r"--run-dir = .*: its disk has [0-9,]+ MB free, and a run needs 1,000,000,000,000 MB"
+        ):
+            create_run_dir("arithmetic", NOW, **given)  # type: ignore[arg-type]
+    assert sorted(path.name for path in Path().rglob("*") if path.is_dir() and path.parent.name != "mine") == sorted(
+        ["runs", "mine", "step-3", "resume"]
+    )
 
 
 def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on() -> None:
