@@ -7,6 +7,10 @@ Broken invariants of our own are `AssertionError`s and are not listed here.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import traceback
+
 
 class PipelineRLError(Exception):
     """Base of all errors below."""
@@ -26,6 +30,10 @@ class FieldError(UserError):
         self.field, self.value, self.fix = field, value, fix
         shown = repr(value)
         super().__init__(f"{field} = {shown if len(shown) <= 120 else shown[:117] + '...'}: {fix}")
+
+
+class Lacking(FieldError):
+    """This machine cannot do what a recipe asks for, although the recipe may be right."""
 
 
 class MissingPackage(UserError):
@@ -78,3 +86,29 @@ class ServiceError(PipelineRLError):
 def first_line(error: BaseException) -> str:
     """The first line of its message that is not empty, or what kind of error it is."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
+_OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), name, "") for name in ("pipelinerl", "services"))
+
+
+def located(error: BaseException) -> str:
+    """Kind, first line and place of an error that a user's code raised: `KeyError: 'unit' at rewards.py:7`.
+
+    The place is the innermost one that is neither ours nor of a library; where there is none, the innermost one in an installed
+    package. Without one, as of a module that is not found, nothing is said of it.
+    """
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno or 0))
+    frames = [one for one in frames if not one[0].startswith(("<", *_OURS))]
+    installed = [one for one in frames if "site-packages" in one[0] or "dist-packages" in one[0]]
+    own = [one for one in frames if one not in installed and not one[0].startswith(_STANDARD_LIBRARY)]
+    said = first_line(error)
+    text = said if said == type(error).__name__ else f"{type(error).__name__}: {said}"
+    if not (own or installed):
+        return text
+    file, line = (own or installed)[-1]
+    with contextlib.suppress(OSError):  # the current folder is gone
+        file = file.removeprefix(os.path.join(os.getcwd(), ""))
+    return f"{text} at {file}:{line}"

@@ -27,6 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--actors", metavar="N", type=int, help="actor processes; short for --set actor.count=N")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of the run (default: runs/<name>)")
     parser.add_argument("--name", metavar="NAME", help="name of the run (default: <recipe>-<date>-<time>)")
+    parser.add_argument(
+        "--reward-rows", metavar="N", type=int, default=2,
+        help="before anything is started, call each reward on so many of its problems (default: 2; 0: none, where calls cost)",
+    )  # fmt: skip
     page = parser.add_mutually_exclusive_group()
     page.add_argument("--page-port", metavar="PORT", type=int, default=0, help="port of the live page (default: any free one)")
     page.add_argument("--no-page", action="store_true", help="serve no live page")
@@ -97,7 +101,7 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or go on with a run by --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
-    warnings = [f"warning: {doubt}" for doubt in doubts(recipe, check_environment(recipe).sources)]
+    warnings = [f"warning: {doubt}" for doubt in doubts(recipe, check_environment(recipe, args.reward_rows).sources)]
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir)
     stack.enter_context(locked(run_dir))
     return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}", *understood(overrides), *warnings]
@@ -113,5 +117,5 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
     run_dir = find_run(args.resume)
     stack.enter_context(locked(run_dir))
     check_space(run_dir, "--resume")
-    recipe, notes = resume(run_dir, args.recipe, overrides)
+    recipe, notes = resume(run_dir, args.recipe, overrides, args.reward_rows)
     return recipe, run_dir, notes

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, Lacking
 
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
@@ -41,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out what the recipe names (files, folders, functions), which may be elsewhere",
     )  # fmt: skip
     parser.add_argument(
+        "--reward-rows", metavar="N", type=int, default=20,
+        help="call each reward on so many of its problems, with the reference answer for a completion (default: 20; 0: none)",
+    )  # fmt: skip
+    parser.add_argument(
         "--gpu-memory", metavar="SIZE",
         help="of each GPU, such as 80GiB: say what has to fit there, and what to set. Of a trainer on several nodes, give the "
         "number of all ranks by --set trainer.nproc=N",
@@ -55,11 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0; raises `UserError` with everything that is wrong otherwise."""
     from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
-    from pipelinerl.recipe.preflight import Examination, Lacking, doubts, examine
+    from pipelinerl.recipe.preflight import Examination, doubts, examine
+    from pipelinerl.recipe.rehearsal import rehearsed
     from pipelinerl.rl.memory import actor_problem, trainer_problem
 
     recipe = load_recipe(args.recipe, args.overrides)
-    examined, memory = Examination() if args.fields_only else examine(recipe), list[tuple[str, str]]()
+    examined, memory = Examination() if args.fields_only else examine(recipe, args.reward_rows), list[tuple[str, str]]()
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
         raise FieldError("--parameters", args.parameters, "is for --gpu-memory; give that too, or leave both out")
@@ -72,6 +77,9 @@ def execute(args: argparse.Namespace) -> int:
     if mistakes:
         raise RecipeError(recipe.name, mistakes)
     data, too_long = data_outline(recipe, examined.sources)
+    shares = recipe.sets_by_place
+    called = {place: [call for call in examined.calls if call.place == place] for place in shares}
+    data += [("rewards", rehearsed(shares[place], calls)) for place, calls in called.items() if calls]
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
         print(f"  {name:<11}  {value}")

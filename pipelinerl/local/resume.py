@@ -20,10 +20,12 @@ from pipelinerl.run_summary import is_finished
 OPTION = "--resume"
 
 
-def resume(run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+def resume(
+    run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0
+) -> tuple[Recipe, list[str]]:
     """Makes the folder ready for the processes to come. Returns the recipe, and what a person should know before they start.
 
-    `recipe`: file or name of the recipe to go on with; None = the folder's own.
+    `recipe`: file or name of the recipe to go on with; None = the folder's own. `reward_rows`: as of `examine`.
     Raises, with nothing changed, `FieldError` (a run that goes on or is finished), `ChangedRecipe`, and what `load_recipe` and
     `check_environment` raise.
     """
@@ -36,7 +38,7 @@ def resume(run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] 
     _check_complete(run_dir, new)
     version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)
-    warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new).sources)]
+    warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new, reward_rows).sources)]
     for name in ("logs", "addresses"):
         (run_dir.path / name).mkdir(exist_ok=True)
     for stale in (run_dir.path / "addresses").glob("*.json"):

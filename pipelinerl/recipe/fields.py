@@ -795,6 +795,12 @@ class Recipe(Section):
         return {name: one for name, one in self.problem_sets.items() if one.task.is_episodic}
 
     @property
+    def user_code(self) -> list[str]:
+        """What the verifier imports, as `pkg.module:name`."""
+        named = [(one.reward.scorer, *one.task.tools, one.task.name) for one in self.sets_by_place.values()]
+        return list(dict.fromkeys(name for names in named for name in names if IMPORT_PATH.fullmatch(name)))
+
+    @property
     def samples_in_progress(self) -> int:
         """Samples that an actor has begun and not finished, at most, of whatever task."""
         return max(self.actor.samples_in_progress(share.task) for share in self.mixture.values())

@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.errors import FieldError, MissingPackage, UserError
+from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError
 from pipelinerl.recipe.model_folder import problems_in
+from pipelinerl.recipe.rehearsal import Call, rehearse
 from pipelinerl.recipe.rules import unreached_learning_rate
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 
@@ -29,22 +30,26 @@ if TYPE_CHECKING:
     from pipelinerl.tasks.source import FileSource, Source
 
 _IMPORT_S = 60.0
-_NOT_INSTALLED = 71
+_IMPORTED, _NOT_INSTALLED = 70, 71
 _IMPORT = f"""
 import difflib, importlib, sys
+from pipelinerl.errors import located
 module, _, name = sys.argv[1].partition(":")
 try:
     found = vars(importlib.import_module(module))
 except ModuleNotFoundError as error:
     if "." in error.name:
         sys.exit(f"there is no module {{error.name}} in {{error.name.rpartition('.')[0]}}; name another")
-    print(f"cannot import {{module}} ({{error}})", file=sys.stderr)
+    print(f"cannot import {{module}} ({{located(error)}})", file=sys.stderr)
     sys.exit({_NOT_INSTALLED})
+except (Exception, SystemExit) as error:
+    sys.exit(f"cannot import {{module}}: {{located(error)}}")
 if not callable(found.get(name)):
     near = difflib.get_close_matches(name, [key for key, value in found.items() if callable(value)], n=1)
     what = "is not a function" if name in found else "is not there"
     fix = f"did you mean {{near[0]}}?" if near else "name a function of that module"
     sys.exit(f"{{name}} {{what}} in {{module}}; {{fix}}")
+sys.exit({_IMPORTED})
 """
 VERIFIERS = Path(sys.prefix, "verifiers")
 """Where `make verifiers` puts the package verifiers with what it needs in other releases than the rest of this environment."""
@@ -62,6 +67,7 @@ except ModuleNotFoundError as error:
     sys.exit({_NOT_INSTALLED})
 except Exception as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
+sys.exit({_IMPORTED})
 """
 
 
@@ -74,8 +80,11 @@ def try_import(path: str, code: str = _IMPORT) -> None:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
         raise UserError(f"importing its module takes more than {_IMPORT_S:g} s; do the work when it is called") from None
-    if tried.returncode == 0:
+    if tried.returncode == _IMPORTED:
         return
+    if tried.returncode not in (1, _NOT_INSTALLED):
+        how = f"code {tried.returncode}" if tried.returncode >= 0 else f"signal {-tried.returncode}"
+        raise UserError(f"importing its module ends the process, with {how}; leave that out of the module")
     why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, and says nothing"])[-1]
     if tried.returncode == _NOT_INSTALLED:
         raise MissingPackage(f"{why}; install the package, or work in the folder that holds it")
@@ -83,10 +92,6 @@ def try_import(path: str, code: str = _IMPORT) -> None:
 
 
 _DEVICES = Path("/dev")
-
-
-class Lacking(FieldError):
-    """This machine cannot run the recipe, although the recipe may be right."""
 
 
 @dataclasses.dataclass
@@ -97,18 +102,21 @@ class Examination:
     """The recipe's mistakes, then what is `Lacking` here."""
     sources: dict[str, Source] = dataclasses.field(default_factory=dict)
     """Of the problems of each set that can be used, by `Recipe.sets_by_place`."""
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    """Of rewards, in their rehearsal."""
 
 
-def check_environment(recipe: Recipe) -> Examination:
-    """Raises `RecipeError` with everything that keeps `recipe` from running here."""
-    examined = examine(recipe)
+def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
+    """Raises `RecipeError` with everything that keeps `recipe` from running here. `reward_rows`: as of `examine`."""
+    examined = examine(recipe, reward_rows)
     if examined.problems:
         raise RecipeError(recipe.name, examined.problems)
     return examined
 
 
-def examine(recipe: Recipe) -> Examination:
-    """Makes the held-out problems and imports the reward function, which takes a second or more."""
+def examine(recipe: Recipe, reward_rows: int = 0) -> Examination:
+    """Makes the held-out problems and imports the reward function, which takes a second or more; then calls rewards on as many
+    problems of each set as `reward_rows`."""
     examined = Examination()
     for rule in (_model, _gpu, _ranks, _compiler, _packages, _trackers, _actors):
         examined.problems += rule(recipe)
@@ -116,6 +124,9 @@ def examine(recipe: Recipe) -> Examination:
         for problem in (*_task(recipe, place, share, examined.sources), *_code(share)):
             of_task = "" if problem.field.startswith("model.") else place
             examined.problems.append(type(problem)(f"{of_task}{problem.field}", problem.value, problem.fix))
+    if reward_rows and not any(".reward." in f".{problem.field}" for problem in examined.problems):
+        examined.calls, problems = rehearse(recipe, examined.sources, reward_rows)
+        examined.problems += problems
     examined.problems.sort(key=lambda problem: isinstance(problem, Lacking))
     return examined
 

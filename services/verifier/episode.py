@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl.episodes.environment import Done, Environment, Messages, ToolCall, Turn
 from pipelinerl.episodes.tools import Tool, tool_of
-from pipelinerl.errors import FieldError, UserError
+from pipelinerl.errors import FieldError, UserError, located
 from pipelinerl.recipe.fields import ProblemSet
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import (
@@ -149,7 +149,7 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy) -> VerifyRe
         result = failed(VERIFY_STATUS_CRASHED, str(failure))
     except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is an environment's too
         traceback.print_exc()
-        result = failed(VERIFY_STATUS_CRASHED, f"the environment raised {type(error).__name__}: {error}")
+        result = failed(VERIFY_STATUS_CRASHED, f"the environment raised {located(error)}")
     result.sequence_id = request.sequence_id
     result.seconds = time.perf_counter() - started_s
     return result

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 NO_WORKER = "no reward worker is up"
 MOST_DEATHS = 2
+DIED = "the process of reward"
+"""How the message of an item begins on which so many workers died."""
 START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PIPELINERL_PRIVATE_DIR")
 _LOGGED_BYTES = 4096
@@ -106,7 +108,7 @@ class RewardPool:
 
     def __init__(self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int) -> None:
         self._recipe, self._metrics, self._readiness = recipe, metrics, readiness
-        self._timeouts_s = {name: share.reward.timeout_s for name, share in recipe.problem_sets.items()}
+        self._rewards = {name: share.reward for name, share in recipe.problem_sets.items()}
         self.max_queue = max_queue
         self._jobs: deque[Job] = deque()
         self._filled = asyncio.Event()
@@ -165,7 +167,7 @@ class RewardPool:
             job = self._jobs.popleft()
             if job.future.done():  # its caller has just left
                 continue
-            timeout_s = self._timeouts_s[job.item.task]
+            timeout_s = self._rewards[job.item.task].timeout_s
             try:
                 result = await worker.score(job.item, timeout_s)
             except TimeoutError:
@@ -196,7 +198,8 @@ class RewardPool:
             job.deaths += 1
             log.warning("reward worker died on %s (time %d): %s", job.item.sequence_id, job.deaths, gone)
         if job.deaths >= MOST_DEATHS:
-            job.fail(verifier_pb2.VERIFY_STATUS_CRASHED, f"the reward's process died: {gone}"[:500])
+            scorer = self._rewards[job.item.task].scorer
+            job.fail(verifier_pb2.VERIFY_STATUS_CRASHED, f"{DIED} {scorer} died: {gone}"[:500])
         elif not job.future.done():
             self._jobs.appendleft(job)
             self._filled.set()
@@ -332,6 +335,7 @@ async def start_worker(
         if isinstance(error, TimeoutError):
             raise ServiceError(f"{module} did not come up within {START_TIMEOUT_S:.0f} s") from error
         if isinstance(error, WorkerGone):
-            raise ServiceError(f"{module} ended while starting: {error}") from error
+            code = f", importing {' and '.join(names)}" if (names := recipe.user_code) else ""
+            raise ServiceError(f"{module} ended while starting{code}: {error}") from error
         raise
     return worker

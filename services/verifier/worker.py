@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pipelinerl.errors import UserError
+from pipelinerl.errors import UserError, located
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.confinement import (
@@ -52,6 +52,7 @@ def score_item(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifie
 
 
 def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
+    answer = None
     try:
         answer = reward.find_answer(item.completion_text)
         scored = reward(
@@ -84,8 +85,20 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
     except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is a reward's too
         traceback.print_exc()
         status = verifier_pb2.VERIFY_STATUS_CRASHED
-        message = f"the reward raised {type(error).__name__}: {error}"
+        message = f"the reward raised {located(error)}{_hint(error, item, answer)}"
     return verifier_pb2.VerifyResult(status=status, message=message[:_MESSAGE_CHARACTERS])
+
+
+def _hint(error: BaseException, item: verifier_pb2.VerifyItem, answer: str | None) -> str:
+    """What a reward's author may not know of the item."""
+    if isinstance(error, KeyError):
+        reference = _reference(item.reference_json)
+        row = reference.get("row")
+        fields = f", and its row {', '.join(row)}" if isinstance(row, dict) else ""
+        return f"; item.reference has {', '.join(reference) or 'nothing'}{fields}"
+    if answer is None and isinstance(error, AttributeError | TypeError):
+        return "; item.answer is None, since reward.answer_pattern found nothing"
+    return ""
 
 
 def _reference(text: str) -> dict[str, Any]:
@@ -107,6 +120,9 @@ def main() -> int:
         rewards = {name: make_reward(share.reward, share.task) for name, share in tasks.items()}
         if any(share.reward.sandbox and share.reward.is_function for share in tasks.values()):
             confine()
+    except ImportError as error:  # of a scorer of ours; what the user's code lacks is a `UserError`
+        results.send_bytes(f"reward.scorer: {error}; pip install 'pipelinerl[verifier]'".encode())
+        return 1
     except (UserError, NoSandbox) as error:
         results.send_bytes(f"{'reward.sandbox: ' if isinstance(error, NoSandbox) else ''}{error}".encode())
         return 1

@@ -120,6 +120,8 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run --resume .", "--resume = '.': is not the folder of a run: it has no recipe.yaml and no run.json"),
         ("run --resume . --name other", "--name = 'other': leave it out"),
         ("run --resume . --run-dir x", "--run-dir = 'x': leave it out"),
+        ("run there.yaml --set reward.scorer=json:loads", "gives no reward in 3 of 3 calls, first for the reference answer"),
+        ("run there.yaml --run-dir there --set reward.scorer=json:loads --reward-rows 0", "= 'there': is not empty"),
         ("run there.yaml --run-dir there", "= 'there': is not empty, and what it holds is no run (config.json"),
         ("run there.yaml --name bad_name/x", "--name = 'bad_name/x': use 1-40"),
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
@@ -194,6 +196,7 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
     assert code == 0
     assert "sums.jsonl: 3 problems, 2 held out, the longest prompt of 8 tokens\n" in printed
     assert "repeated prompts: 1, the first in line 4; they are left out" in printed
+    assert "rewards      task: reference answers (1) earn 1; empty ones (1) earn 0; " in printed
     short = ("--set", "model.max_context=16", "--set", "sampling.max_tokens=4", "--set", "task.instruction=" + "a " * 12)
     _, printed, _ = pipelinerl("validate", "there.yaml", "--set", file, *short)
     assert "its longest prompt, 18 tokens, leaves no room for an answer in model.max_context = 16" in printed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, Lacking
 from pipelinerl.recipe import preflight
-from pipelinerl.recipe.fields import Recipe, dotted_paths
+from pipelinerl.recipe.fields import SCORERS, Recipe, dotted_paths
 from pipelinerl.recipe.loading import (
     MissingField,
     RecipeError,
@@ -25,7 +27,7 @@ from pipelinerl.recipe.loading import (
     recipe_from_data,
     recipe_yaml,
 )
-from pipelinerl.recipe.preflight import Lacking, check_environment, doubts, examine, has_gpu
+from pipelinerl.recipe.preflight import Examination, check_environment, doubts, examine, has_gpu
 from tests.unit.builders import model_folder
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -513,6 +515,8 @@ def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
 ) -> None:
     (tmp_path / "my_rewards.py").write_text("NOT_A_FUNCTION = 1\n\ndef score(*_):\n    return 1.0\n")
     (tmp_path / "broken.py").write_text("score = (\n")
+    (tmp_path / "raising.py").write_text("import os\n\nos.environ['HOUSE']\n")
+    (tmp_path / "leaving.py").write_text("import os\nos._exit(0)\n")
     (tmp_path / "needy.py").write_text("import no_such_package_here\n")
     monkeypatch.chdir(tmp_path)
     assert found(reward={"scorer": "my_rewards:score"}) == {}
@@ -521,14 +525,85 @@ def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
         ("my_rewards:zzz", "zzz is not there in my_rewards; name a function", False),
         ("my_rewards:NOT_A_FUNCTION", "NOT_A_FUNCTION is not a function in my_rewards", False),
         ("json.nope:score", "there is no module json.nope in json", False),
-        ("broken:score", "SyntaxError", False),
-        ("needy:score", "No module named 'no_such_package_here'); install the package", True),
+        ("broken:score", "SyntaxError: '(' was never closed (broken.py, line 1) at broken.py:1", False),
+        ("raising:score", "cannot import raising: KeyError: 'HOUSE' at raising.py:3", False),
+        ("leaving:score", "importing its module ends the process, with code 0; leave that out", False),
+        ("needy:score", "No module named 'no_such_package_here' at needy.py:1); install the package", True),
         ("no_such_package_here:score", "No module named 'no_such_package_here'); install the package", True),
     ):
         ((field, (text, is_lacking)),) = found(reward={"scorer": scorer}).items()
         assert (field, is_lacking) == ("reward.scorer", lacking)
         assert said in text
         assert ("install" in text) is lacking
+
+
+REWARDS = """import os, signal, time
+
+def right(item):
+    return float(item.answer == item.reference["answer"])
+
+def keys(item):
+    return item.reference["row"]["solution"]
+
+def unanswered(item):
+    return float(item.answer.strip() == "4")
+
+def text(item):
+    return "1"
+
+def leaves(item):
+    os._exit(3)
+
+def hangs(item):
+    time.sleep(600)
+
+def generates(item):
+    yield 1
+
+def kills(item):
+    os.kill(os.getppid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Examination]:
+    """What is found of a recipe with further sets of the same problems, each with one of `REWARDS` or another scorer."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_rewards.py").write_text(REWARDS)
+    Path("p.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{i}", "tests": []}}\n' for i in (1, 2, 3, 4)))
+
+    def examined(*scorers: str, rows: int = 2) -> Examination:
+        file, reward = {"source": "jsonl", "path": "p.jsonl"}, {"answer_pattern": r"(\d)", "timeout_s": 0.5}
+        named = [name if name in SCORERS else f"my_rewards:{name}" for name in scorers]
+        sets = [{"name": name, "task": file, "reward": {**reward, "scorer": name}} for name in named]
+        return examine(recipe_from_data(minimal(evaluation={"sets": sets}), "x"), rows)
+
+    return examined
+
+
+def test_rewards_are_tried_on_the_users_problems_before_a_run(rehearsed: Callable[..., Examination]) -> None:
+    """Two rows each, and an empty completion for the first one; a reward that costs its worker is called once."""
+    found = rehearsed("right", "keys", "unanswered", "text", "leaves", "hangs", "regex", "code")
+    answers, empty = [call for call in found.calls if call.completion], [call for call in found.calls if not call.completion]
+    assert (len(answers), len(empty), sum(call.place == "evaluation.sets.5." for call in found.calls)) == (14, 6, 1)
+    assert [call.reward for call in found.calls if call.place == "evaluation.sets.0."] == [1.0, 0.0, 1.0]
+    told = {problem.field.split(".")[2]: problem.fix for problem in found.problems}
+    for position, said in {
+        "1": "3 of 3 calls, .* KeyError: 'solution' at my_rewards.py:7; item.reference has answer, row, and its row prompt, ",
+        "2": r"1 of 3 calls, first for an empty answer to the problem of line \d: .* at my_rewards.py:10; item.answer is None",
+        "3": "3 of 3 calls, first for the reference answer of line .*: the reward is '1', not a number",
+        "4": "1 of 1 calls, .*: the process of reward my_rewards:leaves died: exit code 3",
+        "5": r"1 of 1 calls, .* took more than reward.timeout_s = 0.5 s",
+        "7": "3 of 3 calls, .*: tests: no tests",
+    }.items():
+        assert re.search(f"^gives no reward in {said}", told.pop(position)), position
+    assert told == {}
+
+
+def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(rehearsed: Callable[..., Examination]) -> None:
+    for scorer, said in (("generates", "a generator function"), ("kills", "ends the process that is above its own (SIGKILL)")):
+        (problem,) = rehearsed("right", scorer).problems
+        assert str(problem).startswith(f"evaluation.sets.1.reward.scorer = 'my_rewards:{scorer}': {said}")
 
 
 def test_a_recipe_for_gpus_is_not_for_a_machine_without(monkeypatch: pytest.MonkeyPatch) -> None:

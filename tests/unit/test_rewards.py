@@ -295,15 +295,19 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "house_rewards.py").write_text(
         "def half(item): return 0.5 if item.answer == item.reference['answer'] else 0\n"
         "def parts(item): return {'style': 0.25, 'length': len(item.completion) / 10}\n"
-        "def word(item): return 'good'\n"
+        "def word(item): return '1'\n"
         "def nothing(item): pass\n"
         "def two(a, b): return 1\n"
         "async def later(item): return 1\n"
+        "def several(item): yield 1\n"
+        "class Later:\n    async def __call__(self, item): return 1\n"
+        "object_of = Later()\n"
     )
+    (tmp_path / "leaving_rewards.py").write_text("import sys\nsys.exit(3)\n")
     (tmp_path / "broken_rewards.py").write_text("import no_such_library\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield "house_rewards"
-    for name in ("house_rewards", "broken_rewards"):
+    for name in ("house_rewards", "broken_rewards", "leaving_rewards"):
         sys.modules.pop(name, None)
 
 
@@ -329,8 +333,11 @@ def test_what_is_no_number_is_no_reward(user_module: str) -> None:
         ("house_rewards:haff", "has no function haff; did you mean half"),
         ("house_rewards:two", "must take one argument"),
         ("house_rewards:later", "async"),
+        ("house_rewards:object_of", "async"),
+        ("house_rewards:several", "a generator function"),
+        ("leaving_rewards:score", "cannot import leaving_rewards: SystemExit: 3 at .*leaving_rewards.py:2"),
         ("no_such_module:score", "cannot import no_such_module"),
-        ("broken_rewards:score", "no_such_library"),
+        ("broken_rewards:score", "No module named 'no_such_library' at .*broken_rewards.py:1; is it on PYTHONPATH"),
     ],
 )
 def test_user_function_that_cannot_be_used(user_module: str, path: str, problem: str) -> None:

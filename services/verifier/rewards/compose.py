@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, located
 from pipelinerl.recipe.fields import RewardConfig, TaskConfig
 from services.verifier.rewards.answers import exact, json_schema_scorer, judge_scorer, math_scorer, regex
 from services.verifier.rewards.code import code_scorer
@@ -129,10 +129,10 @@ def imported(field: str, path: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         traceback.print_exc()  # standard error of a worker ends in the verifier's log
-        problem = f"cannot import {module_name} ({error!r}); is it on PYTHONPATH?"
-        raise FieldError(field, path, problem) from error
+        absent = "; is it on PYTHONPATH?" if isinstance(error, ModuleNotFoundError) else ""
+        raise FieldError(field, path, f"cannot import {module_name}: {located(error)}{absent}") from error
     found = getattr(module, name, None)
     if not callable(found):
         near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)])
@@ -145,8 +145,11 @@ def imported(field: str, path: str) -> Callable[..., Any]:
 def user_scorer(path: str) -> Scorer:
     """Imports the function. Raises `FieldError` when there is none, or it cannot be called with one item."""
     function = imported("reward.scorer", path)
-    if inspect.iscoroutinefunction(function):
-        raise FieldError("reward.scorer", path, "an async function; give a plain one, items already run side by side")
+    for body in (function, getattr(function, "__call__", None)):  # noqa: B004 - of an object, its method
+        if inspect.iscoroutinefunction(body):
+            raise FieldError("reward.scorer", path, "an async function; give a plain one, items already run side by side")
+        if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
+            raise FieldError("reward.scorer", path, "a generator function (it yields); return the reward instead")
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
@@ -164,6 +167,8 @@ def user_scorer(path: str) -> Scorer:
 
 def _number(value: Any, what: str) -> float:
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError("a text")
         return float(value)
     except (TypeError, ValueError) as error:
         raise BadReward(f"{what} is {value!r:.100}, not a number") from error

@@ -1,0 +1,156 @@
+"""Calls a recipe's rewards on some of its own problems before anything is started, and says what a run would meet.
+
+The completions are made up, since no model is loaded: the reference answer of each problem, and an empty text. The calls are
+made in the verifier's worker processes (`services.verifier.rehearsal`), since a reward may do anything. Left out: rewards of
+episodes, which need turns; a judge, which costs; and reasoning-gym's own, which know their problems.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl.errors import FieldError, Lacking, ServiceError
+from pipelinerl.recipe.fields import ProblemSet, Recipe
+
+if TYPE_CHECKING:
+    from pipelinerl.tasks.source import Problem, Source
+
+_PACKAGES = {"math": "math_verify", "math_boxed": "math_verify", "json_schema": "jsonschema"}
+"""By scorer, what it needs that may not be installed where a recipe is only checked."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a reward. `completion`: empty, or the reference answer of `problem`."""
+
+    place: str
+    problem: Problem
+    completion: str
+    status: str = ""
+    """`ok`, or why there is no reward; empty when there is no result."""
+    reward: float = 0.0
+    seconds: float = 0.0
+    message: str = ""
+
+    def __str__(self) -> str:
+        of = f"of line {self.problem.line}" if self.problem.line else f"to {self.problem.question!r:.60}"
+        return f"the reference answer {of}" if self.completion else f"an empty answer to the problem {of}"
+
+
+def is_rehearsed(share: ProblemSet) -> bool:
+    """Whether a rehearsal says anything of its reward."""
+    knows_all = share.reward.scorer == "task" and share.task.source == "reasoning_gym"
+    return not (share.task.is_episodic or share.reward.scorer == "judge" or knows_all)
+
+
+def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
+    """The calls on `num_rows` problems of each set that has a source, and what is wrong. Linux: nothing elsewhere."""
+    shares = {place: share for place, share in recipe.sets_by_place.items() if place in sources and is_rehearsed(share)}
+    asked = [call for place, share in shares.items() for call in _calls(recipe, place, share, sources[place], num_rows)]
+    if not asked or sys.platform != "linux":
+        return [], []
+    for place, share in shares.items():
+        package = _PACKAGES.get(share.reward.scorer)
+        if package is not None and importlib.util.find_spec(package) is None:
+            fix = f"is not tried: {package} is not installed here; pip install 'pipelinerl[verifier]'"
+            return [], [Lacking(f"{place}reward.scorer", share.reward.scorer, fix)]
+    request = {"recipe": recipe.model_dump(mode="json"), "items": [_item(shares[call.place], call) for call in asked]}
+    command = [sys.executable, "-m", "services.verifier.rehearsal"]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
+    calls, calling = list[Call](), asked[0]
+    for line in map(json.loads, done.stdout.splitlines()):
+        if problem := line.get("problem"):
+            return calls, [_start_problem(shares, problem)]
+        if "calling" in line:
+            calling = asked[line["calling"]]
+        else:
+            calls.append(Call(calling.place, calling.problem, calling.completion, **line))
+    if done.returncode < 0:
+        how = signal.Signals(-done.returncode).name
+        fix = f"ends the process that is above its own ({how}), with {calling}: in a run, the verifier; leave that out"
+        return calls, [FieldError(f"{calling.place}reward.scorer", shares[calling.place].reward.scorer, fix)]
+    if done.returncode > 0:
+        raise ServiceError(f"rewards cannot be tried (--reward-rows 0 leaves that out):\n{done.stderr}")
+    return calls, list(_problems(shares, calls))
+
+
+def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
+    """The first problem gets an empty completion too: many a reward has not thought of one."""
+    from pipelinerl.tasks.source import FileSource, Split
+
+    is_trained_on = share.name in recipe.mixture
+    num_heldout = source.num_heldout
+    there = len(source.problems) - num_heldout if isinstance(source, FileSource) else num_rows
+    split, there = (Split.TRAIN, there) if is_trained_on else (Split.HELDOUT, num_heldout)
+    for index in range(min(num_rows, there)):
+        problem = source.problem(split, index)
+        answer = str(problem.reference.get("answer", ""))
+        if answer:
+            yield Call(place, problem, answer)
+        if index == 0 or not answer:
+            yield Call(place, problem, "")
+
+
+def _item(share: ProblemSet, call: Call) -> dict[str, Any]:
+    return {
+        "sequence_id": "rehearsal",
+        "task": share.name,
+        "prompt_text": "\n".join(call.problem.texts),
+        "completion_text": call.completion,
+        "reference_json": call.problem.reference_json,
+        "completion_tokens": 1,
+        "max_tokens": share.max_tokens,
+        "finish_reason": "FINISH_REASON_STOP",
+    }
+
+
+def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError:
+    """What a worker said when it did not come up, as an error of the field that it names."""
+    for place, share in shares.items():
+        for name in ("scorer", "sandbox", "json_schema"):
+            value = getattr(share.reward, name)
+            for beginning in (str(FieldError(f"reward.{name}", value, "")), f"reward.{name}: "):
+                if problem.startswith(beginning):
+                    kind = Lacking if name == "sandbox" else FieldError
+                    return kind(f"{place}reward.{name}", value, problem.removeprefix(beginning))
+    place = next((place for place, share in shares.items() if share.reward.is_function), next(iter(shares)))
+    return FieldError(f"{place}reward.scorer", shares[place].reward.scorer, problem)
+
+
+def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
+    """A reference that cannot be used is its line's mistake, unless all are so."""
+    for place, share in shares.items():
+        made = [call for call in calls if call.place == place]
+        failed = [call for call in made if call.status != "ok"]
+        if len(failed) == len(made) or any(call.status != "bad_reference" for call in failed):
+            yield FieldError(f"{place}reward.scorer", share.reward.scorer, _failures(made, failed))
+
+
+def _failures(made: list[Call], failed: list[Call]) -> str:
+    return f"gives no reward in {len(failed)} of {len(made)} calls, first for {failed[0]}: {failed[0].message}"
+
+
+def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
+    """What the calls of one set gave, for a person."""
+    failed, good = ([call for call in calls if (call.status == "ok") is is_good] for is_good in (False, True))
+    told = []
+    for what, has_text in (("reference answers", True), ("empty ones", False)):
+        if rewards := [call.reward for call in good if bool(call.completion) is has_text]:
+            told.append(f"{what} ({len(rewards)}) earn {_between(rewards)}")
+    seconds = [call.seconds for call in calls]
+    told.append(f"{1000 * statistics.median(seconds):.3g} ms a call in the median, {1000 * max(seconds):.3g} at most")
+    told += [_failures(calls, failed)] if failed else []
+    return f"{share.reward.scorer}: {'; '.join(told)}"
+
+
+def _between(values: list[float]) -> str:
+    lowest, highest, mean = min(values), max(values), statistics.fmean(values)
+    return f"{lowest:.3g}" if lowest == highest else f"{lowest:.3g} to {highest:.3g}, {mean:.3g} in the mean"
