@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 from benchmarks.bounded_run import ROOT
 from benchmarks.crossing import JudgedRun
 from pipelinerl.errors import ServiceError
-from pipelinerl.initial_model import built_folder, filling, is_built, is_complete
+from pipelinerl.initial_model import built_folder, cache_folder, filling, is_built, is_complete
 from pipelinerl.local.progress import Display
 from pipelinerl.local.runner import LocalRun
-from pipelinerl.local.services import COMMANDS, cache_folder
+from pipelinerl.local.services import COMMANDS
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import create_run_dir, write_json

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from pipelinerl import __version__
-from pipelinerl.commands import audit, dead_letters, plan, report, run, scale, validate
+from pipelinerl.commands import audit, cache, dead_letters, plan, report, run, scale, validate
 from pipelinerl.errors import PipelineRLError, UserError
 
-COMMANDS = (run, scale, validate, plan, report, audit, dead_letters)
+COMMANDS = (run, scale, validate, plan, report, audit, dead_letters, cache)
 
 FAILED, WRONG_USE, INTERRUPTED, UNREAD = 1, 2, 130, 141
 

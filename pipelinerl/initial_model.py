@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ def is_built(model: ModelConfig) -> bool:
 
 def built_name(recipe: Recipe, run: str) -> str:
     """Name of the model's folder in a cache, `<recipe>-<key>`: equal configurations have equal keys, so that it is the same in
-    every process of the run. A checkpoint is copied once for each run, whatever its name stands for later. Pure."""
+    every process of the run. A checkpoint is copied once for each run, whatever its name stands for later; SmolLM2 is the same
+    for all recipes. Pure."""
+    if recipe.model.source == "smollm2":
+        return f"smollm2-{_FORMAT}"
     tasks = [(share.weight, share.task.model_dump(mode="json")) for share in recipe.mixture.values()]
     built_from: dict[str, Any] = {"model": recipe.model.model_dump(mode="json"), "tasks": tasks}
     if recipe.model.source == "checkpoint":
@@ -53,6 +57,20 @@ def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
         what = f"model.source = {recipe.model.source!r} is built or copied by the run"
         raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: name a folder for it, or PIPELINERL_MODEL_DIR")
     return cache / built_name(recipe, run)
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Of this machine: `PIPELINERL_CACHE`, else pipelinerl/ in the user's cache folder."""
+    given = environment.get("PIPELINERL_CACHE")
+    return Path(given) if given else Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipelinerl"
+
+
+def why_unwritable(folder: Path) -> str:
+    """Why no file can be made in the folder, which may have to be made itself; empty when one can. Changes nothing."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 
 def is_complete(folder: Path) -> bool:

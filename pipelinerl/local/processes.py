@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -29,12 +30,15 @@ from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
+from pipelinerl.service.logs import printable
 from pipelinerl.service.retry import Backoff
 
 _log = logging.getLogger(__name__)
 _PROC = Path("/proc")
 _POLL_S = 0.05
 _TAIL_LINES = 20
+LOG_BYTES = 64 * 1024**2
+"""Of one service's log, and once more of what it held before."""
 _LEFTOVER_S = 1.0
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -248,8 +252,18 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 400 * lines))
-        text = _ANSI.sub("", file.read().decode(errors="replace"))
+        text = printable(_ANSI.sub("", file.read().decode(errors="replace")))
     return "\n".join(text.splitlines()[-lines:])
+
+
+def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
+    """Where the log has grown beyond `most_bytes`, its end goes to `<name>.log.1`, in place of what was there, and the log
+    begins again. What its process, which keeps it open, writes between the two is lost."""
+    if log.stat().st_size > most_bytes:
+        with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
+            file.seek(-most_bytes, os.SEEK_END)
+            shutil.copyfileobj(file, kept)
+        os.truncate(log, 0)
 
 
 def http_status(address: str, path: str, timeout_s: float) -> int | None:

@@ -24,7 +24,16 @@ from pipelinerl.local.following import background, follow_trainer, watch_actors
 from pipelinerl.local.metrics import RunnerMetrics, runner_http
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, ServiceProcess, living_names, service_of
+from pipelinerl.local.processes import (
+    Launch,
+    Restarts,
+    Service,
+    ServiceDied,
+    ServiceProcess,
+    bound_log,
+    living_names,
+    service_of,
+)
 from pipelinerl.local.progress import Display, RunState
 from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads
 from pipelinerl.recipe.fields import Recipe
@@ -401,6 +410,9 @@ class LocalRun:
         while True:
             self._show()
             self._tell_of_settings()
+            for name in self._processes:
+                with contextlib.suppress(OSError):  # it has written none, or the disk is full
+                    await asyncio.to_thread(bound_log, self.run_dir.log(name))
             await asyncio.sleep(self.refresh_s)
 
     def _tell_of_settings(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelinerl.bus.permissions import ACTOR, TRAINER
-from pipelinerl.initial_model import built_folder, is_built, is_complete
+from pipelinerl.initial_model import built_folder, cache_folder, is_built, is_complete
 from pipelinerl.local.following import background
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
@@ -178,12 +178,6 @@ def _port(address: str) -> str:
 
 RunProcess = Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]]
 """Starts a process and stops it at the block's end."""
-
-
-def cache_folder(environment: Mapping[str, str]) -> Path:
-    """`PIPELINERL_CACHE`, else pipelinerl/ in the user's cache folder."""
-    given = environment.get("PIPELINERL_CACHE")
-    return Path(given) if given else Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipelinerl"
 
 
 async def initial_model(

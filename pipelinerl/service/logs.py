@@ -1,7 +1,8 @@
 """Structured logs on the standard library: one line per event, text for a person, JSON for a cluster.
 
 Every line carries run, service, instance and, once bound, the policy version; what a call passes as `extra={...}`
-becomes fields of the line. It rotates no files and ships nothing: the runner or the cluster takes what is written.
+becomes fields of the line. It rotates no files and ships nothing: the runner or the cluster takes what is written. In text,
+control characters are escaped: model output and what users' code says may be part of a line.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -25,6 +27,14 @@ _LEAST_LEVEL = {
     "torchao": logging.ERROR,
     "torch.utils._pytree": logging.ERROR,
 }
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which could steer a terminal, as `\\x1b`; tabs and line ends stay. Pure."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 @dataclass
@@ -94,7 +104,7 @@ class ContextFormatter(logging.Formatter):
         shown = "".join(f" {key}={value}" for key, value in extras.items())
         who = f"{context.run} {context.service}/{context.instance}{version}"
         line = f"{clock} {record.levelname} {who} {record.name}: {record.getMessage()}{shown}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return printable(f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line)
 
 
 def _json_value(value: Any) -> Any:

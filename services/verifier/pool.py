@@ -21,6 +21,7 @@ import os
 import signal
 import struct
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -48,6 +49,8 @@ DIED = "the process of reward"
 START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PIPELINERL_PRIVATE_DIR")
 _LOGGED_BYTES = 4096
+_PRINTED_BYTES, _PRINTED_BYTES_PER_S = 64 * 1024, 4096
+"""Of what the code in one worker prints: at once, and for long."""
 FRAME_LENGTH = struct.Struct("!I")
 """Before each frame. Unsigned, since what a reward writes there must not look like a negative one."""
 
@@ -292,10 +295,22 @@ class WorkerProcess:
         self._stdin.close()
 
     async def _log_output(self) -> None:
-        """Passes on what users' code prints. Ends with the worker's standard error, or by cancellation."""
+        """Passes on what users' code prints, as much as `_PRINTED_BYTES` and `_PRINTED_BYTES_PER_S` let through. Ends with the
+        worker's standard error, or by cancellation."""
         assert self._process.stderr is not None
+        room, left_out, at_s = float(_PRINTED_BYTES), 0, time.monotonic()
         while chunk := await self._process.stderr.read(_LOGGED_BYTES):
+            before_s, at_s = at_s, time.monotonic()
+            room = min(_PRINTED_BYTES, room + (at_s - before_s) * _PRINTED_BYTES_PER_S)
             self._last_output = chunk.decode(errors="replace").strip()
+            if len(chunk) > room:
+                if not left_out:
+                    log.warning("it prints too much; more of it is left out of this log", extra={"worker": self.pid})
+                left_out += len(chunk)
+                continue
+            if left_out:
+                log.warning("output left out: %d bytes", left_out, extra={"worker": self.pid})
+            room, left_out = room - len(chunk), 0
             log.info("output: %s", self._last_output, extra={"worker": self.pid})
 
 

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 async def test_it_serves_on_loopback_and_is_gone_after(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "nats.log"
-    with NatsServer(tmp_path / "deep" / "folder") as server, NatsServer(tmp_path / "b", log_file=log) as other:
+    with NatsServer(tmp_path / "deep" / 'é "漢"') as server, NatsServer(tmp_path / "b", log_file=log) as other:
         assert server.url.startswith("nats://127.0.0.1:")
         assert (server.url != other.url, server.pid != other.pid) == (True, True)
         pid = server.pid
@@ -33,7 +33,7 @@ async def test_it_serves_on_loopback_and_is_gone_after(tmp_path: Path) -> None:
     assert (ends_within(pid, 0), server.url) == (True, "")
     with pytest.raises(ServiceError, match="not running"):
         _ = server.pid
-    for written in (tmp_path / "deep" / "folder" / "nats.log", log):
+    for written in (tmp_path / "deep" / 'é "漢"' / "nats.log", log):
         assert "Server is ready" in written.read_text()
 
 

@@ -108,6 +108,12 @@ def do_touch(path: str) -> float:
     return 1.0
 
 
+def do_flood(_: str) -> float:
+    for _ in range(256):
+        print("\x1b[2J" * 16384)
+    raise RuntimeError("\x1b[31m" * 2**22)
+
+
 def do_fork_and_return(_: str) -> float:
     return 1.0 if os.fork() else 0.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.local.processes import Launch, ServiceDied, ServiceProcess
+from pipelinerl.local.processes import Launch, ServiceDied, ServiceProcess, bound_log, log_tail
 
 Start = Callable[..., "asyncio.Future[ServiceProcess]"]
 
@@ -62,6 +62,20 @@ async def test_a_service_that_never_gets_ready_is_named_with_its_log(start: Star
     with pytest.raises(ServiceError, match=r"(?s)service is not ready .* after 0.5 s; end of .*booting\.\.\."):
         await process.ready(timeout_s=0.5)
     assert process.returncode is None
+
+
+async def test_a_log_that_grows_too_long_keeps_its_end_beside_it_and_goes_on(start: Start) -> None:
+    process = await start("import sys\nfor line in map(str, range(2000)): print(line)\nprint('\\x1b[2J\\x07')\n" + SERVICE)
+    await process.address(timeout_s=60)
+    log = process.launch.log
+    bound_log(log, most_bytes=10**6)
+    assert log_tail(log, lines=2) == "1999\n\\x1b[2J\\x07"
+    bound_log(log, most_bytes=1000)
+    assert (log.read_bytes(), log.with_suffix(".log.1").stat().st_size) == (b"", 1000)
+    assert log_tail(log.with_suffix(".log.1"), lines=2) == "1999\n\\x1b[2J\\x07"
+    with log.open("ab") as file:
+        file.write(b"next\n")
+    assert log.read_bytes() == b"next\n", "whoever has it open writes at its end"
 
 
 async def test_a_command_that_cannot_be_executed_is_named(tmp_path: Path) -> None:

@@ -246,12 +246,17 @@ async def test_a_reward_reaches_nothing_of_the_verifiers(hostile: Verifier) -> N
     assert (scored.status, scored.message) == (VERIFY_STATUS_OK, "")
 
 
-async def test_what_a_reward_prints_is_in_the_log(hostile: Verifier) -> None:
-    assert (await outcomes(hostile, ["print words-of-a-reward"]))[0].status == VERIFY_STATUS_OK
-    deadline_s = time.monotonic() + START_S
-    while "words-of-a-reward" not in hostile.log:
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.02)  # a file of another process
+async def test_what_a_reward_prints_is_in_the_log_and_a_flood_is_not(hostile: Verifier) -> None:
+    """Four times 16 MiB of what clears a terminal, and as much in an error's text."""
+    scored = await outcomes(hostile, ["print words-of-a-reward", *["flood"] * 4, "print last-words"])
+    assert [status_name(outcome.status) for outcome in scored] == ["ok", *["crashed"] * 4, "ok"]
+    for said in ("words-of-a-reward", r"\x1b[2J", "it prints too much"):
+        deadline_s = time.monotonic() + START_S
+        while said not in hostile.log:
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.02)  # a file of another process
+    assert "\x1b" not in hostile.log
+    assert len(hostile.log) < 4 * 2**20
 
 
 async def test_another_task_is_unknown_and_mixes_with_known_ones(hostile: Verifier) -> None:

@@ -431,6 +431,11 @@ MISTAKES = [
 LACKING = [
     ("task={source: jsonl, path: DIR/p.parquet}", "task.path", "pip install pyarrow"),
     ("actor={count: 0}", "actor.count", "needs at least 1"),
+    (
+        "model={source: smollm2}",
+        "PIPELINERL_CACHE",
+        "broken.jsonl is no folder, and initial models are kept there; name another",
+    ),
     ("trainer={context_parallel: 2}", "trainer.context_parallel", "does not divide trainer.nproc = 1"),
     ("trainer={nproc: 4, shard_ranks: 3}", "trainer.shard_ranks", "does not divide trainer.nproc = 4"),
     ("trainer={optimizer: adamw_8bit}", "trainer.optimizer", "run make adamw8bit, or use adamw"),
@@ -444,6 +449,8 @@ def test_what_is_a_mistake_and_what_is_lacking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, field: str, said: str, lacking: bool
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchao" else object())
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path / "broken.jsonl" / "cache"))
     (tmp_path / "broken.jsonl").write_text("{")
     (tmp_path / "nine.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(9)))
     (tmp_path / "p.parquet").write_bytes(b"PAR1")

@@ -97,6 +97,8 @@ def test_a_library_with_handlers_of_its_own_writes_through_ours() -> None:
 def test_text_line() -> None:
     line = ContextFormatter(LogContext("arithmetic", "actor", "actor-0", 8), "text").format(record(stall_s=0.25))
     assert line.endswith(" INFO arithmetic actor/actor-0 v8 actor.swap: swapped stall_s=0.25")
+    line = ContextFormatter(LogContext("arithmetic", "actor", "actor-0"), "text").format(record("a\tb\x1b[2J\x9b1m"))
+    assert line.endswith(r": a	b\x1b[2J\x9b1m")
 
 
 # --- HTTP

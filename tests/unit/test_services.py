@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelinerl.initial_model import cache_folder
 from pipelinerl.local.processes import Launch, Restarts
 from pipelinerl.local.runner import grace_s
-from pipelinerl.local.services import ServiceLaunches, ThreadPlan, available_cores, cache_folder, keep_to_quota, plan_threads
+from pipelinerl.local.services import ServiceLaunches, ThreadPlan, available_cores, keep_to_quota, plan_threads
 from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress
