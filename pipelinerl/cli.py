@@ -33,7 +33,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, code = build_parser().parse_args(argv), UNREAD
+    parser, code = build_parser(), UNREAD
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what to complete a line to
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    args = parser.parse_args(argv)
     try:
         code = args.execute(args)
         sys.stdout.flush()

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelinerl.commands.recipe_arguments import add_recipe_arguments
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="recipe file, or the name of one under recipes/")
+    add_recipe_arguments(parser)
     parser.add_argument("--parameters", metavar="SIZE", required=True, help="of the model with all its experts, such as 7.6B")
     parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="for actors and trainer together")
     parser.add_argument(
@@ -47,10 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-kib-per-token", metavar="KIB", type=float, help="of the model; otherwise what models of its size usually need"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
-    parser.add_argument(
-        "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
-        help="override one field of the recipe, such as algorithm.max_lag=8 (repeatable)",
-    )  # fmt: skip
 
 
 def execute(args: argparse.Namespace) -> int:

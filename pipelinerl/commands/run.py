@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelinerl.commands.recipe_arguments import add_recipe_arguments
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
@@ -19,11 +20,7 @@ HELP = "train a recipe on this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="recipe file, or the name of one under recipes/")
-    parser.add_argument(
-        "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
-        help="override one field of the recipe; the value is YAML (repeatable)",
-    )  # fmt: skip
+    add_recipe_arguments(parser, nargs="?")
     parser.add_argument("--actors", metavar="N", type=int, help="actor processes; short for --set actor.count=N")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of the run (default: runs/<name>)")
     parser.add_argument("--name", metavar="NAME", help="name of the run (default: <recipe>-<date>-<time>)")

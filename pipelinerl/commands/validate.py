@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelinerl.commands.recipe_arguments import add_recipe_arguments
 from pipelinerl.errors import FieldError, Lacking
 
 if TYPE_CHECKING:
@@ -31,11 +32,7 @@ _ROUNDED = 1.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="recipe file, or the name of one under recipes/")
-    parser.add_argument(
-        "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
-        help="override one field of the recipe; the value is YAML (repeatable)",
-    )  # fmt: skip
+    add_recipe_arguments(parser)
     parser.add_argument(
         "--fields-only", action="store_true",
         help="leave out what the recipe names (files, folders, functions), which may be elsewhere",

@@ -147,7 +147,9 @@ class NatsServer:
             **self.extra,
         }
         file = self.folder / "nats.conf"
-        write_private(file, json.dumps(config, indent=2, ensure_ascii=False).encode())  # passwords; \\u00e9 means nothing there
+        write_private(
+            file, json.dumps(config, indent=2, ensure_ascii=False).encode()
+        )  # passwords; \u00e9 would be no escape there
         return file
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:

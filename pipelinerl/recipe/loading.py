@@ -142,16 +142,24 @@ def find_recipe(name: str | Path) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    source_tree = Path(pipelinerl.__file__).resolve().parents[1]
-    searched = Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes")
     if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
-        for folder in searched:
+        for folder in _folders():
             if (folder / f"{name}.yaml").is_file():
                 return folder / f"{name}.yaml"
     if path.is_dir():
         raise FieldError("recipe", str(name), "is a folder; give a recipe file in it, or a recipe's name")
-    known = sorted({found.stem for folder in searched for found in folder.glob("*.yaml")})
-    raise FieldError("recipe", str(name), f"no such file; give a path or one of: {', '.join(known) or '(none here)'}")
+    known = ", ".join(recipe_names()) or "(none here)"
+    raise FieldError("recipe", str(name), f"no such file; give a path or one of: {known}")
+
+
+def recipe_names() -> list[str]:
+    """Those that `find_recipe` finds by their bare names."""
+    return sorted({found.stem for folder in _folders() for found in folder.glob("*.yaml")})
+
+
+def _folders() -> tuple[Path, ...]:
+    source_tree = Path(pipelinerl.__file__).resolve().parents[1]
+    return Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes")
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -95,6 +95,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
     [
         ("", "usage: pipelinerl"),
         ("fly", "usage: pipelinerl"),
+        ("cache --clear nosuch", "--clear = 'nosuch': is not in "),
         ("run a --actors two", "usage: pipelinerl"),
         ("validate a --fast", "usage: pipelinerl"),
         ("validate gsm --fields-only --set trainer.batch_size=7", "trainer.batch_size = 7"),
@@ -159,6 +160,27 @@ def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(
     assert sorted(workplace.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("pipelinerl ca", {"cache "}),
+        ("pipelinerl run arith", {"arithmetic "}),
+        ("pipelinerl run there", {"there", "there.yaml"}),
+        ("pipelinerl validate gsm --set sampling.max_t", {"sampling.max_tokens="}),
+    ],
+)
+def test_a_shell_completes_commands_recipes_and_fields(workplace: Path, line: str, completed: set[str]) -> None:
+    given = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": "done",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_IFS": "|",
+    }
+    subprocess.run([sys.executable, "-m", "pipelinerl.cli"], env={**os.environ, **given}, check=True)
+    assert set((workplace / "done").read_text().split("|")) == completed
+
+
 def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> None:
     """By its name a 7B model has 7.7B parameters, of 14.3 GiB; by its own number 14.2."""
     gsm = ("validate", "gsm", "--gpu-memory", "80GiB")
@@ -208,6 +230,21 @@ def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command) 
     assert "largest lag  1 for a mean length of 16, 4 for a mean length of 4 tokens" in printed  # H = B = 32
     assert "algorithm.max_lag = 0: is below the largest lag" in printed
     assert "below" not in pipelinerl("validate", "smollm2")[1]
+
+
+def test_models_of_the_cache_are_listed_and_cleared(
+    pipelinerl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path))
+    for name in ("smollm2-2", "tiny-abc"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "model.safetensors").write_bytes(bytes(3 * 2**19))
+    listed = pipelinerl("cache")[1].splitlines()
+    assert [line.split()[0] + line.split()[-1] for line in listed[:2]] == ["1.5smollm2-2", "1.5tiny-abc"]
+    assert listed[2] == f"3.0 MiB in 2 models of {tmp_path}/models"
+    assert "removed        1.5 MiB" in pipelinerl("cache", "--clear", "tiny-abc")[1]
+    assert "1.5 MiB in 1 models" in pipelinerl("cache", "--clear")[1]
+    assert (pipelinerl("cache")[1], [*(tmp_path / "models").iterdir()]) == (f"0.0 MiB in 0 models of {tmp_path}/models\n", [])
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
