@@ -128,6 +128,7 @@ class TrainerSettings(PolicySettings):
     node: int = Field(0, ge=0, description="Which of them this one is; node 0 has rank 0.")
     ranks_per_node: int = Field(0, ge=0, description="Ranks that a node starts, one per GPU; 0 = the recipe's.")
     rendezvous: str = Field("", description="host:port of node 0 where the ranks of several nodes meet.")
+    revision: str = Field("", description="Of the pods' template. Nodes of different ones do not train together.")
 
 
 class RankSettings(BaseSettings):

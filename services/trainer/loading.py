@@ -7,19 +7,21 @@ reference of the KL term is what the run began from.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from pipelinerl import __version__
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.memory import GIB, Model, state_bytes, trainer_problem
 from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import load_value_head
 from services.trainer.checkpoint.state_files import restore
-from services.trainer.distributed.world import Message, RankLayout, World, join_ranks, world_of_ranks
+from services.trainer.distributed.world import Message, RankLayout, World, agree, join_ranks, world_of_ranks
 from services.trainer.learn.model import DTYPES, blank_policy, compile_layers, frozen_copy, load_policy
 from services.trainer.learn.policy import Policy, add_value_head
 from services.trainer.learn.sharding import shard_policy
@@ -28,10 +30,11 @@ from services.trainer.learn.step import Learner
 log = logging.getLogger(__name__)
 
 
-def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None) -> Learner:
+def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
     """The learner of this rank, for the model of folder (or hub id) `source`, in the state that folder `resume` holds.
 
-    With several ranks, all of them must call it; `resume` is rank 0's. Raises `FieldError`, and what `restore` raises.
+    With several ranks, all of them must call it; `resume` is rank 0's. `revision`: of the pod, where it is one. Raises
+    `FieldError`, `ServiceError` where ranks are of different versions, recipes or revisions, and what `restore` raises.
     """
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
@@ -40,6 +43,8 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path 
     device = rank_device(ranks.local_rank)
     if ranks.world_size > 1:
         join_ranks(device)
+        digest = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
+        agree({"version": __version__, "recipe": digest[:12], "pod template": revision})
         return sharded_learner(recipe, source, device, resume)
     for name in ("context_parallel", "shard_ranks"):
         if (value := getattr(recipe.trainer, name)) > 1:

@@ -84,7 +84,7 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
     def work() -> None:
         recipe = load_recipe(settings.recipe)
         try:
-            learner = load_learner(recipe, model_source(recipe, settings), ranks)
+            learner = load_learner(recipe, model_source(recipe, settings), ranks, revision=settings.revision)
         except UserError as error:
             # Not printed as rank 0 prints its own: as a rule it is the same, but not for a node's own folder.
             log.error("rank %d cannot load the model: %s", ranks.rank, error)

@@ -20,9 +20,10 @@ OF_A_POD = {
     "metadata.uid": "0b5f",
     "status.podIP": "10.0.0.7",
     "metadata.labels['apps.kubernetes.io/pod-index']": "1",
+    "metadata.labels['controller-revision-hash']": "pipelinerl-trainer-5c57d5df6d",
 }
 """What the downward API gives, for every field that the chart may ask of it."""
-LOCAL = {"address_file", "model_dir"}
+LOCAL = {"address_file", "model_dir", "page_key", "private_dir"}
 """Settings for runs on one machine, which the chart leaves alone."""
 
 

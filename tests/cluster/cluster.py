@@ -197,6 +197,7 @@ class Cluster:
     def _member(self, spec: Object, name: str, index: int) -> Object:
         """A pod of a StatefulSet, and its claims."""
         labels = {"statefulset.kubernetes.io/pod-name": name, "apps.kubernetes.io/pod-index": str(index)}
+        labels["controller-revision-hash"] = f"{name.rpartition('-')[0]}-0"
         manifest = pod_manifest(spec["template"], name, labels)
         manifest["spec"] |= {"hostname": name, "subdomain": spec["serviceName"]}
         for template in spec.get("volumeClaimTemplates") or []:

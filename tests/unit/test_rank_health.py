@@ -82,9 +82,9 @@ def rank_1(folder: str, port: int) -> tuple[tuple[int, str], str, int | None]:
     """What it answers to /readyz before its model is loaded, its name and version; returns with rank 0's last order."""
     asked, load, answers = threading.Event(), rank.load_learner, []
 
-    def load_when_asked(*arguments: Any) -> Any:
+    def load_when_asked(*arguments: Any, **options: Any) -> Any:
         asked.wait(WAIT_S)
-        return load(*arguments)
+        return load(*arguments, **options)
 
     def ask() -> None:
         until(lambda: get(port, "/readyz")[0] != 0)

@@ -1,6 +1,7 @@
 """A trainer of several ranks computes what one rank computes: losses, gradients, weights, metrics, scores."""
 
 import gc
+import os
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
+from services.trainer import loading
 from services.trainer.distributed.world import (
     ADAPTER,
     END,
@@ -416,6 +418,26 @@ def test_no_rank_keeps_whole_weights_of_what_is_sharded_already(trained: Trained
     for there, only_shards in on_ranks(2, whole_tensors_while_sharding, trained.jobs["untied"].folder):
         assert there == [0] * 6
         assert only_shards
+
+
+def of_another_revision(folder: str, name: str) -> str:
+    """What a rank says whose pod, recipe or version is not as rank 0's."""
+    rank = os.environ["RANK"]
+    loading.__version__ = f"1.{rank}" if name == "version" else "1.0"
+    recipe = Job(folder, trainer={"learning_rate": 1e-4 * (1 + int(rank) * (name == "recipe"))}).recipe()
+    with pytest.raises(ServiceError) as raised:
+        load_learner(recipe, folder, RankSettings(), revision=f"trainer-{rank}" if name == "pod template" else "trainer-0")
+    leave_ranks()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["version", "pod template", "recipe"])
+def test_nodes_of_different_revisions_do_not_train_together(trained: Trained, name: str) -> None:
+    first, second = on_ranks(2, of_another_revision, trained.jobs["tied"].folder, name)
+    both = {"version": "'1.1', rank 0 '1.0'", "pod template": "'trainer-1', rank 0 'trainer-0'"}.get(name, "")
+    assert first == second
+    assert first.startswith(f"the trainer's nodes do not fit together: rank 1 has {name} {both}")
+    assert first.endswith(". Replace all its pods at once: delete them together")
 
 
 def left_alone(folder: str) -> str:

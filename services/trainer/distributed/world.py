@@ -157,6 +157,29 @@ def join_ranks(device: torch.device) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TENSOR_TIMEOUT)
 
 
+def agree(what: Mapping[str, str]) -> None:
+    """Compares `what` of all ranks, each of which calls this. Raises `ServiceError` on every rank where one differs."""
+    size = dist.get_world_size()
+    links = Links(dist.new_group(backend="gloo", timeout=TENSOR_TIMEOUT), size)
+    if dist.get_rank() > 0:
+        links.send(Message("is", what), 0)
+        problem = links.hear().fields["problem"]
+    else:
+        theirs = {rank: links.receive(rank).fields for rank in range(1, size)}
+        differing = [
+            f"rank {rank} has {name} {its[name]!r}, rank 0 {ours!r}"
+            for rank, its in theirs.items()
+            for name, ours in what.items()
+            if its[name] != ours
+        ]
+        problem = "; ".join(differing[:4])
+        links.tell_all(Message("agreement", {"problem": problem}))
+    if problem:
+        raise ServiceError(
+            f"the trainer's nodes do not fit together: {problem}. Replace all its pods at once: delete them together"
+        )
+
+
 def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device) -> World:
     """All ranks that have met; called by all of them. `shard_ranks`: 0 = all ranks. Raises `FieldError`."""
     size = dist.get_world_size()
