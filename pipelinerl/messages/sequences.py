@@ -161,6 +161,8 @@ class PromptGroup:
     partials: tuple[PartialSequence, ...] = ()
     done_samples: tuple[int, ...] = ()
     episodic: bool = False
+    token: bytes = b""
+    """Its sequences carry it back, as proof that their actor was handed the group."""
 
     def sequence_id(self, sample_index: int) -> str:
         return f"{self.group_id}.{sample_index}"
@@ -189,6 +191,8 @@ class Sequence(Branch):
     """For people: what the reward says of its value."""
     finish_reason: FinishReason = FinishReason.STOP
     failure: str = ""
+    group_token: bytes = b""
+    """Of its group."""
     actor: str = ""
     completion_text: str = ""
     prompt_text: str = ""
@@ -227,12 +231,12 @@ FINISH_REASON_TO_PROTO = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason
 _FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items()}
 _SAME_IN_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "reward", "failure", "actor"),
-    *("completion_text", "prompt_text", "reference_json", "generation_s", "answer", "reason"),
+    *("completion_text", "prompt_text", "reference_json", "generation_s", "answer", "reason", "group_token"),
 )
 """Fields that have the same form in the dataclass and in the protobuf message."""
 _SAME_IN_GROUP = (
     *("run", "group_id", "problem_index", "task", "prompt_text", "reference_json", "num_samples", "seed"),
-    *("issued_version", "episodic"),
+    *("issued_version", "episodic", "token"),
 )
 
 
@@ -277,13 +281,13 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
     return sequence
 
 
-def sequence_id_in(data: bytes, *, run: str) -> str:
-    """The id that a sequence message of `run` names, although `decode_sequence` may refuse it; "" when it names none."""
+def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
+    """Id and group token in a sequence message of `run`, although `decode_sequence` may refuse it; empty when it names none."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:
-        return ""
-    return str(message.sequence_id) if message.run == run else ""
+        return "", b""
+    return (message.sequence_id, message.group_token) if message.run == run else ("", b"")
 
 
 def encode_group(group: PromptGroup) -> bytes:
@@ -335,6 +339,7 @@ def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
         seed=0,
         issued_version=0,
         done_samples=tuple(sorted({index for index in message.done_samples if index < message.num_samples})),
+        token=message.token,
     )
 
 

@@ -87,7 +87,7 @@ class PartialSequence(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., generation_s: _Optional[float] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ...) -> None: ...
 
 class PromptGroup(_message.Message):
-    __slots__ = ("run", "group_id", "problem_index", "task", "prompt_token_ids", "prompt_text", "reference_json", "num_samples", "sampling", "seed", "issued_version", "partials", "done_samples", "episodic")
+    __slots__ = ("run", "group_id", "problem_index", "task", "prompt_token_ids", "prompt_text", "reference_json", "num_samples", "sampling", "seed", "issued_version", "partials", "done_samples", "episodic", "token")
     RUN_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class PromptGroup(_message.Message):
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
     DONE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     EPISODIC_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     run: str
     group_id: str
     problem_index: int
@@ -116,10 +117,11 @@ class PromptGroup(_message.Message):
     partials: _containers.RepeatedCompositeFieldContainer[PartialSequence]
     done_samples: _containers.RepeatedScalarFieldContainer[int]
     episodic: bool
-    def __init__(self, run: _Optional[str] = ..., group_id: _Optional[str] = ..., problem_index: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., num_samples: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., issued_version: _Optional[int] = ..., partials: _Optional[_Iterable[_Union[PartialSequence, _Mapping]]] = ..., done_samples: _Optional[_Iterable[int]] = ..., episodic: _Optional[bool] = ...) -> None: ...
+    token: bytes
+    def __init__(self, run: _Optional[str] = ..., group_id: _Optional[str] = ..., problem_index: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., num_samples: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., issued_version: _Optional[int] = ..., partials: _Optional[_Iterable[_Union[PartialSequence, _Mapping]]] = ..., done_samples: _Optional[_Iterable[int]] = ..., episodic: _Optional[bool] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "prompt_token_ids", "completion_token_ids", "behaviour_logprobs", "spans", "reward", "reward_components", "finish_reason", "failure", "actor", "completion_text", "generation_s", "prompt_text", "reference_json", "turns", "branches", "metrics", "answer", "reason")
+    __slots__ = ("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "prompt_token_ids", "completion_token_ids", "behaviour_logprobs", "spans", "reward", "reward_components", "finish_reason", "failure", "actor", "completion_text", "generation_s", "prompt_text", "reference_json", "turns", "branches", "metrics", "answer", "reason", "group_token")
     class RewardComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,7 @@ class Sequence(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    GROUP_TOKEN_FIELD_NUMBER: _ClassVar[int]
     run: str
     sequence_id: str
     group_id: str
@@ -182,7 +185,8 @@ class Sequence(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     answer: str
     reason: str
-    def __init__(self, run: _Optional[str] = ..., sequence_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[str] = ..., actor: _Optional[str] = ..., completion_text: _Optional[str] = ..., generation_s: _Optional[float] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., answer: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    group_token: bytes
+    def __init__(self, run: _Optional[str] = ..., sequence_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[str] = ..., actor: _Optional[str] = ..., completion_text: _Optional[str] = ..., generation_s: _Optional[float] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., answer: _Optional[str] = ..., reason: _Optional[str] = ..., group_token: _Optional[bytes] = ...) -> None: ...
 
 class DeadLetter(_message.Message):
     __slots__ = ("run", "msg_id", "prompt_group", "reason", "deliveries", "actor", "at_s")

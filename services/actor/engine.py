@@ -243,6 +243,7 @@ def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: s
         prompt_text=group.prompt_text,
         reference_json=group.reference_json,
         generation_s=sample.generation_s,
+        group_token=group.token,
     )
     return without_arrays(sequence, failure) if failure else sequence
 

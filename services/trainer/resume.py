@@ -25,7 +25,7 @@ from pipelinerl.recipe.loading import recipe_hash
 from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.retry import retry_forever
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
-from services.trainer.checkpoint.run_state import RunState, Start
+from services.trainer.checkpoint.run_state import RunState, Start, group_tokens
 from services.trainer.checkpoint.uploads import Uploads
 from services.trainer.data.feeder import Feeder, scan_in_flight
 from services.trainer.data.intake import Intake
@@ -70,6 +70,8 @@ class Resume:
         said = {"incarnation": incarnation, "version": start.version, "keep": start.journal_bytes}
         self.journal.write({"event": "start", **said})
         await asyncio.to_thread(self.journal.sync)
+        reserved = await asyncio.to_thread(reserved_groups, self.run_dir / JOURNAL)
+        self.feeder.tokens = await asyncio.to_thread(group_tokens, self.run_dir, reserved)
         self.feeder.bounds.steps_begun = start.version
         if (state := start.state) is not None:
             self.tracker.restore(state.books)
@@ -78,7 +80,7 @@ class Resume:
             self.intake.tokens_arrived = state.figures["tokens_arrived"]
             self.intake.bad_messages = state.figures["bad_messages"]
             self.recorder.restore(state.figures["report"])
-        return await self._adopt() if start.again else 0
+        return await self._adopt(reserved) if start.again else 0
 
     def capture(self, version: int, skipped_in_a_row: int) -> RunState:
         """All but the tensors of this moment, which must be between two steps: after the one that made `version`."""
@@ -117,7 +119,7 @@ class Resume:
         self.journal.write({"event": "end", "version": version, "finished": finished})
         self.journal.flush()
 
-    async def _adopt(self) -> int:
+    async def _adopt(self, reserved: int) -> int:
         """What the incarnation before issued after the checkpoint, as far as the streams show it."""
         position, prompts, arrived = await retry_forever(
             lambda: scan_in_flight(self.bus, self.intake.position), "look at what is on the streams"
@@ -126,7 +128,6 @@ class Resume:
             self.journal.write({"event": "position", "position": position})
             self._kept_positions = dict.fromkeys(self._kept_positions, position)
         self.intake.position = position
-        reserved = await asyncio.to_thread(reserved_groups, self.run_dir / JOURNAL)
         incarnation = self.start.lineage.incarnation
         published = await self.feeder.adopt(reserved, prompts, arrived, f"i{incarnation}")
         log.info(

@@ -93,7 +93,9 @@ class TrainingRun:
         problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
         vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker
         self.feeder = Feeder(bus, recipe, problems, tracker, traces, self.updater, journal)
-        self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
+        self.intake = Intake(
+            bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage, on_alarm=recorder.alarm
+        )
         run_dir, updater = settings.run_dir, self.updater
         self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder)
         self.resume = Resume(run_dir, recipe, bus, journal, start, tracker, self.feeder, self.intake, recorder, self.uploads)

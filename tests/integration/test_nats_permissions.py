@@ -10,7 +10,7 @@ from pathlib import Path
 import nats
 import pytest
 from nats.aio.client import Client
-from nats.js.api import StreamConfig
+from nats.js.api import ConsumerConfig, StreamConfig
 
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
@@ -100,6 +100,9 @@ FORBIDDEN: dict[str, Callable[[Bus], Awaitable[object]]] = {
     "$JS.API.STREAM.PURGE.SEQUENCES_demo": lambda bus: bus.purge_sequences(2),
     "$JS.API.STREAM.UPDATE.CONTROL_demo": lambda bus: bus.connection.js.update_stream(StreamConfig(name="CONTROL_demo")),
     "$JS.API.STREAM.MSG.DELETE.SEQUENCES_demo": lambda bus: bus.connection.js.delete_msg("SEQUENCES_demo", 1),
+    "$JS.API.STREAM.MSG.GET.PROMPTS_demo": lambda bus: bus.connection.js.get_msg("PROMPTS_demo", 1),
+    "$JS.API.DIRECT.GET.PROMPTS_demo": lambda bus: bus.connection.js.get_msg("PROMPTS_demo", 1, direct=True),
+    "$JS.API.CONSUMER.CREATE.PROMPTS_demo": lambda bus: bus.connection.js.add_consumer("PROMPTS_demo", ConsumerConfig()),
     "$JS.API.STREAM.CREATE.OTHER": lambda bus: bus.connection.js.add_stream(StreamConfig(name="OTHER", subjects=["x"])),
 }
 
@@ -113,6 +116,15 @@ async def _first(entering: object) -> None:
 async def test_an_actor_changes_no_stream_and_reads_only_what_is_for_it(server: NatsServer, folder: Path, subject: str) -> None:
     async with user_of(server, folder, ACTOR) as bus:
         assert (await refused(FORBIDDEN[subject](bus))).subject == subject
+
+
+@pytest.mark.parametrize("subject", ["demo.prompts", "demo.>", "demo.sequences", ">", "$JS.ACK.PROMPTS_demo.actors.>"])
+async def test_an_actor_overhears_nothing(server: NatsServer, subject: str) -> None:
+    errors: list[str] = []
+    async with client_of(server, ACTOR, errors) as client:
+        await client.subscribe(subject)
+        await settled(client)
+    assert any(f'permissions violation for subscription to "{subject.lower()}"' in error.lower() for error in errors), errors
 
 
 async def test_the_trainer_publishes_in_no_actors_name_and_deletes_nothing(server: NatsServer, folder: Path) -> None:

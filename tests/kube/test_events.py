@@ -45,8 +45,8 @@ async def recording(client: KubeClient, **options: Any) -> AsyncIterator[EventRe
 
 
 IN_ORDER = [
-    "RunStarted", "RunResumed", "ActorJoined", "ActorLeft", "ActorEvicted", "UpdateFailed", "CheckpointWritten",
-    "RunFinished", "RunStopped", "RunFailed",
+    "RunStarted", "RunResumed", "ActorJoined", "ActorLeft", "ActorEvicted", "UpdateFailed", "SequenceForged",
+    "CheckpointWritten", "RunFinished", "RunStopped", "RunFailed",
 ]  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def say_everything(events: RunEvents) -> None:
     events.member(MemberChange("left", ACTOR, 1, 3, "its pod is being deleted"), 2)
     events.member(MemberChange("evicted", ACTOR, 4, 3, "deadline passed while sending"), 0)
     events.update_failed(8, 3, "", "connection reset")
+    events.alarm("SequenceForged", "message 7 of the sequence log is refused")
     events.checkpoint_written(WrittenCheckpoint(Path("run/checkpoints/step-20"), 20, 5, 3.14))
     events.ended(200, 200, finished=True)
     events.ended(57, 200, finished=False)
@@ -89,6 +90,7 @@ async def test_every_kind_arrives_about_the_right_pod(api: ApiServer, trainer: K
     assert "epoch 4" in texts["ActorEvicted"]
     assert "deadline passed while sending" in texts["ActorEvicted"]
     assert texts["UpdateFailed"] == "version 8 did not reach epoch 3 and is sent again: connection reset"
+    assert texts["SequenceForged"] == "run demo: message 7 of the sequence log is refused"
     assert texts["CheckpointWritten"] == "checkpoint of version 20 written in 3.1 s: step-20"
     assert texts["RunFailed"] == "run demo failed: no actor is left"
 

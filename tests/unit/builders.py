@@ -78,6 +78,7 @@ def make_sequence(
         spans=(VersionSpan(version, 0, len(completion)),) if spans is None else spans,
         reward=reward,
         failure=failure,
+        group_token=group.token,
     )
 
 

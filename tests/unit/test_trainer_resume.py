@@ -26,6 +26,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import ChangedRecipe
 from pipelinerl.rl.groups import Lineage
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
+from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.checkpointer import WriteTensors, WrittenCheckpoint, link_export, write_checkpoint
 from services.trainer.checkpoint.run_state import find_start, load_run_state, note_training_began, read_lineage, write_lineage
 from services.trainer.data.intake import HeldSequences
@@ -159,6 +160,60 @@ async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> No
             await answer_next(again)
             await again.idle()
             assert await again.step()
+
+
+async def test_an_actor_answers_only_for_groups_that_it_was_handed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What it makes up for others is refused, and ends a sample only where it took the id that NATS knows repetitions by."""
+    async with streams() as bus:
+        async with life(tmp_path, bus) as one:
+            await one.idle()
+            first, second = [decode_group((await bus.next_prompt(1.0)).payload) for _ in range(2)]
+            span, before = VersionSpan(0, 0, 2, 1), one.tracker.ledger.counts
+            for number, token in enumerate((b"", bytes(16), second.token, first.token[:15])):
+                forged = replace(make_sequence(first, 0, reward=500.0, spans=(span,)), group_token=token, actor="mallory")
+                await bus.publish_sequence(encode_sequence(forged), f"made-up-{number}")
+            nameless = sequence_pb2.Sequence(run=RUN, sequence_id=first.sequence_id(1), behaviour_logprobs=b"x")
+            await bus.publish_sequence(nameless.SerializeToString(), "made-up-unreadable")
+            await one.idle()
+            assert (one.intake.bad_messages, one.tracker.ledger.counts) == (5, before)
+            assert "actor 'mallory' was not handed group 'g00000000'" in caplog.text
+            taken = replace(make_sequence(second, 0, reward=500.0, spans=(span,)), group_token=first.token)
+            await bus.publish_sequence(encode_sequence(taken), second.sequence_id(0))
+            for group in (first, second):
+                for index in range(2):
+                    await publish(bus, group, index, span)
+            await answer_next(one)
+            await one.idle()
+            assert await one.step() == [first.group_id, "g00000002"]
+            assert one.tracker.ledger.reasons(Outcome.FAILED) == {"forged": 1, "group incomplete": 1}
+            await one.checkpoint()
+            key = (tmp_path / "group-key.json").read_bytes()
+            assert (tmp_path / "group-key.json").stat().st_mode & 0o777 == 0o600
+        async with life(tmp_path, bus) as again:
+            assert again.feeder.tokens.of(first.group_id) == first.token
+            assert (tmp_path / "group-key.json").read_bytes() == key
+
+
+async def test_groups_that_a_former_release_issued_need_no_token_and_later_ones_do(tmp_path: Path) -> None:
+    async with streams() as bus:
+        async with life(tmp_path, bus) as one:
+            await one.idle()
+            old = decode_group((await bus.next_prompt(1.0)).payload)
+        (tmp_path / "group-key.json").unlink()
+        async with life(tmp_path, bus) as again:
+            for index in range(2):
+                await publish(bus, replace(old, token=b""), index, VersionSpan(0, 0, 2, 2))
+            await again.idle()
+            assert (again.intake.num_ready, again.intake.bad_messages) == (1, 0)
+            new = make_group(again.feeder.tokens.first_group)
+            await publish(bus, new, 0, VersionSpan(0, 0, 2, 2))
+            await again.idle()
+            assert again.intake.bad_messages == 1
+        (tmp_path / "group-key.json").write_text("{}")
+        broken = Life(tmp_path, bus, RECIPE)
+        with pytest.raises(UserError, match=r"group-key.json does not hold the key of the run's groups: .*restore it"):
+            await broken.begin()
+        await broken.die()
 
 
 async def test_a_phase_has_its_order_whenever_the_trainer_starts_again(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json_durably(path: Path, value: Mapping[str, Any]) -> None:
-    """Replaces `path` at once; a crash leaves the old one or the new one."""
+def write_json_durably(path: Path, value: Mapping[str, Any], mode: int = 0o666) -> None:
+    """Replaces `path` at once; a crash leaves the old one or the new one. `mode`: of the file, less the umask."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("wb") as file:
+    beside.unlink(missing_ok=True)
+    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(json.dumps(value).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -31,6 +32,7 @@ from pipelinerl.rl.ledger import failed_sample
 from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, missing_from, resumable
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.files import tidy, write_json_durably
+from services.trainer.data.feeder import GroupTokens
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 
@@ -88,6 +90,22 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
     return content
 
 
+def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
+    """The run's. Where the folder has none, they are made, and asked of groups from number `reserved` on: those before may be
+    under way. Returns when they are on disk. Raises `UserError` for a file that is not ours."""
+    path = run_dir / GROUP_KEY
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return GroupTokens(bytes.fromhex(content["key"]), int(content["first_group"]))
+    except FileNotFoundError:
+        made = GroupTokens(secrets.token_bytes(32), reserved)
+        write_json_durably(path, {"key": made.key.hex(), "first_group": reserved}, mode=0o600)
+        return made
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not hold the key of the run's groups: {error!r}; restore it, or remove it") from error
+
+
+GROUP_KEY = "group-key.json"
 FORMAT = 1
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
 

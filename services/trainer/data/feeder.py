@@ -12,6 +12,7 @@ takes it over (`Feeder.adopt`). Prompts are tokenised here alone; completions ar
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -65,6 +66,7 @@ async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], 
 
 
 MOST_UNUSABLE_IN_A_ROW = 1000
+_TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,24 @@ class EncodedProblem:
 
 ProblemStream = Callable[[int], EncodedProblem]
 """Training problems of all tasks by number: the same number gives the same problem in every run with the same seed."""
+
+
+@dataclass(frozen=True)
+class GroupTokens:
+    """Proofs that an actor was handed a group: a code of the group's id that only holders of `key`, 32 bytes, can make."""
+
+    key: bytes
+    first_group: int = 0
+    """Those before were issued without, by a trainer of a former release, or with another key: nothing is asked of them."""
+
+    def of(self, group_id: str) -> bytes:
+        return hmac.digest(self.key, group_id.encode(), "sha256")[:_TOKEN_BYTES]
+
+    def prove(self, group_id: str, token: bytes) -> bool:
+        if hmac.compare_digest(token, self.of(group_id)):
+            return True
+        number = group_id.removeprefix("g")
+        return number.isdecimal() and int(number) < self.first_group
 
 
 class Feeder:
@@ -109,6 +129,8 @@ class Feeder:
         self._unusable_in_a_row = 0
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
+        self.tokens: GroupTokens | None = None
+        """Known once the run has begun or is taken over; without them nothing is proved."""
 
     @property
     def allowance(self) -> int:
@@ -231,6 +253,7 @@ class Feeder:
             seed=group_seed(recipe.seed, number) if sampling.seeded else 0,
             issued_version=max(0, self._updater.served_version),
             episodic=problem.share.task.is_episodic,
+            token=self.tokens.of(f"g{number:08d}") if self.tokens else b"",
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:

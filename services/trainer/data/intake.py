@@ -15,13 +15,14 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry
 from pipelinerl.errors import MessageError, UserError
-from pipelinerl.messages.sequences import FinishReason, Sequence, decode_sequence, sequence_id_in
+from pipelinerl.messages.sequences import FinishReason, Sequence, decode_sequence, remains_of_sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import (
     FIRST_INCARNATION,
@@ -55,6 +56,7 @@ _FIXES = {
     "longer than the context": "give trainer and actors the same model.max_context",
     "token outside the vocabulary": "give trainer and actors the same model and tokenizer",
     "prompt group lost": "look at the actors' logs: they could not read the prompts, or somebody purges the streams",
+    "forged": "run trainer and actors of the same release; if they are, an actor answers for others: look who holds its login",
     "unreadable": "run trainer and actors of the same release",
 }
 """What a user can do about a reason of the ledger (docs/errors.md), by its beginning."""
@@ -85,7 +87,8 @@ class HeldSequences:
 
 
 class Intake:
-    """Tells `feeder` of groups that were lost, so that it looks again. `vocab_size`: token ids are below it."""
+    """Tells `feeder` of groups that were lost, so that it looks again. `vocab_size`: token ids are below it. `on_alarm` gets
+    the reason of an Event, and its text."""
 
     def __init__(
         self,
@@ -97,10 +100,11 @@ class Intake:
         *,
         vocab_size: int,
         lineage: Lineage = FIRST_INCARNATION,
+        on_alarm: Callable[[str, str], None] = lambda reason, text: None,
     ) -> None:
         self._bus, self._recipe, self._feeder = bus, recipe, feeder
         self._tracker, self._traces = tracker, traces
-        self._vocab_size, self._lineage = vocab_size, lineage
+        self._vocab_size, self._lineage, self._on_alarm = vocab_size, lineage, on_alarm
         self._masked = {name for name, share in recipe.mixture.items() if share.reward.truncated == "mask"}
         """Tasks whose completions are left out of the policy loss where they were cut."""
         self._ready: deque[tuple[Sequence, ...]] = deque()
@@ -173,10 +177,20 @@ class Intake:
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
-            names = (entry.msg_id, sequence_id_in(entry.payload, run=self._bus.run))
+            named, token = remains_of_sequence(entry.payload, run=self._bus.run)
+            names = (entry.msg_id, named if self._is_proved(named.rpartition(".")[0], token) else "")
             return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
+        if not self._is_proved(sequence.group_id, sequence.group_token):
+            what = f"actor {sequence.actor!r:.100} was not handed group {sequence.group_id!r:.100}"
+            self._on_alarm("SequenceForged", f"message {entry.position} of the sequence log is refused: {what}")
+            # The id of the message is taken: NATS would take the sequence that should have it for a repetition.
+            return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
         reason = untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
         return replace(sequence, failure=reason) if reason else sequence
+
+    def _is_proved(self, group_id: str, token: bytes) -> bool:
+        tokens = self._feeder.tokens
+        return tokens is None or tokens.prove(group_id, token)
 
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
         """Counts a bad message, and returns what ends the sample that one of the ids names, where it is still to come:

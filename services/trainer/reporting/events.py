@@ -29,6 +29,7 @@ REASONS: dict[str, EventType] = {
     "ActorEvicted": "Warning",
     "UpdateFailed": "Warning",
     "CheckpointWritten": "Normal",
+    "SequenceForged": "Warning",
     "RunFinished": "Normal",
     "RunStopped": "Normal",
     "RunFailed": "Warning",
@@ -77,6 +78,9 @@ class RunEvents:
     def checkpoint_written(self, written: WrittenCheckpoint) -> None:
         text = f"checkpoint of version {written.version} written in {written.seconds:.1f} s: {written.folder.name}"
         self._emit("CheckpointWritten", text)
+
+    def alarm(self, reason: str, text: str) -> None:
+        self._emit(reason, f"run {self._run}: {text}")
 
     def ended(self, version: int, steps: int, *, finished: bool) -> None:
         """In order: to its last step, or stopped before."""

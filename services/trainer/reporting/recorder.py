@@ -182,6 +182,10 @@ class Recorder:
         self.metrics.checkpoints.written(written)
         self._events.checkpoint_written(written)
 
+    def alarm(self, reason: str, text: str) -> None:
+        """Something is wrong that the run goes on with, told as an Event."""
+        self._events.alarm(reason, text)
+
     def in_order(self, *, finished: bool) -> None:
         """The run came to its last step, or was stopped before; it did not fail."""
         self._events.ended(self._training.loop.version, self._recipe.trainer.steps, finished=finished)
