@@ -80,7 +80,7 @@ CASES: dict[str, Case] = {
                 "page": {"enabled": True, "hosts": ["runs.example.com", "runs"]},
             },
             "verifier": EVERYWHERE,
-            "nats": EVERYWHERE | {"replicas": 3, "persistence": {"storageClass": "fast"}},
+            "nats": EVERYWHERE | {"replicas": 3, "persistence": {"storageClass": "fast"}, "exporter": {"enabled": True}},
             "tls": TLS | {"certManager": ISSUER},
             "network": {"interface": "net1", "infinibandDevices": "mlx5"},
             "networkPolicy": {"extraEgress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]},

@@ -42,6 +42,12 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "env/trainer PIPELINERL_RANKS_PER_NODE": "4",  # of recipes/gsm.yaml, with GPUs to match
         "env/trainer PIPELINERL_STREAM_REPLICAS": "1",
         "env/trainer PIPELINERL_PAGE_HOSTS": None,
+        "env/trainer XDG_CACHE_HOME": "/var/lib/pipelinerl/cache",  # compiled code stays on its volume
+        "env/trainer TORCHINDUCTOR_CACHE_DIR": "/var/lib/pipelinerl/cache/inductor",
+        "env/actor XDG_CACHE_HOME": "/tmp/cache",
+        "main/actor resources requests ephemeral-storage": "32Gi",
+        "main/trainer resources requests ephemeral-storage": "2Gi",
+        "main/verifier resources requests ephemeral-storage": "1Gi",
         "env/actor HF_TOKEN": None,
         "main/actor image": "pipelinerl/actor:0.1.0",
         "main/test image": "pipelinerl/trainer:0.1.0-cpu",
@@ -236,6 +242,19 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {
             "pod/release-test spec volumes * persistentVolumeClaim": [None] * 5,
             "main/release-test args": [*RELEASE_TEST[:3], "--no-volume", *RELEASE_TEST[3:]],
+        },
+    ),
+    (
+        {"nats": {"exporter": {"enabled": True}}, "metrics": {"podMonitor": {"enabled": True}}},
+        {
+            "pod/nats spec containers * image": [
+                "docker.io/library/nats:2.15.1-alpine",
+                "docker.io/natsio/prometheus-nats-exporter:0.17.3",
+            ],
+            "PodMonitor/pipelinerl-nats spec podMetricsEndpoints * port": ["metrics"],
+            "NetworkPolicy/pipelinerl-nats spec ingress * ports": [
+                [{"protocol": "TCP", "port": port}] for port in ("client", "metrics")
+            ],
         },
     ),
     ({"actor": {"strategy": {"type": "Recreate"}}}, {f"{ACTOR} spec strategy": {"type": "Recreate"}}),

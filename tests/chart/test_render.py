@@ -178,10 +178,10 @@ def test_pods_fit_the_restricted_standard(rendered: Rendered) -> None:
 def test_what_is_mounted_is_a_volume_and_configuration_is_read_only(rendered: Rendered) -> None:
     for pod in rendered.pods:
         kinds = _volume_kinds(rendered, pod)
-        mounted = {mount["name"] for container in pod.containers for mount in container["volumeMounts"]}
+        mounted = {mount["name"] for container in pod.containers for mount in container.get("volumeMounts", [])}
         assert mounted == set(kinds), pod.owner
         for container in pod.containers:
-            mounts = container["volumeMounts"]
+            mounts = container.get("volumeMounts", [])
             assert len({mount["mountPath"] for mount in mounts}) == len(mounts), (pod.owner, container["name"])
             for mount in mounts:
                 assert kinds[mount["name"]] not in ("configMap", "secret") or mount.get("readOnly"), (pod.owner, mount)

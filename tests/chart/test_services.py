@@ -70,7 +70,7 @@ def test_services_are_started_by_their_modules_with_variables_that_they_know(ren
     for pod, container in containers(rendered):
         service, where = service_of(container), (pod.owner, container["name"])
         if service is None:
-            assert container["name"] in ("nats", "validation")
+            assert container["name"] in ("nats", "exporter", "validation")
             continue
         module = Path(*container["args"][2].split("."))
         assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), container["args"]
@@ -103,7 +103,7 @@ def test_init_containers_read_what_their_service_reads(rendered: Rendered) -> No
 
 def test_files_that_settings_name_are_mounted(rendered: Rendered) -> None:
     for pod, container in containers(rendered):
-        mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+        mounts = [mount["mountPath"] for mount in container.get("volumeMounts", [])]
         for name, value in variables(container).items():
             if value.startswith("/") and name.startswith((PREFIX, "HF_", "XDG_", "TMPDIR")):
                 assert any(value == at or value.startswith(f"{at}/") for at in mounts), (pod.owner, name, value)

@@ -171,7 +171,7 @@ readinessProbe:
 - {name: HOME, value: /tmp}
 - {name: USER, value: pipelinerl}
 - {name: TMPDIR, value: /tmp}
-- {name: XDG_CACHE_HOME, value: /tmp/cache}
+- {name: XDG_CACHE_HOME, value: {{ eq .component "trainer" | ternary "/var/lib/pipelinerl/cache" "/tmp/cache" }}}
 {{- with $values.threads }}
 - {name: OMP_NUM_THREADS, value: {{ . | int | quote }}}
 - {name: MKL_NUM_THREADS, value: {{ . | int | quote }}}
