@@ -66,6 +66,7 @@ async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Ru
             phase = trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
             state.phase = status.message or phase.replace("_", " ")
             counts = status.sequences
+            state.failures = dict(status.failures)
             state.sequences = {field.name: getattr(counts, field.name) for field in counts.DESCRIPTOR.fields}
         await asyncio.sleep(_ASK_S)
 

@@ -29,7 +29,7 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, read_address
-from pipelinerl.service.lifecycle import EXIT_USER_ERROR
+from pipelinerl.service.lifecycle import EXIT_USER_ERROR, MISTAKE
 from pipelinerl.service.logs import printable
 from pipelinerl.service.retry import Backoff
 
@@ -54,20 +54,26 @@ class Launch:
     environment: Mapping[str, str]
     log: Path
     address_file: Path
+    suspect: str = ""
+    """What may have sent the signal that ends it, and how to keep that from it."""
 
 
 class ServiceDied(ServiceError):
     """A service's process ended when it should not. Attributes: `name`, `returncode` (-9 = SIGKILL)."""
 
-    def __init__(self, name: str, returncode: int, log: Path, tail: str, restarts: int = 0) -> None:
-        """`restarts`: those in a row after which it is given up."""
+    def __init__(self, name: str, returncode: int, log: Path, tail: str, restarts: int = 0, suspect: str = "") -> None:
+        """`restarts`: those in a row after which it is given up. `tail`: of its log; of a user's mistake only what says so is
+        told. `suspect`: as of its launch."""
         self.name, self.returncode = name, returncode
         try:
             how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal.Signals(-returncode).name}"
         except ValueError:  # a real-time signal
             how = f"was killed by signal {-returncode}"
         after = f" after {restarts} restarts in a row" if restarts else ""
-        super().__init__(f"{name} {how}{after}; end of {log}:\n{tail or '(empty)'}")
+        why = f" ({suspect})" if suspect and returncode < 0 else ""
+        if returncode == EXIT_USER_ERROR and (found := tail.rfind(f"\n{MISTAKE}")) >= 0:
+            tail = tail[found + 1 :]
+        super().__init__(f"{name} {how}{after}{why}; end of {log}:\n{tail or '(empty)'}")
 
 
 class ServiceProcess:
@@ -103,7 +109,9 @@ class ServiceProcess:
     def died(self, restarts: int = 0) -> ServiceDied:
         """The error to raise for this process after it ended."""
         assert self.returncode is not None
-        return ServiceDied(self.name, self.returncode, self.launch.log, log_tail(self.launch.log), restarts)
+        return ServiceDied(
+            self.name, self.returncode, self.launch.log, log_tail(self.launch.log), restarts, self.launch.suspect
+        )
 
     async def address(self, timeout_s: float) -> ServiceAddress:
         """Waits for the address file. Raises `ServiceDied` at once when the process ends, `ServiceError` after `timeout_s`."""

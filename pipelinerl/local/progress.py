@@ -92,6 +92,8 @@ class RunState:
     actors: Mapping[str, ActorState | str] = field(default_factory=dict)
     """By name: what each describes itself as, or why it cannot."""
     sequences: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """By reason, what the first sequence that failed of it was told. May hold words of the model's, or of a reward's."""
     restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
     """Address of the live page; empty where there is none (yet)."""

@@ -54,6 +54,7 @@ from pipelinerl.run_dir import (
 from pipelinerl.run_summary import is_finished, read_jsonl
 from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.lifecycle import EXIT_FAILURE
+from pipelinerl.service.logs import printable
 from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
@@ -119,7 +120,7 @@ class LocalRun:
         self._kept: dict[int, asyncio.Task[None]] = {}
         """What restarts each actor."""
         self._told: set[str] = set()
-        """Settings that were warned of."""
+        """What was warned of."""
         self._interrupts = 0
         self._stop_by_s: float | None = None
         self._trainer_address: ServiceAddress | None = None
@@ -409,15 +410,18 @@ class LocalRun:
     async def _refresh(self) -> None:
         while True:
             self._show()
-            self._tell_of_settings()
+            self._tell_once()
             for name in self._processes:
                 with contextlib.suppress(OSError):  # it has written none, or the disk is full
                     await asyncio.to_thread(bound_log, self.run_dir.log(name))
             await asyncio.sleep(self.refresh_s)
 
-    def _tell_of_settings(self) -> None:
-        """Of each once, as the trainer's log does."""
-        last, problems = self._state.last, dict[str, FieldError | None]()
+    def _tell_once(self) -> None:
+        """Of each setting that costs something, as the trainer's log does, and of each reason for which sequences fail."""
+        last, problems = self._state.last, dict[str, FieldError | str | None]()
+        log = self.run_dir.log(TRAINER)
+        for reason, failure in self._state.failures.items():
+            problems[f"failed: {reason}"] = f"a sequence failed: {printable(failure)} (each one: {log})"
         if last.get("max_lag_too_small"):
             problems["max_lag"] = too_small_max_lag(self.recipe, last["largest_lag"])
         if last.get("clip_range_cut") is not None:

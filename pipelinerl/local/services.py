@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipelinerl.bus.permissions import ACTOR, TRAINER
@@ -127,7 +127,11 @@ class ServiceLaunches:
         settings = {"workers": "2", "private_dir": str(self.run_dir.path.resolve())}
         if again is not None:
             settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
-        return self._launch("verifier", settings, _thread_env(1))
+        launch = self._launch("verifier", settings, _thread_env(1))
+        if not (code := self.recipe.user_code):
+            return launch
+        suspect = f"its processes run {', '.join(code)}, which may have sent that; with reward.sandbox: true it cannot"
+        return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
         """`actors`: how many there are. `again`: where it listened before a restart; pages that are open keep that address, if

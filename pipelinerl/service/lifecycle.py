@@ -28,6 +28,8 @@ from pipelinerl.telemetry.tracing import tracing
 log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR = 0, 1, 2
+MISTAKE = "error: "
+"""What the line begins with that tells a user's mistake."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MARK_EVERY_S = 0.25
 """How often a watched loop shows that it runs."""
@@ -155,7 +157,7 @@ def exit_code(run: Callable[[], None]) -> int:
     except Exception as raised:  # the process boundary
         error = sole_error(raised)
         if isinstance(error, UserError):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"{MISTAKE}{error}", file=sys.stderr)
             return EXIT_USER_ERROR
         log.critical("stopped: %s", error, exc_info=None if isinstance(error, ServiceError) else raised)
         return EXIT_FAILURE

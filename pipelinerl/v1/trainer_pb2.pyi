@@ -1,3 +1,4 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -42,7 +43,14 @@ class SequenceCounts(_message.Message):
     def __init__(self, issued: _Optional[int] = ..., trained: _Optional[int] = ..., dropped_stale: _Optional[int] = ..., dropped_filtered: _Optional[int] = ..., failed: _Optional[int] = ..., in_flight: _Optional[int] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("run", "phase", "policy_version", "incarnation", "total_steps", "sequences", "members", "epoch", "message")
+    __slots__ = ("run", "phase", "policy_version", "incarnation", "total_steps", "sequences", "members", "epoch", "message", "failures")
+    class FailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     RUN_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +60,7 @@ class TrainerStatus(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     run: str
     phase: TrainerPhase
     policy_version: int
@@ -61,7 +70,8 @@ class TrainerStatus(_message.Message):
     members: int
     epoch: int
     message: str
-    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[TrainerPhase, str]] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., total_steps: _Optional[int] = ..., sequences: _Optional[_Union[SequenceCounts, _Mapping]] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    failures: _containers.ScalarMap[str, str]
+    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[TrainerPhase, str]] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., total_steps: _Optional[int] = ..., sequences: _Optional[_Union[SequenceCounts, _Mapping]] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., message: _Optional[str] = ..., failures: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class StreamMetricsRequest(_message.Message):
     __slots__ = ("from_step",)

@@ -26,7 +26,7 @@ from pipelinerl.local.ending import finish
 from pipelinerl.local.metrics import targets_of
 from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, living, session_pids
 from pipelinerl.local.progress import Display, RunState, rows
-from pipelinerl.recipe.fields import AlgorithmConfig
+from pipelinerl.recipe.fields import AlgorithmConfig, RewardConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import write_json
 from pipelinerl.service.address import ServiceAddress, read_address
@@ -78,6 +78,8 @@ async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: P
     assert run.printed.getvalue().count("warning: algorithm.max_lag = 1: is below the largest lag") == 1
     narrow = "warning: algorithm.clip_low = 0.2: with clip_high = 0.2, algorithm.loss = 'reinforce' cuts 41% of the tokens"
     assert run.printed.getvalue().count(narrow) == 1
+    failed = r"a sequence failed: reward_crashed: KeyError at my_rewards.py:4\x1b[2J (each one: "
+    assert run.printed.getvalue().count(failed) == 1
 
     assert finish(run.recipe, run.dir, ending) == 0
     summary = json.loads(run.dir.summary.read_text())
@@ -114,7 +116,8 @@ async def instances(address: str) -> dict[str, str]:
 
 async def test_killed_services_are_started_again_and_one_address_tells_of_it(tmp_path: Path) -> None:
     """An actor, the verifier (more often than twice, the limit) and nats-server are killed; the trainer goes on."""
-    run = Run(tmp_path / "run", recipe(steps=100_000), {})
+    function = RewardConfig(scorer="my_rewards:score")
+    run = Run(tmp_path / "run", recipe(steps=100_000).model_copy(update={"reward": function}), {})
     run.dir.scale.write_text('{"actors": 2}')
     killed = ("actor-1", "verifier", "nats")
     async with running(run) as task:
@@ -152,7 +155,8 @@ async def test_killed_services_are_started_again_and_one_address_tells_of_it(tmp
         os.kill(os.getpid(), signal.SIGINT)
         ending = await task
     assert (ending.interrupted, dict(ending.restarts)) == (True, {"actor-1": 1, "verifier": 4, "nats": 1})
-    assert "actor-1 was killed by SIGKILL" in run.printed.getvalue()
+    assert "actor-1 was killed by SIGKILL; end" in run.printed.getvalue()
+    assert "verifier was killed by SIGKILL (its processes run my_rewards:score, which may" in run.printed.getvalue()
     assert json.loads(run.dir.summary.read_text())["expected_actors"] == 2
     assert not run.dir.address("runner").exists()
 
@@ -238,6 +242,7 @@ async def test_what_dies_at_ever_the_same_place_fails_the_run_with_the_end_of_it
     assert finish(run.recipe, run.dir, ending) == exit_code
     out, err = capsys.readouterr()
     assert said in err
+    assert ("WARNING of something else" in err) is (who == "actor-0" and exit_code == 1), "a user's mistake is told alone"
     assert (f"pipelinerl run --resume {run.dir.path}" in out) is (restarts != (0,))
     summary = json.loads(run.dir.summary.read_text())
     assert f"{who} exited with code {exit_code}" in summary["error"]

@@ -282,7 +282,12 @@ FILTERED = {"filter_equal_rewards": True, "max_lag": 1}
 @pytest.mark.parametrize(
     ("sections", "failure", "told", "num_lost"),
     [
-        ({}, "reward_crashed: ZeroDivisionError", r"reward_crashed \(400 of 400\).* reward.scorer", 200),
+        (
+            {},
+            "reward_crashed: KeyError: 'unit' at my_rewards.py:4",
+            r"""reward_crashed \(400 of 400\), the first: "KeyError: 'unit' at my_rewards.py:4".* reward.scorer""",
+            200,
+        ),
         ({"algorithm": FILTERED}, "", r"equal rewards \(200 of 200\).*filter_equal_rewards off", 200),
         (
             {"trainer": {**TRAINER, "give_up_after_groups": 6}},
@@ -300,6 +305,7 @@ async def test_groups_that_are_lost_without_end_end_the_run(
         with pytest.raises(UserError, match=told):
             await answer_until_it_ends(one, (0.0, 0.0), failure)
         assert one.tracker.lost_groups == num_lost
+        assert list(one.intake.failures.values()) == ([failure] if failure else [])
 
 
 async def test_a_good_group_between_lost_ones_and_stale_ones_keep_the_run_alive() -> None:

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
@@ -37,7 +37,7 @@ from pipelinerl.rl.groups import (
 )
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.telemetry.metrics import short_reason
+from pipelinerl.telemetry.metrics import MOST_REASONS, short_reason
 from services.trainer.data.feeder import Feeder
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.learn.batch import TrainingGroup
@@ -48,7 +48,7 @@ STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Without `trainer.give_up_after_groups`: so many optimizer steps' worth of groups, and so many groups at least."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
-    "reward_": "read in the trainer's log what the reward function said, and correct it or choose another reward.scorer",
+    "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has what it said each time",
     "verifier_refused": "look at the verifier's log",
     "engine": "look at the actors' logs",
     "too_large": "raise max_payload of nats-server, or lower sampling.max_tokens",
@@ -63,13 +63,15 @@ _FIXES = {
 _ANY_FIX = "read the warnings in the trainer's log"
 
 
-def lost_groups_message(num_groups: int, reasons: Counter[str]) -> str:
-    """What to tell the user when `num_groups` in a row were lost for these reasons of the ledger."""
+def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mapping[str, str]) -> str:
+    """What to tell the user when `num_groups` in a row were lost for these reasons of the ledger. `failures`: an example of
+    each."""
     (reason, count), *_ = reasons.most_common(1) or [("unknown", 0)]
+    example = f", the first: {failures[reason].partition(': ')[2]!r}" if reason in failures else ""
     fix = next((fix for beginning, fix in _FIXES.items() if reason.startswith(beginning)), _ANY_FIX)
     return (
         f"the last {num_groups} prompt groups were lost and none between them could be trained on; most "
-        f"frequent reason: {reason} ({count} of {reasons.total()}). To repair it, {fix}. A run that "
+        f"frequent reason: {reason} ({count} of {reasons.total()}){example}. To repair it, {fix}. A run that "
         "needs more patience sets trainer.give_up_after_groups"
     )
 
@@ -122,6 +124,8 @@ class Intake:
         self.tokens_arrived_here = 0
         """Since this start, where `tokens_arrived` goes on from the checkpoint's: a counter of a process begins at 0."""
         self.bad_messages = 0
+        self.failures: dict[str, str] = {}
+        """What the first sequence that failed was told, by short reason; of `MOST_REASONS` at most."""
 
     @property
     def num_ready(self) -> int:
@@ -216,6 +220,8 @@ class Intake:
         self.tokens_arrived_here += sequence.num_episode_tokens
         if sequence.failure:
             log.warning("sequence %s failed: %s", sequence.sequence_id, sequence.failure)
+            if len(self.failures) < MOST_REASONS:
+                self.failures.setdefault(short_reason(sequence.failure), sequence.failure)
         if samples and (good := self._good(samples)):
             async with self._changed:
                 self._ready.append(good)
@@ -241,7 +247,7 @@ class Intake:
         self._lost_in_a_row += 1
         by_steps = max(STEPS_IN_A_ROW * groups_per_step(self._recipe), FEWEST_IN_A_ROW)
         if self._lost_in_a_row >= (self._recipe.trainer.give_up_after_groups or by_steps):
-            raise UserError(lost_groups_message(self._lost_in_a_row, self._lost_reasons))
+            raise UserError(lost_groups_message(self._lost_in_a_row, self._lost_reasons, self.failures))
         return ()
 
     async def _take_group(self, version: int) -> TrainingGroup:

@@ -268,6 +268,7 @@ class Recorder:
             members=len(self._training.updater.members),
             epoch=self._training.updater.epoch,
             message=f"waiting for {waiting_for}" if waiting_for else "",
+            failures=self._training.intake.failures,
         )
 
     async def publish_state(self) -> None:
