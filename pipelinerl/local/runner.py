@@ -411,7 +411,7 @@ class LocalRun:
         while True:
             self._show()
             self._tell_once()
-            for name in self._processes:
+            for name in list(self._processes):  # it changes while this waits
                 with contextlib.suppress(OSError):  # it has written none, or the disk is full
                     await asyncio.to_thread(bound_log, self.run_dir.log(name))
             await asyncio.sleep(self.refresh_s)
