@@ -24,6 +24,7 @@ from pipelinerl.page import REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.rl.reasons import MEANINGS
 from pipelinerl.run_dir import RunDir, read_json, trainer_starts, write_json
 from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
@@ -65,6 +66,7 @@ def script_json(data: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+_REASONS_SHOWN = 3
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 """Beside `EXIT_USER_ERROR`: a service ended with that, and so does the run."""
 
@@ -116,6 +118,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
         "",
         f"{ending.how} after {duration(ending.wall_s)}: {number(summary.get('steps'))} optimizer steps",
         *_figures(summary),
+        *_losses(summary),
         f"  report             {run_dir.report}",
     ]
     if run_dir.checkpoint.is_dir():
@@ -124,6 +127,14 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
     if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED) and run_dir.identity.is_file():
         lines.append(f"  go on with         pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
     return lines
+
+
+def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
+    """What became of sequences that were not trained on: of each outcome the most frequent reasons."""
+    for outcome, reasons in (summary.get("sequence_reasons") or {}).items():
+        for reason, count in sorted(reasons.items(), key=lambda one: -one[1])[:_REASONS_SHOWN]:
+            meaning = MEANINGS.get(reason, "the trainer's log says more")
+            yield f"  {outcome.replace('_', ' '):<17}  {number(count)}: {reason} ({meaning})"
 
 
 def _figures(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from pipelinerl.rl.groups import LAG_BUCKETS
+from pipelinerl.rl.reasons import MEANINGS
 from pipelinerl.run_summary import add_ended, stale_shares
 
 Item = TypeVar("Item")
@@ -167,7 +168,8 @@ def report_data(
         for one in summary.get("heldout") or []
     ]
     data = {**history.data(), "heldout": heldout}
-    return {"run": run, "description": description, "summary": dict(summary), **data, "recipe": recipe_text}
+    about = {"run": run, "description": description, "recipe": recipe_text, "meanings": MEANINGS}
+    return {**about, "summary": dict(summary), **data}
 
 
 def _short(value: Any) -> Any:

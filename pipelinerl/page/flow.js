@@ -75,8 +75,8 @@ const PrlFlow = (() => {
     return made;
   }
 
-  /* The numbers, reasons of the losses among them: {outcome: {reason: count}}. */
-  function table(root, counts, reasons) {
+  /* The numbers, reasons of the losses among them: {outcome: {reason: count}}; meanings: {reason: sentence}. */
+  function table(root, counts, reasons, meanings) {
     const made = node("table", { class: "narrow" }), body = node("tbody"), given = counts || {};
     made.append(node("caption", { class: "hidden" }, "The ledger: sequences by outcome"));
     body.append(row("issued", given.issued, given.issued, "issued"));
@@ -85,6 +85,7 @@ const PrlFlow = (() => {
       for (const [reason, count] of Object.entries((reasons || {})[key] || {})) {
         const of = row(reason, count, given.issued);
         of.className = "part";
+        if (meanings && meanings[reason]) of.firstChild.append(node("div", { class: "note" }, meanings[reason]));
         body.append(of);
       }
     }
@@ -97,11 +98,11 @@ const PrlFlow = (() => {
   }
 
   /* Diagram and table beside each other; `root` may be filled again. */
-  function flow(root, counts, reasons) {
+  function flow(root, counts, reasons, meanings) {
     if (!root.firstChild) root.append(node("div"), node("div"));
     root.classList.add("pair");
     diagram(root.children[0], counts);
-    table(root.children[1], counts, reasons);
+    table(root.children[1], counts, reasons, meanings);
   }
 
   return { flow, scales: { heights, spread, discrepancy } };

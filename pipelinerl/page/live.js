@@ -1,6 +1,6 @@
 /* The live page: fetches the run so far, asks for what is new about once a second, and shows both with the views of views.js.
  *
- * data is that of views.js, and: total_steps, max_lag, run_dir; position: of the newest step heard of; state: {phase, message,
+ * data is that of views.js, and: total_steps, max_lag, run_dir, meanings; position: of the newest step heard of; state: {phase, message,
  * ended, version, served_version, incarnation, epoch, members, sequences, reasons, actors_held_back} (services/trainer/reporting/page). The answer
  * to a page that missed too much is `reset`: it fetches everything again. */
 "use strict";
@@ -14,7 +14,8 @@ const PrlLive = (() => {
   const MOST_RETRY_MS = 10000;
   const MOST_RECORDS = 3000;
   const NEWEST = 20;
-  const NEAR_BOUND = 0.9; // of the lag bound; `lagShare` of the chart's alerts
+  const NEAR_BOUND = 0.9; // of the lag bound
+  const MOST_STALE = 0.01; // of the sequences, as in pipelinerl/rl/throughput.py
   const OF_A_KIND = 4;
   const EARLY = 8;
 
@@ -61,13 +62,15 @@ const PrlLive = (() => {
   /* What is known of the trainer's: a step's record and the state come one after the other. */
   const versionOf = ({ state, records }) => Math.max(state.version ?? 0, records.length ? records[records.length - 1].step : 0);
 
-  /* [note, mark] of the lag's tile: from here on an alert of the runbook would fire, if it stayed so. */
-  function lagNote(last, bound) {
+  /* [note, mark] of the lag's tile. A bound is there to be reached: only one that costs something is marked. */
+  function lagNote(last, bound, counts) {
     const lag = last.lag || {}, formula = last.largest_lag;
     const seen = `p95 ${number(lag.p95)}, max ${number(lag.max)}, largest by the formula ${number(formula)}`;
     if (bound === null || bound === undefined) return [`${seen}; no bound`, ""];
     if (last.max_lag_too_small) return [`${seen}; bound ${bound} is too small for that: generation is throttled, or long sequences are dropped`, "warn"];
-    return bound > 0 && lag.mean >= NEAR_BOUND * bound ? [`${seen}; near its bound ${bound}: long sequences are dropped`, "warn"] : [`${seen}; bound ${bound}`, ""];
+    if (!(bound > 0 && lag.mean >= NEAR_BOUND * bound)) return [`${seen}; bound ${bound}`, ""];
+    const dropped = counts.issued ? (counts.dropped_stale || 0) / counts.issued : 0;
+    return dropped > MOST_STALE ? [`${seen}; at its bound ${bound}: ${percent(dropped)} of the sequences were dropped as too old`, "warn"] : [`${seen}; at its bound ${bound}`, ""];
   }
 
   function tileEntries(data) {
@@ -81,7 +84,7 @@ const PrlLive = (() => {
       ["version", "Policy version", String(versionOf(data)), `of ${number(data.total_steps)} steps; every actor serves ${state.served_version ?? "none yet"}`],
       ["reward", "Train reward", number(last.reward_mean), `step ${last.step ?? "–"}; mean of the last ${recent.length}: ${number(mean)}`],
       ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}${heldoutNote(newest)}` : "no evaluation yet"],
-      ["lag", "Token lag", number(lag.mean), ...lagNote(last, data.max_lag)],
+      ["lag", "Token lag", number(lag.mean), ...lagNote(last, data.max_lag, counts)],
       ["ess", "ESS", number(last.ess), "1 = on-policy; below 0.5 is worth a look", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
       ["parity", "Parity", number(data.parity.mismatch), data.parity.failures ? `${number(data.parity.failures)} PROBES FAILED: actors serve another policy` : "nats, largest difference of the last probe", data.parity.failures ? "warn" : ""],
       ["throughput", "Tokens per second", number(last.tokens_trained_per_s), `trained; ${number(last.tokens_generated_per_s)} generated`],
@@ -136,7 +139,7 @@ const PrlLive = (() => {
       tiles(figures, tileEntries(data));
       members(actors, data.state, versionOf(data));
       const text = JSON.stringify([data.state.sequences, data.state.reasons]);
-      if (text !== ledgerText) PrlFlow.flow(ledger, data.state.sequences, data.state.reasons);
+      if (text !== ledgerText) PrlFlow.flow(ledger, data.state.sequences, data.state.reasons, data.meanings);
       ledgerText = text;
       const now = performance.now();
       if (now - samplesAt >= SAMPLES_EVERY_MS && !inUse(read)) {

@@ -30,7 +30,7 @@ const PrlReport = (() => {
       ["Trainer", `${number(rate.computed)} tokens/s`, `while it computes${s.mfu_mean === null || s.mfu_mean === undefined ? "" : `, MFU ${percent(s.mfu_mean)}`}; memory ${number(s.memory_peak_gib)} GiB at most`],
       ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps; largest by the formula ${number(s.largest_lag)}`],
       ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
-      ["In flight", percent(s.sequences_multi_version_fraction), "of sequences span two or more versions"],
+      ["Several versions", percent(s.sequences_multi_version_fraction), "of sequences were updated in flight: their tokens are of two or more versions"],
       ["Cut short", percent(s.sequences_truncated_fraction), "of sequences at sampling.max_tokens or model.max_context"],
       ["Actor stall", seconds(updates.stall_s_p50), `p99 ${seconds(updates.stall_s_p99)}, ${number(updates.count)} updates`],
       ["Parity", number(s.logprob_mismatch_max), s.parity_failures ? `${number(s.parity_failures)} PROBES FAILED` : "largest probe difference, nats"],
@@ -47,7 +47,7 @@ const PrlReport = (() => {
     summaryTiles(root, data);
     plots(root, data);
     const ledger = section(root, "Sequences by outcome").appendChild(node("div"));
-    PrlFlow.flow(ledger, data.summary.sequences, data.summary.sequence_reasons);
+    PrlFlow.flow(ledger, data.summary.sequences, data.summary.sequence_reasons, data.meanings);
     const box = section(root, "Sample completions", `The same policy early and late in the run. ${PrlSamples.LEGEND}`);
     PrlSamples.samples(box.appendChild(node("div")), "Early", data.samples.early);
     PrlSamples.samples(box.appendChild(node("div")), "Late", data.samples.late);

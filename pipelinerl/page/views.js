@@ -1,7 +1,7 @@
 /* What a run's pages show, as functions from the run's data to elements: charts, tiles, sections. Drawing is charts.js's
  * business; which of these a page has, and in which order, is report.js's and live.js's.
  *
- * data: {run, description, records, lag_totals, stale_share_by_length, ess_by_lag, parity, heldout, samples: {early, late}, recipe}; see pipelinerl/page/data.py.
+ * data: {run, description, records, lag_totals, stale_share_by_length, ess_by_lag, parity, heldout, samples: {early, late}, recipe, meanings}; see pipelinerl/page/data.py.
  * Any number may be missing: it is shown as a dash, or its chart says so. */
 "use strict";
 

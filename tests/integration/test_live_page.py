@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.rl.reasons import MEANINGS
 from services.trainer.reporting.page import PageBoard
 from tests.support.tools import tool
 from tests.unit.test_page import record, sample, served
@@ -14,6 +15,7 @@ playwright = pytest.importorskip("playwright.async_api", reason="playwright is n
 
 ABOUT = {
     "run": "r", "total_steps": 10, "max_lag": 1, "recipe": "name: r", "run_dir": "runs/r", "description": "a run",
+    "meanings": MEANINGS,
 }  # fmt: skip
 STATE = {"phase": "training", "ended": "", "message": "", "version": 1, "members": [], "sequences": {}, "reasons": {}}
 HIDE = """(hidden) => {
@@ -113,13 +115,22 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         await until_step(page, 2)
         assert "the actors –: they outrun the trainer and idle rather than stockpile" in await busy.inner_text()
         assert (await lag.inner_text()).endswith("largest by the formula 1; bound 1")
+        losses = {"sequences": {"issued": 1000, "dropped_stale": 11, "failed": 2}, "reasons": {"failed": {"engine": 2}}}
+        board.state({**STATE, **losses})
+        board.step(record(3, lag={"mean": 0.9, "p95": 1.0, "max": 1}))
+        await page.clock.run_for(2000)
+        await until_step(page, 3)
+        full = await page.locator("[data-tile=lag].warn").inner_text()
+        assert full.endswith("at its bound 1: 1.1% of the sequences were dropped as too old")
+        reason = page.locator("tr.part:has-text('engine')")
+        assert "vLLM refused or failed this request" in await reason.inner_text()
         board.state(STATE)
         tasks = {name: {"reward_mean": reward} for name, reward in (("sums", 0.75), ("words", 0.25))}
         cut = {"grad_norm": 0.5, "clipped": False, "tasks": tasks}
         probed = {"logprob_mismatch": 0.25, "parity_failures": 2}
-        board.step(record(3, largest_lag=2, max_lag_too_small=True, **cut, **probed))
+        board.step(record(4, largest_lag=2, max_lag_too_small=True, **cut, **probed))
         await page.clock.run_for(2000)
-        await until_step(page, 3)
+        await until_step(page, 4)
         assert "stockpile" not in await busy.inner_text()
         assert "largest by the formula 2; bound 1 is too small for that: generation is throttled" in await lag.inner_text()
         assert (await page.locator("[data-tile=parity].warn").inner_text()).split("\n")[1:] == [

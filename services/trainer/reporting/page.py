@@ -30,6 +30,7 @@ from pipelinerl.page import LIVE_ASSETS, asset
 from pipelinerl.page.data import RunHistory
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
+from pipelinerl.rl.reasons import MEANINGS
 from pipelinerl.service.http import LOCAL_NAMES, PROBED, bracketed, guard_hosts, is_loopback
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState
@@ -129,6 +130,7 @@ def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "max_lag": recipe.algorithm.max_lag,
         "recipe": recipe_yaml(recipe),
         "run_dir": str(run_dir),
+        "meanings": MEANINGS,
     }
 
 
