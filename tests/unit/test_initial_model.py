@@ -115,6 +115,9 @@ def test_the_name_depends_on_model_and_task_alone() -> None:
     assert built_name(recipe_of(), RUN).startswith("tiny-")
     changed = recipe_of(task={**TINY["task"], "heldout_problems": 9})  # type: ignore[dict-item]
     assert built_name(changed, RUN) != built_name(recipe_of(), RUN)
+    smollm2 = {"source": "smollm2", "dtype": "float32"}
+    other = recipe_of(name="other", model={**smollm2, "max_context": 128}, task={"heldout_problems": 9, "prompt_style": "chat"})
+    assert built_name(other, RUN) == built_name(recipe_of(model=smollm2, task={"prompt_style": "chat"}), RUN) == "smollm2-2"
 
 
 def test_where_the_initial_policy_is_loaded_from(tmp_path: Path, built: Path) -> None:
