@@ -116,6 +116,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     answers = f", {recipe.evaluation.samples} answers to each," if recipe.evaluation.samples > 1 else ""
     further = "".join(f", and of {one.name}" for one in recipe.evaluation.sets)
     num_heldout = sum(share.task.heldout_problems for share in recipe.mixture.values())
+    often = f"every {steps} steps" if (steps := recipe.evaluation.every_steps) else "at the start and at the end"
     return [
         ("mode", recipe.mode),
         ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
@@ -123,7 +124,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.max_tokens} tokens"),
         ("actors", f"{recipe.actor.count} x {recipe.actor.sequences_in_progress} sequences in progress"),
         ("algorithm", _algorithm(recipe)),
-        ("max lag", "-" if lag is None else f"{lag}, of {recipe.algorithm.max_lag_of.replace('_', ' ')}"),
+        ("max lag", "unbounded" if lag is None else f"{lag}, of {recipe.algorithm.max_lag_of.replace('_', ' ')}"),
         ("largest lag", _largest_lag(recipe)),
         (
             "trainer",
@@ -132,7 +133,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ),
         ("trained", "all weights" if recipe.trainer.lora is None else f"adapters of rank {recipe.trainer.lora.rank}"),
         ("ranks", _ranks(recipe)),
-        ("evaluation", f"{num_heldout} problems{answers} every {recipe.evaluation.every_steps} steps{further}"),
+        ("evaluation", f"{num_heldout} problems{answers} {often}{further}"),
     ]
 
 
@@ -141,7 +142,11 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
     total = sum(share.weight for share in recipe.mixture.values())
     for place, share in recipe.tasks_by_place.items():
         task = share.task
-        about = f"{task.path or f'{task.name} ({task.source})'}, {task.prompt_style} prompts"
+        what = task.path if task.source == "jsonl" else f"{task.name} ({task.source})"
+        if task.is_episodic:
+            about = ", ".join(filter(None, (what, task.path, task.command, *task.tools)))
+        else:
+            about = f"{what}, {task.prompt_style} prompts"
         if not place:
             yield from (("task", about), ("reward", share.reward.scorer))
             continue

@@ -20,10 +20,13 @@ turns already sampled. Nothing here calls a model or runs an environment.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from pipelinerl.errors import UserError
 
 Messages = list[dict[str, Any]]
 """In OpenAI's form: `{"role": "user", "content": "..."}`, and for a tool's answer also `tool_call_id`."""
@@ -86,3 +89,27 @@ class Environment(Protocol):
     def reply(self, turn: Turn) -> Reply | Awaitable[Reply]:
         """What the policy reads next, or the end."""
         ...
+
+
+def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any]) -> None:
+    """Raises `UserError` for a class without the methods of an `Environment`, or that does not take `config`. Makes none."""
+    wanted = {"start": ("row", "seed"), "reply": ("turn",)} if isinstance(kind, type) else {}
+    for method, parameters in wanted.items():
+        if not callable(getattr(kind, method, None)):
+            fix = "an environment is a class with start(self, row, seed) and reply(self, turn)"
+            raise UserError(f"{kind.__name__} has no method {method}; {fix}")
+        if inspect.isfunction(plain := inspect.getattr_static(kind, method)):  # not a static or class method
+            _bind(f"{kind.__name__}.{method}", plain, ("self", *parameters))
+    _bind(getattr(kind, "__name__", repr(kind)), kind, config=config)
+
+
+def _bind(name: str, function: Callable[..., Any], arguments: tuple[str, ...] = (), config: Mapping[str, Any] = {}) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # as of a class in C; the call will tell
+        return
+    try:
+        signature.bind(*arguments, **config)
+    except TypeError as error:
+        given = ", ".join(arguments) or f"task.config = {config}"
+        raise UserError(f"{name}{signature} is called with {given}: {error}") from error

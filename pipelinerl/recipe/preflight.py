@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import os
 import shlex
 import shutil
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _IMPORT_S = 60.0
 _IMPORTED, _NOT_INSTALLED = 70, 71
 _IMPORT = f"""
-import difflib, importlib, sys
+import difflib, importlib, json, sys
 from pipelinerl.errors import located
 module, _, name = sys.argv[1].partition(":")
 try:
@@ -50,6 +51,15 @@ if not callable(found.get(name)):
     what = "is not a function" if name in found else "is not there"
     fix = f"did you mean {{near[0]}}?" if near else "name a function of that module"
     sys.exit(f"{{name}} {{what}} in {{module}}; {{fix}}")
+try:
+    if sys.argv[2] == "task.tools":
+        from pipelinerl.episodes.tools import tool_of
+        tool_of(found[name])
+    elif sys.argv[2] == "task.name":
+        from pipelinerl.episodes.environment import check_environment_class
+        check_environment_class(found[name], json.loads(sys.argv[3]))
+except ValueError as error:
+    sys.exit(str(error))
 sys.exit({_IMPORTED})
 """
 VERIFIERS = Path(sys.prefix, "verifiers")
@@ -72,11 +82,11 @@ sys.exit({_IMPORTED})
 """
 
 
-def try_import(path: str, code: str = _IMPORT) -> None:
+def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
     """Imports `pkg.module:name` as the verifier will, with the current folder on the path, in a process of its own: a
-    user's module may do anything. Does not call it. Raises `MissingPackage` where a module is not installed here, else
-    `UserError`."""
-    command = [sys.executable, "-c", code, path]
+    user's module may do anything. Does not call it, but looks at a tool's parameters and an environment's methods. `config`:
+    `task.config` as JSON. Raises `MissingPackage` where a module is not installed here, else `UserError`."""
+    command = [sys.executable, "-c", code, path, field, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
@@ -261,8 +271,9 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
         yield Lacking("task.source", task.source, VERIFIERS_MISSING)
         return
     for field, path in imported:
+        code = _TASKSET if (field, task.source) == ("task.name", "verifiers") else _IMPORT
         try:
-            try_import(path, _TASKSET if (field, task.source) == ("task.name", "verifiers") else _IMPORT)
+            try_import(field, path, json.dumps(task.config, default=str), code)
         except MissingPackage as error:
             yield Lacking(field, path, str(error))
         except UserError as error:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipelinerl.episodes.environment import Done, Environment, Messages, ToolCall, Turn
+from pipelinerl.episodes.environment import Done, Environment, Messages, ToolCall, Turn, check_environment_class
 from pipelinerl.episodes.tools import Tool, tool_of
 from pipelinerl.errors import FieldError, UserError, located
 from pipelinerl.recipe.fields import ProblemSet
@@ -310,6 +310,10 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
     task, reward = share.task, share.reward
     if task.source == "environment":
         kind = imported("task.name", task.name)
+        try:
+            check_environment_class(kind, task.config)
+        except UserError as error:
+            raise FieldError("task.name", task.name, str(error)) from error
         return play_environment(lambda: kind(**task.config), reward.correct)
     score = make_reward(reward, task)
 

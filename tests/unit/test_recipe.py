@@ -13,7 +13,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.errors import FieldError, Lacking
+from pipelinerl.episodes.environment import check_environment_class
+from pipelinerl.errors import FieldError, Lacking, UserError
 from pipelinerl.recipe import preflight
 from pipelinerl.recipe.fields import SCORERS, Recipe, dotted_paths
 from pipelinerl.recipe.loading import (
@@ -611,6 +612,40 @@ def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(rehearsed: 
     for scorer, said in (("generates", "a generator function"), ("kills", "ends the process that is above its own (SIGKILL)")):
         (problem,) = rehearsed("right", scorer).problems
         assert str(problem).startswith(f"evaluation.sets.1.reward.scorer = 'my_rewards:{scorer}': {said}")
+
+
+class Guessing:
+    def __init__(self, limit: int = 2) -> None: ...
+
+    @staticmethod
+    def start(row: object, seed: int) -> str:
+        return ""
+
+    async def reply(self, turn: object) -> str:
+        return ""
+
+
+class Hasty(Guessing):
+    def reply(self) -> str:  # type: ignore[override]
+        return ""
+
+
+def test_environments_and_tools_are_looked_at_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_environment_class(Guessing, {"limit": 3})
+    check_environment_class(lambda **config: Guessing(**config), {"limit": 3})
+    for kind, config, said in (
+        (Guessing, {"limti": 3}, "is called with task.config = {'limti': 3}: got an unexpected keyword argument 'limti'"),
+        (Hasty, {}, "Hasty.reply(self) -> 'str' is called with self, turn: too many positional arguments"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            check_environment_class(kind, config)
+    (tmp_path / "mine.py").write_text("class Mute:\n    def start(self, row, seed): ...\ndef add(a, b: int): ...\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    monkeypatch.chdir(tmp_path)
+    (said, _) = found(task={"source": "environment", "name": "mine:Mute"})["task.name"]
+    assert "Mute has no method reply; an environment is a class with start(self, row, seed) and reply(self, turn)" in said
+    tools = {"source": "tools", "name": "sums", "path": "p.jsonl", "tools": ["mine:add"], "heldout_problems": 1}
+    assert "tool add: parameter a has no type hint; write one, such as a: str" in found(task=tools)["task.tools"][0]
 
 
 def test_a_recipe_for_gpus_is_not_for_a_machine_without(monkeypatch: pytest.MonkeyPatch) -> None:
