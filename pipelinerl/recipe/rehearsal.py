@@ -23,7 +23,7 @@ from pipelinerl.recipe.fields import ProblemSet, Recipe
 if TYPE_CHECKING:
     from pipelinerl.tasks.source import Problem, Source
 
-_PACKAGES = {"math": "math_verify", "math_boxed": "math_verify", "json_schema": "jsonschema"}
+_PACKAGES = {"math": ("math_verify",), "math_boxed": ("math_verify",), "json_schema": ("jsonschema",)}
 """By scorer, what it needs that may not be installed where a recipe is only checked."""
 
 
@@ -58,10 +58,10 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
     if not asked or sys.platform != "linux":
         return [], []
     for place, share in shares.items():
-        package = _PACKAGES.get(share.reward.scorer)
-        if package is not None and importlib.util.find_spec(package) is None:
-            fix = f"is not tried: {package} is not installed here; pip install 'pipelinerl[verifier]'"
-            return [], [Lacking(f"{place}reward.scorer", share.reward.scorer, fix)]
+        for package in ("services.verifier", *_PACKAGES.get(share.reward.scorer, ())):
+            if importlib.util.find_spec(package) is None:
+                fix = f"is not tried: {package} is not installed here; pip install 'pipelinerl[verifier]'"
+                return [], [Lacking(f"{place}reward.scorer", share.reward.scorer, fix)]
     request = {"recipe": recipe.model_dump(mode="json"), "items": [_item(shares[call.place], call) for call in asked]}
     command = [sys.executable, "-m", "services.verifier.rehearsal"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)

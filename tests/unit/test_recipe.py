@@ -608,10 +608,16 @@ def test_rewards_are_tried_on_the_users_problems_before_a_run(rehearsed: Callabl
     assert told == {}
 
 
-def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(rehearsed: Callable[..., Examination]) -> None:
+def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(
+    rehearsed: Callable[..., Examination], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for scorer, said in (("generates", "a generator function"), ("kills", "ends the process that is above its own (SIGKILL)")):
         (problem,) = rehearsed("right", scorer).problems
         assert str(problem).startswith(f"evaluation.sets.1.reward.scorer = 'my_rewards:{scorer}': {said}")
+    monkeypatch.setitem(sys.modules, "services.verifier", None)
+    (lacking,) = rehearsed("right").problems
+    assert isinstance(lacking, Lacking)
+    assert "is not tried: services.verifier is not installed here" in str(lacking)
 
 
 class Guessing:
