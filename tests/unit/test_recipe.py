@@ -580,11 +580,11 @@ def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     Path("my_rewards.py").write_text(REWARDS)
     Path("p.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{i}", "tests": []}}\n' for i in (1, 2, 3, 4)))
 
-    def examined(*scorers: str, rows: int = 2) -> Examination:
+    def examined(*scorers: str, **fields: Any) -> Examination:
         file, reward = {"source": "jsonl", "path": "p.jsonl"}, {"answer_pattern": r"(\d)", "timeout_s": 0.5}
         named = [name if name in SCORERS else f"my_rewards:{name}" for name in scorers]
-        sets = [{"name": name, "task": file, "reward": {**reward, "scorer": name}} for name in named]
-        return examine(recipe_from_data(minimal(evaluation={"sets": sets}), "x"), rows)
+        sets = [{"name": name, "task": file, "reward": {**reward, "scorer": name, **fields}} for name in named]
+        return examine(recipe_from_data(minimal(evaluation={"sets": sets}), "x"), reward_rows=2)
 
     return examined
 
@@ -614,6 +614,8 @@ def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(
     for scorer, said in (("generates", "a generator function"), ("kills", "ends the process that is above its own (SIGKILL)")):
         (problem,) = rehearsed("right", scorer).problems
         assert str(problem).startswith(f"evaluation.sets.1.reward.scorer = 'my_rewards:{scorer}': {said}")
+    (problem,) = rehearsed("json_schema", json_schema={"type": "strin"}).problems
+    assert str(problem).startswith("evaluation.sets.0.reward.json_schema = {'type': 'strin'}: not a JSON Schema: 'strin'")
     monkeypatch.setitem(sys.modules, "services.verifier", None)
     (lacking,) = rehearsed("right").problems
     assert isinstance(lacking, Lacking)
