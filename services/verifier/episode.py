@@ -254,8 +254,8 @@ class ToolUse:
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
     """What the program printed. Raises `EpisodeFailed` when it ended badly or printed too much.
 
-    The problem's row is its standard input and, up to `_ROW_IN_ENVIRONMENT_BYTES`, PIPELINERL_ROW. Its standard error is in the
-    verifier's log. `search_path`: PYTHONPATH of the program.
+    The problem's row is its standard input and, up to `_ROW_IN_ENVIRONMENT_BYTES`, PIPELINERL_ROW. Its standard error goes on
+    to the verifier's log; the last line says why it ended badly. `search_path`: PYTHONPATH of the program.
     """
     row = json.dumps(Problem.of(request).row)
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
@@ -266,35 +266,49 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
         given.write(row.encode())
         given.seek(0)
         program = subprocess.Popen(
-            shlex.split(command), stdin=given, stdout=subprocess.PIPE, env={**os.environ, "PATH": path, **own}
+            shlex.split(command),
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PATH": path, **own},
         )
-    printed = _printed(program)
+    printed, complained = _printed(program)
     if program.returncode:
-        raise EpisodeFailed(f"the agent ended with exit code {program.returncode}; the verifier's log has its output")
+        why = (complained.strip().splitlines() or ["it wrote nothing to standard error"])[-1]
+        how = f"exit code {program.returncode}" if program.returncode > 0 else f"signal {-program.returncode}"
+        raise EpisodeFailed(f"the agent ended with {how}: {why}")
     return printed
 
 
-def _printed(program: subprocess.Popen[bytes]) -> str:
-    """All that the program prints until it ends, whoever else still holds its output then."""
+def _printed(program: subprocess.Popen[bytes]) -> tuple[str, str]:
+    """All that the program prints until it ends, whoever else still holds its output then, and the end of its standard error,
+    all of which goes on to this process's."""
     assert program.stdout is not None
-    output, ended, printed = program.stdout.fileno(), os.pidfd_open(program.pid), bytearray()
-    os.set_blocking(output, False)
+    assert program.stderr is not None
+    ended, printed, complained = os.pidfd_open(program.pid), bytearray(), bytearray()
+    texts = {program.stdout.fileno(): printed, program.stderr.fileno(): complained}
     with selectors.DefaultSelector() as ready:
-        ready.register(output, selectors.EVENT_READ)
-        ready.register(ended, selectors.EVENT_READ)
+        for descriptor in (*texts, ended):
+            ready.register(descriptor, selectors.EVENT_READ)
+            os.set_blocking(descriptor, descriptor == ended)
         while True:
             has_ended = any(key.fd == ended for key, _ in ready.select())
-            while chunk := _read_now(output):
-                printed += chunk
-                if len(printed) > _MOST_ANSWER_BYTES:
-                    raise EpisodeFailed(f"the agent printed more than {_MOST_ANSWER_BYTES} bytes")
+            for descriptor, text in texts.items():
+                while chunk := _read_now(descriptor):
+                    text += chunk
+                    if text is complained:
+                        sys.stderr.buffer.write(chunk)
+                        sys.stderr.buffer.flush()
+                        del text[:-_MESSAGE_CHARACTERS]
+                    elif len(text) > _MOST_ANSWER_BYTES:
+                        raise EpisodeFailed(f"the agent printed more than {_MOST_ANSWER_BYTES} bytes")
+                if chunk == b"" and descriptor in ready.get_map():
+                    ready.unregister(descriptor)
             if has_ended:
                 break
-            if chunk == b"" and output in ready.get_map():
-                ready.unregister(output)
     program.wait()
     os.close(ended)
-    return printed.decode(errors="replace")
+    return printed.decode(errors="replace"), complained.decode(errors="replace")
 
 
 def _read_now(descriptor: int) -> bytes | None:

@@ -325,6 +325,7 @@ assert json.loads(os.environ["PIPELINERL_ROW"]) == row
 if "print" in row:
     print("x" * row["print"], flush=True)
 if "exit" in row:
+    print("no tool is here", file=sys.stderr)
     sys.exit(row["exit"])
 body = json.dumps({"model": "any", "messages": [{"role": "user", "content": row["question"]}]}).encode()
 request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
@@ -369,7 +370,7 @@ async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, poli
     results = await served(tmp_path, recipe(task=task), *requests)
     assert [status_name(result.status) for result in results] == ["ok", "crashed", "crashed", "timeout"]
     assert (results[0].reward, results[0].answer) == (1.0, "0.5\n")
-    assert "exit code 3" in results[1].message
+    assert results[1].message == "the agent ended with exit code 3: no tool is here"
     assert "more than 1048576 bytes" in results[2].message
     assert "task.episode_timeout_s = 4 s" in results[3].message
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]

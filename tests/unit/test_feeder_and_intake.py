@@ -291,8 +291,8 @@ FILTERED = {"filter_equal_rewards": True, "max_lag": 1}
         ({"algorithm": FILTERED}, "", r"equal rewards \(200 of 200\).*filter_equal_rewards off", 200),
         (
             {"trainer": {**TRAINER, "give_up_after_groups": 6}},
-            "engine: refused",
-            r"last 6 prompt groups.* engine \(12 of 12\).*actors' logs.*trainer.give_up_after_groups",
+            "episode_crashed: the agent ended with exit code 1",
+            r"last 6 prompt groups.* episode_crashed \(12 of 12\).*correct the environment.*trainer.give_up_after_groups",
             6,
         ),
     ],

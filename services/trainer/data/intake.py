@@ -49,6 +49,9 @@ STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has what it said each time",
+    "episode_timeout": "raise task.episode_timeout_s or task.answer_timeout_s, or make the environment quicker",
+    "episode_": "correct the environment or agent; the verifier's log has what it wrote",
+    "no_turns": "let the environment or agent ask its endpoint (OPENAI_BASE_URL) for a turn",
     "verifier_refused": "look at the verifier's log",
     "engine": "look at the actors' logs",
     "too_large": "raise max_payload of nats-server, or lower sampling.max_tokens",
