@@ -31,7 +31,8 @@ from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 if TYPE_CHECKING:
     from pipelinerl.tasks.source import FileSource, Source
 
-_IMPORT_S = 60.0
+_IMPORT_S = 180.0
+"""Large packages take a minute where the machine is busy and nothing of them is in memory yet."""
 _IMPORTED, _NOT_INSTALLED = 70, 71
 _IMPORT = f"""
 import difflib, importlib, json, sys
