@@ -169,7 +169,7 @@ class FileSource:
 def _problems(config: TaskConfig) -> Iterator[Problem]:
     path, readers = Path(config.path), {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     if not path.is_file():
-        raise FieldError("task.path", str(path), "there is no such file")
+        raise FieldError("task.path", str(path), f"there is no such file{'' if path.is_absolute() else f' in {Path.cwd()}'}")
     if path.suffix not in readers:
         raise FieldError("task.path", str(path), "give a .jsonl or a .parquet file")
     told, num_rows, absent, fields = list[str](), 0, Counter[str](), ""
