@@ -1,4 +1,4 @@
-"""docs/kubernetes.md is true of the chart: its values exist, its examples render; docs/chart-values.md is generated."""
+"""What the documents say of the chart is true: values exist, examples render; docs/chart-values.md is generated."""
 
 import re
 from typing import Any
@@ -11,7 +11,9 @@ from tests.chart.cases import rendered_case
 from tests.chart.rendering import COMPONENT, ROOT, render
 from tests.chart.test_schema import LEAVES
 
-PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("kubernetes", "security", "episodes")}
+PAGES["episodes"] = PAGES["episodes"].partition("\n## On Kubernetes\n")[2].partition("\n## ")[0]
+PAGE = "\n".join(PAGES.values())
 TABLE = (ROOT / "docs" / "chart-values.md").read_text(encoding="utf-8")
 OUTSIDE = {"secrets", "rules"}
 """First keys of examples that are no values."""
