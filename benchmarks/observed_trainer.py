@@ -123,7 +123,9 @@ class Observed:
             "feeder": SimpleNamespace(
                 allowance_by_version=1, in_flight=1, in_flight_limit=1, bounds=SimpleNamespace(holds_actors_back=False)
             ),
-            "intake": SimpleNamespace(tokens_arrived_here=1, bad_messages=0, position=1, num_ready=1),
+            "intake": SimpleNamespace(
+                tokens_arrived_here=1, bad_messages=0, position=1, num_ready=1, quarantine=SimpleNamespace(actors=())
+            ),
             "tracker": SimpleNamespace(tokens={"trained": 1}, ledger=Ledger()),
         }  # fmt: skip
         recorder.watch(SimpleNamespace(**parts))  # type: ignore[arg-type]

@@ -687,6 +687,14 @@ class WeightUpdateConfig(Section):
         description="Difference of log-probabilities, nats, with which actors serve the trained policy: of each token "
         "in float32 (null = 0.001), of the median token in 16 bits (null = 0.25). Beyond it a run does not begin.",
     )
+    verify_logprobs: Changeable[float] = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than "
+        "0.01 nats (float32), 1 (16 bits) or 2 (`actor.engine.quantization`). Above it, nothing of that actor is trained on "
+        "any more. 0 = off.",
+    )
     stop_on_mismatch: Changeable[bool] = Field(
         False, description="End the run when a later version exceeds the tolerance; false = count it, and alert."
     )

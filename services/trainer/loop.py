@@ -31,6 +31,7 @@ from services.trainer.data.feeder import Feeder
 from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.meter import LOG_WEIGHTS
 from services.trainer.records import StepRecord
 from services.trainer.weight_sync.updater import WeightUpdater
 
@@ -183,6 +184,8 @@ class OptimizerLoop:
             with self._traces.step(self.version + 1, ids) as span:
                 with measured(seconds, "compute"):
                     figures = await self._in_compute(self._policy.step, prepared)
+                if self._recipe.weights.verify_logprobs:
+                    self._intake.judge_actors(prepared.of_lag_0(figures[LOG_WEIGHTS]))
                 self._conclude(figures, batch)
                 shown = (name for name in SHOWN_IN_SPAN if figures.get(name) is not None)
                 span.set_attributes({f"pipelinerl.step.{name}": figures[name] for name in shown})

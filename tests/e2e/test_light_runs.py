@@ -75,6 +75,7 @@ async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_tw
 ) -> None:
     changes = {
         "algorithm": {"max_lag": None, "conventional_g": 4},
+        "weights": {"chunk_mib": 0.1, "probe_every": 2, "verify_logprobs": 0.01},
         "trainer": {**TWO_RANKS, "steps": 100_000},
         "checkpoint": {"every_steps": 100_000},
         "sampling": {"stop": ["7", "no such text"]},
@@ -108,4 +109,5 @@ async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_tw
     assert not any("7" in one["completion"] or "7" in (one["tokens"] or [])[:-1] for one in samples)
     assert (run_dir.path / "checkpoint" / "config.json").is_file()
     audit(run_dir.path)
+    assert "quarantined" not in run_dir.log("trainer").read_text(), "an honest actor, by 1 % of its tokens of lag 0"
     await stranger.done_to_a_copy(run_dir)

@@ -46,7 +46,7 @@ async def recording(client: KubeClient, **options: Any) -> AsyncIterator[EventRe
 
 IN_ORDER = [
     "RunStarted", "RunResumed", "ActorJoined", "ActorLeft", "ActorEvicted", "UpdateFailed", "SequenceForged",
-    "CheckpointWritten", "RunFinished", "RunStopped", "RunFailed",
+    "ActorQuarantined", "CheckpointWritten", "RunFinished", "RunStopped", "RunFailed",
 ]  # fmt: skip
 
 
@@ -59,6 +59,7 @@ def say_everything(events: RunEvents) -> None:
     events.member(MemberChange("evicted", ACTOR, 4, 3, "deadline passed while sending"), 0)
     events.update_failed(8, 3, "", "connection reset")
     events.alarm("SequenceForged", "message 7 of the sequence log is refused")
+    events.alarm("ActorQuarantined", "actor 'actor-x' is quarantined")
     events.checkpoint_written(WrittenCheckpoint(Path("run/checkpoints/step-20"), 20, 5, 3.14))
     events.ended(200, 200, finished=True)
     events.ended(57, 200, finished=False)

@@ -33,6 +33,7 @@ ASKED_FOR = {
     "PipelineRLActorsEvicted",
     "PipelineRLStepsSkipped",
     "PipelineRLParityFailures",
+    "PipelineRLActorsQuarantined",
 }
 
 
@@ -114,7 +115,7 @@ def test_thresholds_are_values() -> None:
     changed = {name for name, rule in alerts({"thresholds": others}).items() if rule["expr"] != shown_alerts()[name]["expr"]}
     fixed = {"PipelineRLTrainerDown", "PipelineRLLedgerDoesNotAddUp", "PipelineRLStepsSkipped", "PipelineRLDeadLetters"}
     fixed |= {"PipelineRLLagOverBound", "PipelineRLActorTakesNoPrompts", "PipelineRLParityFailures"}
-    fixed |= {"PipelineRLVerifierAway"}
+    fixed |= {"PipelineRLVerifierAway", "PipelineRLActorsQuarantined"}
     assert changed == set(shown_alerts()) - fixed
     text = (ROOT / "deploy/helm/files/alerts.yaml").read_text(encoding="utf-8")
     assert all(f"[[{name}]]" in text for name in thresholds)

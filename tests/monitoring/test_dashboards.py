@@ -26,6 +26,7 @@ NOT_SHOWN = {
     "pipelinerl_trainer_trainer_busy_ratio": "of the whole run; rates of busy seconds are shown",
     "pipelinerl_trainer_actor_busy_ratio": "the same",
     "pipelinerl_trainer_task_sequences": "the tasks' weights",
+    "pipelinerl_trainer_quarantined_actors": "0 unless an alert names them",
     "pipelinerl_verifier_sandbox": "what confines untrusted code there, which does not change while a verifier runs",
 }
 """Metrics without a panel, and why."""

@@ -14,12 +14,13 @@ from pipelinerl.tasks.source import Problem
 from pipelinerl.v1 import sequence_pb2
 from services.actor.finishing import FinishedSample, verify_item
 from services.trainer.data.feeder import EncodedProblem, answer_end, encode, prompt_text
+from services.trainer.data.quarantine import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, Quarantine, bound_of
 from services.trainer.warmstart.supervised import character_tokenizer
 from services.verifier.rewards.compose import ComposedReward
 from services.verifier.rewards.item import Score
 from services.verifier.worker import score_item
 from tests.support.memory_bus import MemoryServer
-from tests.unit.builders import make_episode, make_problem, make_sequence
+from tests.unit.builders import make_episode, make_problem, make_recipe, make_sequence
 from tests.unit.trainer_fakes import TASK, Desk, desk
 
 TRAINER = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
@@ -176,6 +177,53 @@ async def test_groups_of_equally_right_answers_are_filtered_when_asked_for() -> 
         assert [group.sequences[0].group_id for group in batch] == [groups[2].group_id, groups[3].group_id]
         assert one.tracker.ledger.reasons(Outcome.DROPPED_FILTERED) == {"equal rewards": 4}
         assert len(await one.take_issued()) == 2
+
+
+# --- actors whose log-probabilities are another policy's
+
+
+def test_an_actor_is_judged_by_enough_tokens_of_lag_0_and_by_the_share_that_is_off() -> None:
+    bounds = {
+        dtype: bound_of(make_recipe(model={"name": "m", "source": "hub", "dtype": dtype, "max_context": 64}))
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    assert bounds == {"float32": BOUND_FLOAT32, "bfloat16": BOUND_16_BIT, "float16": BOUND_16_BIT}
+    assert bound_of(make_recipe(actor={"engine": {"quantization": "fp8"}})) == BOUND_QUANTIZED
+    bound = BOUND_FLOAT32
+    quarantine, off = Quarantine(0.1, bound), np.float32(0.02)
+
+    def tokens(num_off: int, num_good: int) -> np.ndarray:
+        return np.array([off, -off] * (num_off // 2) + [np.float32(0.009)] * num_good, np.float32)
+
+    assert quarantine.judge({"good": tokens(20, 180), "bad": tokens(200, 0), "broken": np.full(8, np.nan, np.float32)}) == {}
+    assert quarantine.judge({"good": tokens(0, 56), "bad": tokens(0, 56), "broken": tokens(0, 8)}) == {"bad": 200 / 256}
+    assert quarantine.judge({"good": tokens(30, 226), "bad": tokens(256, 0), "broken": np.full(240, np.inf)}) == {
+        "good": 30 / 256,
+        "broken": 248 / 256,
+    }
+    assert Quarantine(0.0, bound).judge({"bad": tokens(256, 0)}) == {}, "off"
+
+
+async def test_nothing_of_an_actor_in_quarantine_is_trained_on(caplog: pytest.LogCaptureFixture) -> None:
+    alarms: list[tuple[str, str]] = []
+    async with desk(weights={"verify_logprobs": 0.1}, algorithm={"max_lag": 1, "advantage": "group_mean"}) as one:
+        one.intake._on_alarm = lambda *told: alarms.append(told)
+        first, second, third, _ = await one.take_issued()
+        await one.publish(replace(make_sequence(first, 0), actor="bad"))
+        await one.publish(replace(make_sequence(first, 1, reward=0.0), actor="good"))
+        await one.until(lambda: one.intake.num_ready == 1)
+        one.intake.judge_actors({"bad": np.full(256, 5.0, np.float32), "good": np.zeros(256, np.float32)})
+        assert [reason for reason, _ in alarms] == ["ActorQuarantined"]
+        assert "actor 'bad' is quarantined: 100% of its tokens of lag 0" in caplog.text
+        await one.publish(replace(make_sequence(second, 0), actor="bad"))
+        await one.publish(replace(make_sequence(second, 1, failure="engine: gone", completion=(), spans=()), actor="bad"))
+        await one.answer(third)
+        batch = await one.intake.take_batch(version=0)
+        assert [[s.sequence_id for s in group.sequences] for group in batch] == [
+            [first.sequence_id(1)], [third.sequence_id(0), third.sequence_id(1)],
+        ]  # fmt: skip
+        assert one.failed() == {"actor_quarantined": 2, "engine": 1}
+        assert one.tracker.ledger.counts.discrepancy == 0
 
 
 # --- messages that cannot be read, or contradict what was issued

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from pipelinerl.messages.sequences import Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import SAMPLED_WEIGHTS, sampled_places, sampled_sequences, sampled_weights
+from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, sampled_places, sampled_sequences, sampled_weights
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import to_json
@@ -79,8 +79,24 @@ def test_weights_of_a_step_are_those_of_each_branch_alone(budget: int, groups: l
         )
         for one in sampled
     }
+    named = [
+        replace(group, sequences=tuple(replace(one, actor=f"a{place % 2}") for one in group.sequences))
+        for place, group in enumerate(groups)
+    ]
+    branches = [own for group in named for one in group.sequences for own in one.all_branches]
+    version = max(span.version for own in branches for span in own.spans)
+    of_lag_0: dict[str, list[float]] = {"a0": [], "a1": []}
+    for one in (one for group in named for one in group.sequences):
+        for own in one.all_branches:
+            versions = np.concatenate([np.full(span.end - span.start, span.version) for span in own.spans])
+            log_weights = plain_logprobs(model, own).detach().numpy() - own.behaviour_logprobs
+            of_lag_0[one.actor] += log_weights[versions == version].tolist()
     learner = Learner(wrap_model(model), AlgorithmConfig(clamp=1.5), TrainerConfig(tokens_per_microbatch=budget))
-    outcome = learner.train_step(groups, version=1)
+    prepared = learner.prepare(named, version)
+    outcome = learner.step(prepared)
+    assert any(of_lag_0.values())
+    for actor, tokens in prepared.of_lag_0(outcome[LOG_WEIGHTS]).items():
+        np.testing.assert_allclose(np.sort(tokens), np.sort(of_lag_0[actor]), atol=1e-4)
     assert (outcome["microbatches"] > 1) == (budget == 24)
     assert outcome[SAMPLED_WEIGHTS].keys() == expected.keys()
     for key, weights in expected.items():

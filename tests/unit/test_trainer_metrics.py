@@ -127,6 +127,7 @@ def test_the_ledger_and_the_tokens_that_went_each_way() -> None:
     assert {state: exported("ledger_sequences", state=state) for state in wanted} == wanted
     assert exported("ledger_discrepancy_sequences") == 0
     assert (exported("failed_sequences", reason="engine"), exported("bad_messages")) == (1, 1)
+    assert exported("quarantined_actors") == 1
     assert exported("dropped_stale_sequences", reason="lag above max_lag") == 1
     assert exported("dropped_stale_sequences", reason="version undone by a restart") == 0
     tokens = {"trained": 6, "dropped_stale": 3, "dropped_filtered": 0, "failed": 1}

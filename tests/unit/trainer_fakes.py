@@ -239,7 +239,9 @@ def parts_of_a_run(tracker: SequenceTracker | None = None, version: int = 3) -> 
         feeder=SimpleNamespace(
             allowance_by_version=5, in_flight=7, in_flight_limit=12, bounds=SimpleNamespace(holds_actors_back=True)
         ),
-        intake=SimpleNamespace(position=7, num_ready=3, tokens_arrived_here=12, bad_messages=0),
+        intake=SimpleNamespace(
+            position=7, num_ready=3, tokens_arrived_here=12, bad_messages=0, quarantine=SimpleNamespace(actors={"bad"})
+        ),
         tracker=tracker or SequenceTracker(),
         uploads=SimpleNamespace(waiting_s=None),
     )

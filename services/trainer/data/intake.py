@@ -19,6 +19,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry
 from pipelinerl.errors import MessageError, UserError
@@ -39,6 +42,8 @@ from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.metrics import MOST_REASONS, short_reason
 from services.trainer.data.feeder import Feeder
+from services.trainer.data.quarantine import REASON as QUARANTINED
+from services.trainer.data.quarantine import Quarantine, bound_of
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.learn.batch import TrainingGroup
 
@@ -59,6 +64,7 @@ _FIXES = {
     "longer than the context": "give trainer and actors the same model.max_context",
     "token outside the vocabulary": "give trainer and actors the same model and tokenizer",
     "prompt group lost": "look at the actors' logs: they could not read the prompts, or somebody purges the streams",
+    "actor_quarantined": "look at the actors that the log names, or at weights.verify_logprobs",
     "forged": "run trainer and actors of the same release; if they are, an actor answers for others: look who holds its login",
     "unreadable": "run trainer and actors of the same release",
 }
@@ -129,6 +135,7 @@ class Intake:
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
         """What the first sequence that failed was told, by short reason; of `MOST_REASONS` at most."""
+        self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
 
     @property
     def num_ready(self) -> int:
@@ -174,6 +181,16 @@ class Intake:
             completed = self._tracker.arrive(sequence)
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
+    def judge_actors(self, log_weights: Mapping[str, NDArray[np.float32]]) -> None:
+        """By log π − log μ of their tokens of lag 0, of one step: nothing more is trained on of one that is found wrong."""
+        for actor, share in self.quarantine.judge(log_weights).items():
+            text = (
+                f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 have another log-probability than in "
+                "the policy that it names; its sequences fail until the trainer starts again"
+            )
+            log.error("%s", text)
+            self._on_alarm("ActorQuarantined", text)
+
     async def fail_missing(self, group_id: str, failure: str) -> None:
         """Ends the samples of an open group that did not come and never will; its others are trained where they can."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
@@ -193,6 +210,7 @@ class Intake:
             # The id of the message is taken: NATS would take the sequence that should have it for a repetition.
             return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
         reason = untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
+        reason = reason or ("" if sequence.failure else self.quarantine.failure_of(sequence))
         return replace(sequence, failure=reason) if reason else sequence
 
     def _is_proved(self, group_id: str, token: bytes) -> bool:
@@ -272,7 +290,9 @@ class Intake:
         for index, sequence in enumerate(sequences):
             spans = tuple(span for branch in sequence.all_branches for span in branch.spans)
             reason = stale_reason(spans, version, algorithm, self._lineage)
-            if reason is None:
+            if self.quarantine.failure_of(sequence):
+                self._tracker.close([sequence], Outcome.FAILED, QUARANTINED)
+            elif reason is None:
                 kept.append(index)
             else:
                 self._tracker.close([sequence], Outcome.DROPPED_STALE, reason.value)

@@ -288,8 +288,9 @@ class PhaseTimer:
         return seconds
 
 
-SAMPLED_WEIGHTS = "sampled_weights"
-"""Key of the sampled sequences' weights among a step's figures; no key of metrics.jsonl."""
+SAMPLED_WEIGHTS, LOG_WEIGHTS = "sampled_weights", "log_weights"
+"""Keys of the sampled sequences' weights, and of log π − log μ of all tokens [C], among a step's figures; no keys of
+metrics.jsonl."""
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:

@@ -29,11 +29,13 @@ from services.trainer.learn.batch import (
     TrainingGroup,
     all_branches,
     host_microbatch,
+    row_order,
     sequence_weights,
 )
 from services.trainer.learn.lora import adapter_weights, adapters_off, has_adapters, served_weights, whole
 from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.meter import (
+    LOG_WEIGHTS,
     SAMPLED_WEIGHTS,
     TRAINING_PASSES,
     PhaseTimer,
@@ -94,11 +96,19 @@ class PreparedStep:
     """Seconds in `plan` and `build`, beside the step before."""
     sampled: Mapping[str, list[slice]] = field(default_factory=dict)
     """Where the tokens of sequences that people get to see, branch by branch, stand among those of `batches`."""
+    actors: tuple[str, ...] = ()
+    token_actors: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """[C of the whole step]: place in `actors` of whoever sent the token's sequence, in the order of `batches`."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
         """Of all shares, one share after the other."""
         return [batch for share in self.shares for batch in share]
+
+    def of_lag_0(self, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+        """By actor, the `values` [C] of tokens of lag 0."""
+        fresh = np.concatenate([batch.lags for batch in self.batches]) == 0
+        return {actor: values[fresh & (self.token_actors == place)] for place, actor in enumerate(self.actors)}
 
 
 def prepare_step(
@@ -156,6 +166,15 @@ def prepare_step(
             tuple(packed(members, slot >= num_forward) for slot, members in enumerate(plan.of_rank(rank)))
             for rank in range(data_ranks)
         )
+    actors, of_sequence = np.unique([sequence.actor for sequence in sequences], return_inverse=True)
+    token_actors = [
+        of_sequence[
+            owners[np.array(members, np.int64)[row_order([branches[member] for member in members])][batch.branch_index]]
+        ]
+        for rank, share in enumerate(shares)
+        for members, batch in zip(plan.of_rank(rank), share, strict=True)
+        if members
+    ]
     return PreparedStep(
         version=version,
         shares=shares,
@@ -164,6 +183,8 @@ def prepare_step(
         flops=TRAINING_PASSES * sum(map(sum, plan.costs)),
         phases_s=timer.take(),
         sampled=sampled_places(groups, (members for rank in range(data_ranks) for members in plan.of_rank(rank))),
+        actors=tuple(map(str, actors)),
+        token_actors=np.concatenate(token_actors),
     )
 
 
@@ -239,7 +260,7 @@ class Learner:
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
         """Rank 0: one optimizer step of all ranks. Returns its figures, under the names of metrics.jsonl
-        (docs/run-directory.md) and `SAMPLED_WEIGHTS`."""
+        (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""
         began_at = time.perf_counter()
         layout, links = self.world.layout, self.world.links
         per_row = layout.sequence_ranks
@@ -264,6 +285,7 @@ class Learner:
         figures["tokens_per_s"] = {kind: figures[f"tokens_{kind}"] / seconds for kind in ("trained", "computed")}
         figures["mfu"] = mfu(prepared.flops, seconds, layout.size, self.peak_flops)
         figures[SAMPLED_WEIGHTS] = sampled_weights(prepared.sampled, of_all[0])
+        figures[LOG_WEIGHTS] = of_all[0]
         return figures
 
     def compute(self, share: Share) -> tuple[NDArray[np.float32], NDArray[np.float64], dict[str, Any]]:

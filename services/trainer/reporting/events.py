@@ -30,6 +30,7 @@ REASONS: dict[str, EventType] = {
     "UpdateFailed": "Warning",
     "CheckpointWritten": "Normal",
     "SequenceForged": "Warning",
+    "ActorQuarantined": "Warning",
     "RunFinished": "Normal",
     "RunStopped": "Normal",
     "RunFailed": "Warning",

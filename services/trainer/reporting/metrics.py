@@ -516,6 +516,12 @@ class TrainerMetrics:
             "messages",
         )
         read(
+            "quarantined_actors",
+            "Actors whose log-probabilities are not those of the policy that they name (weights.verify_logprobs).",
+            lambda run: len(run.intake.quarantine.actors),
+            "actors",
+        )
+        read(
             "checkpoint_upload_waiting_seconds",
             "For how long a checkpoint has been waiting to be uploaded; no series where none is.",
             lambda run: run.uploads.waiting_s,

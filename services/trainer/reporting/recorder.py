@@ -31,7 +31,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import SAMPLED_WEIGHTS, sampled_sequences
+from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.records import METRICS, SAMPLES, RunFiles, StepRecord
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
@@ -309,7 +309,7 @@ class Recorder:
         sequences = [sequence for group in batch for sequence in group.sequences]
         rewards = np.array([sequence.reward for sequence in sequences])
         return {
-            **{key: value for key, value in figures.items() if key != SAMPLED_WEIGHTS},
+            **{key: value for key, value in figures.items() if key not in (SAMPLED_WEIGHTS, LOG_WEIGHTS)},
             "time_s": now - self._started_at,
             "reward_mean": float(rewards.mean()),
             "reward_std": float(rewards.std()),
