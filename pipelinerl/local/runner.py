@@ -66,6 +66,8 @@ _NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
 _REFRESH_S = 0.5
 _DISK_S = 1.0
 """Between two looks at how much of the disk is free."""
+_UNLEARNED_STEPS = 5
+"""So many steps without any signal are worth a warning."""
 _SCALED_GRACE_S = 15.0
 """For an actor that is scaled away: it hands over what is finished."""
 _ENDED_GRACE_S = 1.0
@@ -422,6 +424,12 @@ class LocalRun:
         log = self.run_dir.log(TRAINER)
         for reason, failure in self._state.failures.items():
             problems[f"failed: {reason}"] = f"a sequence failed: {printable(failure)} (each one: {log})"
+        newest = [step.get("equal_reward_groups") for step in self._state.history][-_UNLEARNED_STEPS:]
+        if newest == [1.0] * _UNLEARNED_STEPS:
+            problems["equal rewards"] = (
+                f"in {_UNLEARNED_STEPS} steps, all completions of each prompt earned the same reward, so nothing is learned; "
+                f"see rewards and reasons in {self.run_dir.samples}, and correct the reward, or take other problems"
+            )
         if last.get("max_lag_too_small"):
             problems["max_lag"] = too_small_max_lag(self.recipe, last["largest_lag"])
         if last.get("clip_range_cut") is not None:

@@ -151,7 +151,7 @@ async def trainer() -> int:
                 return Fake.exit_code
             record = {"step": step, "policy_version": step, "time_s": step * Fake.step_s, "reward_mean": step / total}
             record |= {"from": begun, "largest_lag": 2, "max_lag_too_small": step > 9}
-            record |= {"clip_range_cut": 0.41 if step > 30 else None}
+            record |= {"clip_range_cut": 0.41 if step > 30 else None, "equal_reward_groups": float(step > 30)}
             print(json.dumps(record), file=metrics, flush=True)
             records.append(record)
             if Fake.checkpoint_every and step % Fake.checkpoint_every == 0:
