@@ -72,7 +72,7 @@ def _type(schema: dict[str, Any]) -> str:
     if "$ref" in schema:
         return _OF_KUBERNETES[schema["$ref"].rpartition("/")[2]]
     if "enum" in schema:
-        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+        return ", ".join(f"`{'null' if choice is None else choice}`" for choice in schema["enum"])
     if "anyOf" in schema:
         return " or ".join(_type(part) for part in schema["anyOf"])
     kind = schema["type"] if isinstance(schema["type"], str) else schema["type"][0]

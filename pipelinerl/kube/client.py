@@ -8,6 +8,7 @@ again at once, so that a pod outlives its tokens. The client does not retry: cal
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -39,12 +40,16 @@ LIST_PODS = Permission("pods", "list")
 WATCH_PODS = Permission("pods", "watch")
 CREATE_EVENTS = Permission("events", "create")
 PATCH_CONFIG = Permission("configmaps", "patch")
+PATCH_REPORT = Permission("secrets", "patch")
+COUNT_ACTORS = Permission("deployments/scale", "get", "apps")
 SCALE_ACTORS = Permission("deployments/scale", "patch", "apps")
 SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps")
 
 TRAINER = frozenset({LIST_PODS, WATCH_PODS, PATCH_PODS, CREATE_EVENTS})
 """Nobody else has a token."""
-COMPLETION = {"keep": (), "release": (PATCH_CONFIG, SCALE_ACTORS), "exit": (PATCH_CONFIG, SCALE_ACTORS, SCALE_TRAINER)}
+KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
+"""An earlier end of the run may have taken its actors."""
+COMPLETION = {"keep": KEEP, "release": (*KEEP, PATCH_REPORT, SCALE_TRAINER), "exit": (*KEEP, SCALE_TRAINER)}
 """What the trainer may do besides by `on_completion`: each on the one object of its release."""
 _SCALE = {SCALE_ACTORS: "patch_namespaced_deployment_scale", SCALE_TRAINER: "patch_namespaced_stateful_set_scale"}
 _MERGE = "application/merge-patch+json"
@@ -157,9 +162,21 @@ class KubeClient:
         metadata: dict[str, Any] = {"annotations": dict(annotations)} | ({"uid": uid} if uid else {})
         await self._ask(PATCH_PODS, "patch_namespaced_pod", name=name, body={"metadata": metadata}, _content_type=_MERGE)
 
-    async def patch_config(self, name: str, data: Mapping[str, str]) -> None:
-        """Sets these keys of a ConfigMap; leaves its others. Raises `KubeError`."""
-        await self._ask(PATCH_CONFIG, "patch_namespaced_config_map", name=name, body={"data": dict(data)}, _content_type=_MERGE)
+    async def patch_config(self, name: str, data: Mapping[str, str | None]) -> dict[str, str]:
+        """Sets these keys of a ConfigMap, removes those that are None, leaves its others. Returns all. Raises `KubeError`."""
+        body = {"data": dict(data)}
+        raw = await self._ask(PATCH_CONFIG, "patch_namespaced_config_map", name=name, body=body, _content_type=_MERGE)
+        return dict(raw.get("data") or {})
+
+    async def patch_secret(self, name: str, data: Mapping[str, bytes]) -> None:
+        """Sets these keys of a Secret, which holds 1 MiB at most; leaves its others. Raises `KubeError`."""
+        body = {"data": {key: base64.b64encode(value).decode() for key, value in data.items()}}
+        await self._ask(PATCH_REPORT, "patch_namespaced_secret", name=name, body=body, _content_type=_MERGE)
+
+    async def count_actors(self, name: str) -> int:
+        """The replicas that are asked for, of a Deployment. Raises `KubeError`."""
+        raw = await self._ask(COUNT_ACTORS, "read_namespaced_deployment_scale", name=name)
+        return int(raw["spec"].get("replicas", 0))  # the API leaves a zero out
 
     async def scale(self, permission: Permission, name: str, replicas: int) -> None:
         """As `kubectl scale`. `permission`: that for the kind of `name`. Raises `KubeError`."""

@@ -35,7 +35,14 @@ SAMPLES_READ = 64
 
 def write_report(run_dir: Path) -> Path:
     """Writes `run_dir`/report.html and returns its path. Raises `FieldError` when the folder is not a run's."""
-    recipe_file, report = run_dir / "recipe.yaml", run_dir / "report.html"
+    report = run_dir / "report.html"
+    report.write_text(report_of(run_dir), encoding="utf-8")
+    return report
+
+
+def report_of(run_dir: Path, samples_read: int = SAMPLES_READ) -> str:
+    """The report, of at most 2 · `samples_read` samples. Raises `FieldError` when the folder is not a run's."""
+    recipe_file = run_dir / "recipe.yaml"
     if not run_dir.is_dir():
         what = "is a file" if run_dir.exists() else "there is no such folder"
         raise FieldError("RUN_DIR", str(run_dir), f"{what}; give the folder of a run")
@@ -44,11 +51,10 @@ def write_report(run_dir: Path) -> Path:
     recipe = load_recipe(recipe_file)
     records = read_jsonl(run_dir / "metrics.jsonl")
     summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
-    samples = jsonl_ends(run_dir / "samples.jsonl", SAMPLES_READ)
+    samples = jsonl_ends(run_dir / "samples.jsonl", samples_read)
     text = recipe_file.read_text(encoding="utf-8")
     data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
-    report.write_text(report_html({**data, "starts": trainer_starts(run_dir)}), encoding="utf-8")
-    return report
+    return report_html({**data, "starts": trainer_starts(run_dir)})
 
 
 def report_html(data: Mapping[str, Any]) -> str:

@@ -99,9 +99,10 @@ class TrainerSettings(PolicySettings):
     )
     on_completion: Literal["keep", "release", "exit"] = Field(
         "keep",
-        description="What a finished run leaves on Kubernetes. keep: all pods. release: no actors. exit: no trainer either.",
+        description="What a finished run leaves on Kubernetes. keep: all pods. release: its report, and neither actors nor "
+        "trainer. exit: not the report either.",
     )
-    release: str = Field("", description="What the names of this release's objects begin with, where that is not keep.")
+    release: str = Field("", description="What the names of this release's objects begin with; empty = not of the chart.")
     page: bool = Field(
         False, description="Serve the live page of the run at http_port: what it trains on is shown to whoever reaches that."
     )

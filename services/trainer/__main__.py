@@ -15,10 +15,12 @@ from pipelinerl.service.settings import RankSettings, TrainerSettings
 async def run(settings: TrainerSettings, stop: asyncio.Event, context: LogContext) -> None:
     ranks = RankSettings()
     if ranks.rank == 0:
+        from pipelinerl.kube.completion import failure_told
         from services.trainer.app import serve
 
         take_over("torch", "transformers")
-        await serve(settings, ranks, stop, context)
+        async with failure_told(settings):
+            await serve(settings, ranks, stop, context)
     else:
         from services.trainer.worker import serve_rank
 

@@ -29,7 +29,7 @@ CHECK_S = 60.0
 CLOSED_S = 5.0
 """A connection that a policy drops gets no answer; after this it counts as closed."""
 
-OBJECTS = {"configmaps": "run", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
+OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
 """Which one of the release a right is for that is not for all of its kind: its name is this behind the release's."""
 
 Check = Callable[[], Awaitable[str]]
@@ -109,7 +109,7 @@ async def check_rights(settings: TrainerSettings) -> str:
         pods, _ = await kube.list_pods(settings.actor_selector)
         needed = dict.fromkeys(TRAINER, "") | {
             permission: f"{settings.release}-{OBJECTS[permission.resource]}"
-            for permission in COMPLETION[settings.on_completion]
+            for permission in (COMPLETION[settings.on_completion] if settings.release else ())
         }
         lacking = [f"{one} {name}".strip() for one, name in sorted(needed.items()) if not await kube.may(one, name)]
     finally:

@@ -21,7 +21,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError, NotPermitted, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
-from pipelinerl.kube.completion import RUNNING, complete, tell_phase
+from pipelinerl.kube.completion import complete, run_goes_on
 from pipelinerl.kube.deletion_cost import keep_deletion_costs
 from pipelinerl.kube.pods import PodWatch
 from pipelinerl.messages.control import RunEnd
@@ -168,9 +168,9 @@ class TrainingRun:
         return finished
 
     async def _train_when_actors_are_there(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
-        if self.loop.version < self._recipe.trainer.steps:  # another run of this release may have finished
-            background.append(tasks.create_task(tell_phase(self._settings, RUNNING, self.loop.version)))
         if self.loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
+            # The run may have been finished, with fewer steps, or another one of this release.
+            background.append(tasks.create_task(run_goes_on(self._settings, self.loop.version)))
             await self._wait_for_actors()
             background.append(tasks.create_task(self.feeder.run()))
             self.recorder.training_begins()

@@ -84,6 +84,9 @@ class Objects:
         if patch and "replicas" in patch.get("spec", {}):
             content = live | {"spec": live["spec"] | {"replicas": patch["spec"]["replicas"]}}
             live = self.update(resource, name, content, manager, "scale")
+            if not patch["spec"]["replicas"]:  # autoscaling/v1 Scale omits a zero, and what is not there has no manager
+                for paths in self.stored[resource, name].managers.values():
+                    paths.discard(("spec", "replicas"))
         replicas = live["spec"]["replicas"]
         head = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": {"name": name, "namespace": NAMESPACE}}
         return head | {"spec": {"replicas": replicas}, "status": {"replicas": replicas}}

@@ -104,7 +104,17 @@ CASES: dict[str, Case] = {
         cpu=True,
     ),
     "external-nats-open": Case({"nats": {"enabled": False, "url": "nats://nats.messaging:4222"}}, cpu=True),
-    "nats-3": Case({"nats": {"replicas": 3}}),
+    "nats-3": Case(
+        {
+            "nats": {"replicas": 3},
+            "trainer": {
+                "page": {
+                    "enabled": True,
+                    "ingress": {"enabled": True, "host": "runs.example.com", "annotations": {"auth": "x"}},
+                }
+            },
+        }
+    ),
     "nats-no-login": Case({"nats": {"auth": {"enabled": False}, "persistence": {"enabled": False}}}, cpu=True),
     "two-nodes": Case({"trainer": {"nodes": 2, "gpus": 8, "persistence": {"existingClaim": "shared"}}}),
     "keda": Case(

@@ -48,6 +48,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "main/actor resources requests ephemeral-storage": "32Gi",
         "main/trainer resources requests ephemeral-storage": "2Gi",
         "main/verifier resources requests ephemeral-storage": "1Gi",
+        "env/trainer PIPELINERL_ON_COMPLETION": "release",
         "env/actor HF_TOKEN": None,
         "main/actor image": "pipelinerl/actor:0.1.0",
         "main/test image": "pipelinerl/trainer:0.1.0-cpu",
@@ -105,7 +106,8 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "env/trainer PIPELINERL_RUN": "all-of-it",
         "env/trainer PIPELINERL_RUN_DIR": "/var/lib/pipelinerl/runs/all-of-it",
         "env/trainer PIPELINERL_PAGE": "true",
-        "env/trainer PIPELINERL_PAGE_HOSTS": "runs.example.com,runs",
+        "env/trainer PIPELINERL_PAGE_HOSTS": "pipelinerl-trainer-0.pipelinerl-trainer,runs.example.com,runs",
+        "env/trainer PIPELINERL_ON_COMPLETION": "keep",  # KEDA would start the actors again
         "main/actor image": "registry.example.com/ml/pipelinerl/actor:1.2.3",
         "main/actor resources limits nvidia.com/gpu": 2,
         "main/actor resources limits rdma/hca": 1,

@@ -40,23 +40,29 @@ DRAWN = {
     ("trainer", "nats", 4222),
     ("nats", "nats", 6222),
     ("release-test", "trainer", 8080),
+    ("page", "trainer", 8080),
     ("release-test", "verifier", 50051),
     ("release-test", "nats", 4222),
     *((a, b, port) for a in ("actor", "trainer") for b in ("actor", "trainer") for port in PORTS),
 }
-PODS = ("actor", "trainer", "verifier", "nats", "test", "release-test")
+PODS = ("actor", "trainer", "verifier", "nats", "test", "release-test", "page")
 
 
 @pytest.mark.parametrize(
-    ("case", "drawn"), [("nats-3", DRAWN), ("episodes", DRAWN - {("nats", "nats", 6222)} | {("verifier", "actor", 8090)})]
+    ("case", "drawn"),
+    [
+        ("nats-3", DRAWN),
+        ("episodes", DRAWN - {("nats", "nats", 6222), ("page", "trainer", 8080)} | {("verifier", "actor", 8090)}),
+    ],
 )
 def test_the_drawn_arrows_pass_and_no_others(case: str, drawn: set[tuple[str, str, int]]) -> None:
     """Where there are episodes, their environments reach the actors, at one port."""
     rendered = rendered_case(case)
+    there = [component for component in PODS if component != "page" or case == "nats-3"]
     passing = {
         (sender, receiver, port)
-        for sender in PODS
-        for receiver in PODS
+        for sender in there
+        for receiver in there
         for port in PORTS
         if passes(rendered, sender, receiver, port)
     }
@@ -145,3 +151,16 @@ def test_prometheus_reaches_metrics(rendered: Rendered) -> None:
         for component in ("actor", "trainer", "verifier"):
             scraped = [rule for rule in _rules(rendered, component, "Ingress") if "namespaceSelector" in rule["from"][0]]
             assert [rule["ports"] for rule in scraped] == [[{"protocol": "TCP", "port": "http"}]]
+
+
+def test_browsers_reach_the_page_by_the_ingress_and_no_other_pod() -> None:
+    rendered = rendered_case("nats-3")
+    (rule,) = rendered.one("Ingress", "pipelinerl-page")["spec"]["rules"]
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+    service = rendered.one("Service", backend["name"])["spec"]
+    assert [pod.component for pod in rendered.selected(service["selector"])] == ["page"]
+    assert f",{rule['host']}" in rendered.pod("page").main["args"][-1]
+    controller = {"metadata": {"labels": {"app": "controller"}}, "spec": {"containers": []}}
+    outside = Peer("controller", "10.0.0.9", "ingress-nginx", controller)
+    reached = [pod for pod in PODS if why_not(rendered, outside, _peer(rendered.pod(pod)), 8080) == ""]
+    assert reached == ["page"]

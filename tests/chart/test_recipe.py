@@ -107,6 +107,12 @@ REFUSED: dict[str, dict[str, Any]] = {
         "trainer": {"onCompletion": "release"},
         "kubernetesApi": {"enabled": False},
     },
+    "trainer.page.ingress.enabled: needs trainer.page.enabled": {
+        "trainer": {"page": {"ingress": {"enabled": True, "host": "a.b"}}}
+    },
+    "trainer.page.ingress.annotations: are empty": {
+        "trainer": {"page": {"enabled": True, "ingress": {"enabled": True, "host": "a.b"}}}
+    },
     "trainer.onCompletion: exit does not go with actor.autoscaling.kind = keda": {
         "trainer": {"onCompletion": "exit"},
         "actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://prometheus:9090"}}},

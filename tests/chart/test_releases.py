@@ -84,8 +84,11 @@ class Release:
     def replicas(self, component: str, kind: str = "deployment") -> int:
         return int(self.cluster.get(kind, f"{self.name}-{component}")["spec"]["replicas"])
 
-    def scale(self, component: str, replicas: int) -> None:
-        self.cluster.kubectl("scale", f"deployment/{self.name}-{component}", f"--replicas={replicas}")
+    def scale(self, component: str, replicas: int, kind: str = "deployment") -> None:
+        self.cluster.kubectl("scale", f"{kind}/{self.name}-{component}", f"--replicas={replicas}")
+
+    def run_state(self) -> dict[str, str]:
+        return dict(self.cluster.get("configmap", f"{self.name}-run")["data"])
 
     def log_level(self, component: str) -> str:
         pod = self.cluster.get("deployment", f"{self.name}-{component}")["spec"]["template"]["spec"]
@@ -106,6 +109,7 @@ BY_HAND = {
     "metrics": {"dashboards": {"enabled": True}},
     "trainer": {"persistence": {"accessMode": "ReadWriteMany"}},
 }
+MORE_STEPS = {"recipe": {"set": {"trainer": {"steps": 5000}}}}
 TWO_NODES = {"trainer": BY_HAND["trainer"] | {"nodes": 2}}
 
 
@@ -131,6 +135,13 @@ def test_install_scale_upgrade_roll_back_uninstall(release: Release) -> None:
     release.rollback(2)
     assert release.replicas("trainer", "statefulset") == 1
     assert (scaled(), release.log_level("actor")) == ((3, 5), "debug")
+    finish_run(release)
+    release.upgrade(BY_HAND | MORE_STEPS)
+    assert (release.replicas("trainer", "statefulset"), scaled()) == (1, (0, 5))
+    assert release.run_state() == {"phase": "Finished", "actors": "3"}, "by which the trainer gives them back"
+    release.scale("actor", 3)
+    release.upgrade(BY_HAND)
+    assert (release.replicas("trainer", "statefulset"), scaled()) == (1, (3, 5))
     release.uninstall()
     assert release.cluster.names("deployments") == release.cluster.names("statefulsets") == set()
     left = release.cluster.names("persistentvolumeclaims")
@@ -143,6 +154,12 @@ def test_a_number_in_the_values_is_what_there_is_after_each_step(release: Releas
     assert release.replicas("actor") == 4
     release.rollback(1)
     assert release.replicas("actor") == 2
+    finish_run(release)
+    release.upgrade({"actor": {"replicas": 4}} | MORE_STEPS)
+    assert (release.replicas("trainer", "statefulset"), release.replicas("actor")) == (1, 4)
+    finish_run(release)
+    release.rollback(3)
+    assert (release.replicas("trainer", "statefulset"), release.replicas("actor")) == (1, 2)
     release.uninstall()
 
 
@@ -166,6 +183,16 @@ def test_an_autoscaler_that_is_switched_off_leaves_its_number_or_takes_that_of_t
     release.upgrade(numbered)
     assert release.replicas("verifier") == 2
     release.uninstall()
+
+
+def finish_run(release: Release) -> None:
+    """The requests of pipelinerl/kube/completion.py."""
+    state = {"phase": "Finished", "actors": str(release.replicas("actor"))}
+    config = f"configmap/{release.name}-run"
+    release.cluster.kubectl("patch", config, "--type=merge", "--patch", json.dumps({"data": state}))
+    release.scale("actor", 0)
+    release.scale("trainer", 0, "statefulset")
+    release.cluster.kubectl("wait", "--for=jsonpath={.data.phase}=Finished", config, "--timeout=60s")
 
 
 def _until(condition: Callable[[], bool], cluster: Cluster, what: str) -> None:
@@ -213,10 +240,10 @@ def test_a_service_account_may_do_what_its_service_does_and_no_more(release: Rel
     cluster = release.cluster
     release.install({})
 
-    def may(account: str, verb: str, resource: str) -> bool:
+    def may(account: str, verb: str, resource: str, *options: str) -> bool:
         subject = f"--as=system:serviceaccount:{cluster.namespace}:{release.name}-{account}"
         try:
-            return cluster.kubectl("auth", "can-i", verb, resource, subject).strip() == "yes"
+            return cluster.kubectl("auth", "can-i", verb, resource, *options, subject).strip() == "yes"
         except CommandError:  # "no" is an exit code
             return False
 
@@ -226,3 +253,8 @@ def test_a_service_account_may_do_what_its_service_does_and_no_more(release: Rel
         assert may(account, "patch", "pods") is (account == "trainer")
     assert may("trainer", "list", "pods")
     assert may("trainer", "watch", "pods")
+    for kind, own in (("deployments", "actor"), ("statefulsets", "trainer")):
+        assert may("trainer", "patch", f"{kind}/{release.name}-{own}", "--subresource=scale")
+        assert not may("trainer", "patch", f"{kind}/{release.name}-nats", "--subresource=scale")
+    for one in (f"configmaps/{release.name}-run", f"secrets/{release.name}-report"):
+        assert [may("trainer", verb, one) for verb in ("patch", "get", "delete")] == [True, False, False]

@@ -107,7 +107,7 @@ def snapshot(name: str) -> str:
 def without_passwords(manifests: str) -> str:
     """Generated passwords are others each time."""
     for item in yaml.load_all(manifests, Loader=yaml.CSafeLoader):
-        for value in item["data"].values() if item and item["kind"] == "Secret" else ():
+        for value in item.get("data", {}).values() if item and item["kind"] == "Secret" else ():
             manifests = manifests.replace(value, "(generated)")
     return manifests
 

@@ -11,21 +11,26 @@ from pipelinerl.bus.permissions import permissions
 from pipelinerl.kube import client as kube
 from pipelinerl.kube.client import Permission
 from pipelinerl.local.nats import find_nats_server
+from services.trainer.release_test import OBJECTS
 from tests.chart.cases import CASES, rendered_case
 from tests.chart.rendering import Object, Rendered, environment, render
 from tests.support.certificates import Authority
 
-RIGHTS = {"trainer": kube.TRAINER}
 
-
-def _granted(role: Object) -> set[tuple[str, str, str]]:
+def _granted(role: Object) -> dict[Permission, list[str] | None]:
+    """With the names of the objects, where not all of them are meant."""
     return {
-        (group, resource, verb)
+        Permission(resource, verb, group): rule.get("resourceNames")
         for rule in role["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
+
+
+def _trainers_rights(mode: str, full: str = "pipelinerl") -> dict[Permission, list[str] | None]:
+    of_the_end = {right: [f"{full}-{OBJECTS[right.resource]}"] for right in kube.COMPLETION[mode]}
+    return dict.fromkeys(kube.TRAINER) | of_the_end
 
 
 def test_roles_grant_what_the_code_asks_and_no_more(rendered: Rendered, case: str) -> None:
@@ -34,33 +39,27 @@ def test_roles_grant_what_the_code_asks_and_no_more(rendered: Rendered, case: st
     if case in ("no-rbac", "no-kubernetes-api"):
         assert roles == rendered.of_kind("RoleBinding") == []
         return
-    assert len(roles) == len(RIGHTS)
-    for role in roles:
-        service = role["metadata"]["labels"]["app.kubernetes.io/component"]
-        assert _granted(role) == {("", right.resource, right.verb) for right in RIGHTS[service]}
-        binding = rendered.one("RoleBinding", role["metadata"]["name"])
-        assert binding["roleRef"]["name"] == role["metadata"]["name"]
-        (subject,) = binding["subjects"]
-        assert (subject["name"], subject["namespace"]) == (rendered.pod(service).spec["serviceAccountName"], "train")
-
-
-@pytest.mark.parametrize("mode", ["release", "exit"])
-def test_a_trainer_that_frees_what_its_run_held_may_do_that_to_its_own_release_alone(mode: str) -> None:
-    rendered = render({"trainer": {"onCompletion": mode}})
-    named = {
-        Permission(resource, verb, group): rule["resourceNames"]
-        for rule in rendered.one("Role", "pipelinerl-trainer")["rules"]
-        if "resourceNames" in rule
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
-    names = {kube.PATCH_CONFIG: "run", kube.SCALE_ACTORS: "actor", kube.SCALE_TRAINER: "trainer"}
-    assert named == {right: [f"pipelinerl-{names[right]}"] for right in kube.COMPLETION[mode]}
-    assert "data" not in rendered.one("ConfigMap", "pipelinerl-run")
+    (role,) = roles
+    name = role["metadata"]["name"]
+    assert role["metadata"]["labels"]["app.kubernetes.io/component"] == "trainer"
     entries = environment(rendered.pod("trainer").main)
-    assert entries["PIPELINERL_ON_COMPLETION"]["value"] == mode
-    assert entries["PIPELINERL_RELEASE"]["value"] == "pipelinerl"
+    full = entries["PIPELINERL_RELEASE"]["value"]
+    assert name == f"{full}-trainer"
+    assert _granted(role) == _trainers_rights(entries["PIPELINERL_ON_COMPLETION"]["value"], full)
+    for kind, right in (("ConfigMap", kube.PATCH_CONFIG), ("Secret", kube.PATCH_REPORT)):
+        for written in _granted(role).get(right) or []:
+            assert "data" not in rendered.one(kind, written), "an upgrade would take it away"
+    binding = rendered.one("RoleBinding", name)
+    assert binding["roleRef"]["name"] == name
+    (subject,) = binding["subjects"]
+    assert (subject["name"], subject["namespace"]) == (rendered.pod("trainer").spec["serviceAccountName"], "train")
+
+
+@pytest.mark.parametrize("mode", ["keep", "exit"])
+def test_what_a_finished_run_leaves_decides_what_its_trainer_may_do(mode: str) -> None:
+    rendered = render({"trainer": {"onCompletion": mode}})
+    assert _granted(rendered.one("Role", "pipelinerl-trainer")) == _trainers_rights(mode)
+    assert rendered.find("Secret", "pipelinerl-report") is None
 
 
 def _configuration(rendered: Rendered, name: str = "pipelinerl-nats") -> str:

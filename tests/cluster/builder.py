@@ -2,7 +2,7 @@
 process and environment.
 
 Volumes are emptyDir, ConfigMap, Secret and claims; a claim's folder outlives the pod. Sizes, access modes, memory as a medium
-and updates of mounted ConfigMaps are not modelled. Nothing is inherited from whoever runs the test.
+and updates of mounted ConfigMaps are not modelled; of Secrets they are. Nothing is inherited from whoever runs the test.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import base64
 import os
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,10 @@ class PodBuilder:
     def build(self, manifest: Object, changed: Callable[[], None]) -> Pod:
         """Raises `ClusterError` where a real pod would wait for ever."""
         pod = Pod(manifest, str(uuid.uuid4()), self.network.add(), changed)
-        folder, spec = self.folder / f"{pod.name}-{pod.uid[:8]}", manifest["spec"]
+        folder, spec = self._folder(pod), manifest["spec"]
         if spec.get("enableServiceLinks", True):
             raise ClusterError(f"pod {pod.name}: links to Services are not modelled; set enableServiceLinks: false")
-        volumes = self._volumes(pod, folder / "volumes")
+        volumes = self._volumes(pod)
 
         def container(entry: Object, always: bool) -> Container:
             image, own = image_of(entry["image"], self.images), folder / entry["name"]
@@ -72,8 +72,9 @@ class PodBuilder:
 
     # --- volumes -------------------------------------------------------------------------------------------------
 
-    def _volumes(self, pod: Pod, folder: Path) -> dict[str, Volume]:
+    def _volumes(self, pod: Pod) -> dict[str, Volume]:
         """By name; one more has the ServiceAccount's token, where the pod or else the account does not forbid it."""
+        folder = self.volume_folder(pod, "")
         folder.mkdir(parents=True)
         spec = pod.manifest["spec"]
         group = (spec.get("securityContext") or {}).get("fsGroup")
@@ -85,6 +86,20 @@ class PodBuilder:
             _write_atomically(folder / "kube-api-access", files, group)
             volumes[TOKEN_FOLDER] = Volume(folder / "kube-api-access", read_only=True)
         return volumes
+
+    def refresh_secrets(self, pods: Iterable[Pod]) -> None:
+        """Pods see what their Secrets hold now."""
+        for pod in pods:
+            for volume in pod.manifest["spec"].get("volumes", []):
+                folder = self.volume_folder(pod, volume["name"])
+                if "secret" in volume and (files := self._files(volume)) != _shown(folder):
+                    _write_atomically(folder, files, (pod.manifest["spec"].get("securityContext") or {}).get("fsGroup"))
+
+    def volume_folder(self, pod: Pod, volume: str) -> Path:
+        return self._folder(pod) / "volumes" / volume
+
+    def _folder(self, pod: Pod) -> Path:
+        return self.folder / f"{pod.name}-{pod.uid[:8]}"
 
     def _volume(self, volume: Mapping[str, Any], folder: Path, group: int | None) -> Volume:
         """Raises `ClusterError` where what it shows is missing."""
@@ -233,7 +248,7 @@ def _mounts(entry: Object, volumes: Mapping[str, Volume]) -> list[dict[str, Any]
 
 def _write_atomically(folder: Path, files: Mapping[str, bytes], group: int | None) -> None:
     """The kubelet's layout: the files in `..data`, a link to a folder of this version, and links to them beside it."""
-    version = folder / "..2000_01_01"
+    version = folder / f"..version-{len(list(folder.glob('..version-*')))}"
     version.mkdir(parents=True)
     for name, content in files.items():
         path = version / name
@@ -241,6 +256,13 @@ def _write_atomically(folder: Path, files: Mapping[str, bytes], group: int | Non
         path.write_bytes(content)
         path.chmod(DEFAULT_MODE if group is None else DEFAULT_MODE | 0o440)
         os.chown(path, -1, -1 if group is None else group)
-    (folder / "..data").symlink_to(version.name)
+    (folder / "..data_tmp").symlink_to(version.name)
+    (folder / "..data_tmp").replace(folder / "..data")
     for path in version.iterdir():
-        (folder / path.name).symlink_to(f"..data/{path.name}")
+        if not (folder / path.name).is_symlink():
+            (folder / path.name).symlink_to(f"..data/{path.name}")
+
+
+def _shown(folder: Path) -> dict[str, bytes]:
+    data = folder / "..data"
+    return {str(path.relative_to(data)): path.read_bytes() for path in data.rglob("*") if path.is_file()}

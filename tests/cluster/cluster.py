@@ -67,6 +67,9 @@ class Cluster:
         self._workloads = self.rendered.of_kind(*WORKLOADS)
         for claim in self.rendered.of_kind("PersistentVolumeClaim"):
             self._make_claim(name_of(claim))
+        self.api.scales = {name_of(one): one["spec"] for one in self._workloads}
+        for kind, objects in (("ConfigMap", self.api.configs), ("Secret", self.api.secrets)):
+            objects |= {name_of(one): one.setdefault("data", {}) for one in self.rendered.of_kind(kind)}
         for pod in self.rendered.of_kind("Pod"):
             self.create(pod)
         self._reconcile()
@@ -111,6 +114,8 @@ class Cluster:
                 while not condition():
                     self.check()
                     self._look_at_connections()
+                    self._reconcile()  # pods may have scaled workloads
+                    self.builder.refresh_secrets(self.pods.values())
                     with suppress(TimeoutError):  # conditions of files and logs are looked at again
                         async with asyncio.timeout(_TICK_S):
                             await self._changed.wait()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.chart.rendering import CPU_VALUES, NAMESPACE, Object, Rendered, render
@@ -25,13 +26,14 @@ from tests.cluster.pod import Pod
 from tests.cluster.policies import Peer
 from tests.support.certificates import Authority
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 STARTS_S, TRAINS_S = 300.0, 300.0
 TRIES = 4
 """Of stopping an actor, until one of them has a group in hand."""
-TRAINER, ACTOR, RECIPE = "pipelinerl-trainer-0", "pipelinerl-actor", "pipelinerl-recipe"
+TRAINER, SET, ACTOR, RECIPE = "pipelinerl-trainer-0", "pipelinerl-trainer", "pipelinerl-actor", "pipelinerl-recipe"
+PAGE = {"threads": 1, "page": {"enabled": True}}
 RUN_DIR = "/var/lib/pipelinerl/runs/arithmetic"
 HELM_TEST = {
     "model": {"warmstart": {"steps": 5, "batch_size": 32, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128}},
@@ -66,11 +68,13 @@ class Release:
     cluster: Cluster
     tests: dict[str, Object]
     """Pods by name that `helm test` makes."""
-    render: Callable[[dict[str, Any]], Rendered]
+    render: Callable[..., Rendered]
 
-    def upgrade(self, recipe: dict[str, Any]) -> None:
-        """The ConfigMap with the recipe becomes another; pods that are made from now on see it."""
-        self.cluster.rendered.one("ConfigMap", RECIPE).update(self.render(recipe).one("ConfigMap", RECIPE))
+    def upgrade(self, recipe: dict[str, Any], **values: Any) -> None:
+        """The ConfigMap with the recipe and the trainer's StatefulSet become others; pods that are made from now on see it."""
+        rendered = self.render(recipe, **values)
+        self.cluster.rendered.one("ConfigMap", RECIPE).update(rendered.one("ConfigMap", RECIPE))
+        self.cluster.rendered.one("StatefulSet", SET)["spec"].update(rendered.one("StatefulSet", SET)["spec"])
 
     @property
     def run_dir(self) -> Path:
@@ -89,6 +93,20 @@ class Release:
         for component, count in (("nats", 1), ("verifier", 1), ("trainer", 1), ("actor", actors)):
             what = f"{count} of {component} are ready"
             await self.cluster.until(lambda c=component, n=count: self.cluster.all_ready(c, n), STARTS_S, what)
+
+    async def until_state(self, **wanted: str) -> None:
+        """What the release's ConfigMap says of the run."""
+
+        def said() -> bool:
+            return self.cluster.api.configs[f"{SET.removesuffix('-trainer')}-run"].items() >= wanted.items()
+
+        await self.cluster.until(said, TRAINS_S, f"the run's state is {wanted}")
+
+    async def page(self) -> str:
+        """As a browser gets it through the Service."""
+        (pod,) = self.cluster.of("page")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            return (await client.get(f"http://{pod.ip}:8080/", headers={"Host": "pipelinerl-page"})).raise_for_status().text
 
     async def more_steps(self, count: int) -> None:
         wanted = len(self.steps) + count
@@ -130,10 +148,10 @@ def install(kernel: None, verified: None, tmp_path: Path) -> Install:
 
     @asynccontextmanager
     async def installed_release(recipe: dict[str, Any], **values: Any) -> AsyncIterator[Release]:
-        threads = {"actor": {"threads": 1}, "trainer": {"threads": 1}}
+        threads = {"actor": {"threads": 1}, "trainer": PAGE}
 
-        def rendered(recipe: dict[str, Any]) -> Rendered:
-            return render({**threads, "recipe": {"set": recipe}, **values}, [CPU_VALUES])
+        def rendered(recipe: dict[str, Any], **more: Any) -> Rendered:
+            return render({**threads, "recipe": {"set": recipe}, **values, **more}, [CPU_VALUES])
 
         objects = rendered(recipe)
         tests = {name_of(pod): pod for pod in objects.of_kind("Pod")}
@@ -207,13 +225,28 @@ async def test_a_release_trains_is_scaled_and_upgraded_and_comes_to_its_end_over
         old = await cluster.delete(TRAINER)
         assert old.containers["trainer"].exit_codes == [0]
         await release.event("RunResumed", TRAINER)
+        assert 'id="live"' in await release.page()
         await release.event("RunFinished", TRAINER)
+        await release.until_state(phase="Finished", run="arithmetic", policyVersion=str(before + 20), actors="1")
+        await cluster.until(
+            lambda: not {*cluster.pods} & {TRAINER, *(pod.name for pod in cluster.of("actor"))}, 120, "all is free"
+        )
+        (page,) = cluster.of("page")
+        report = Path(cluster.builder.volume_folder(page, "report"), "report.html.gz")
+        await cluster.until(report.exists, 60, "the page's pod sees the report")
+        assert 'id="report"' in await release.page()
+
+        more = {**RELEASE, "trainer": {**RELEASE["trainer"], "steps": before + 30}}
+        release.upgrade(more, trainer={**PAGE, "onCompletion": "keep"})
+        await release.until_state(phase="Running")
+        await release.until_state(phase="Finished", policyVersion=str(before + 30))
+        assert 'id="live"' in await release.page()
         assert [step["policy_version"] for step in release.steps] == list(range(1, len(release.steps) + 1))
         summary = json.loads((release.run_dir / "summary.json").read_text())
-        assert (summary["policy_version"], summary["interrupted"]) == (before + 20, False)
+        assert (summary["policy_version"], summary["interrupted"]) == (before + 30, False)
         assert summary["parity_failures"] == 0
         audit = await release.audit()
-        assert (audit["ok"], audit["streams"] is not None, len(audit["restarts"])) == (True, True, 1)
+        assert (audit["ok"], audit["streams"] is not None, len(audit["restarts"])) == (True, True, 2)
         reasons = {event["reason"] for event in cluster.api.events.values()}
         assert reasons >= {"RunStarted", "ActorJoined", "ActorLeft", "CheckpointWritten", "RunResumed", "RunFinished"}
         await release.ready()  # a run that is finished can still be asked

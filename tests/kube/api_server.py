@@ -59,8 +59,9 @@ class ApiServer:
         self.patches: list[tuple[str, dict[str, Any]]] = []
         self.events: dict[str, dict[str, Any]] = {}
         self.configs: dict[str, dict[str, Any]] = {}
+        self.secrets: dict[str, dict[str, Any]] = {}
         self.scales: dict[str, dict[str, Any]] = {}
-        """Data of ConfigMaps, and replicas, by the objects' names."""
+        """Data of ConfigMaps and Secrets, and replicas, by the objects' names."""
         self.silent = False
         """Takes calls and does not answer."""
         self._version = 100
@@ -81,9 +82,11 @@ class ApiServer:
         app.router.add_patch(namespace + "/pods/{name}", self._patch_pod)
         app.router.add_post(namespace + "/events", self._post_event)
         app.router.add_patch(namespace + "/configmaps/{name}", self._patch_config)
+        app.router.add_patch(namespace + "/secrets/{name}", self._patch_secret)
         for kind in ("deployments", "statefulsets"):
             apps = namespace.replace("/api/v1", "/apis/apps/v1")
             app.router.add_patch(f"{apps}/{kind}/{{name}}/scale", functools.partial(self._patch_scale, kind))
+            app.router.add_get(f"{apps}/{kind}/{{name}}/scale", functools.partial(self._get_scale, kind))
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, address, self.port or port, ssl_context=self.context)
@@ -261,6 +264,18 @@ class ApiServer:
         await self._allowed(request, Permission("configmaps", "patch"))
         return await self._merge(request, self.configs, "data")
 
+    async def _patch_secret(self, request: web.Request) -> web.Response:
+        await self._allowed(request, Permission("secrets", "patch"))
+        return await self._merge(request, self.secrets, "data")
+
+    async def _get_scale(self, kind: str, request: web.Request) -> web.Response:
+        await self._allowed(request, Permission(f"{kind}/scale", "get", "apps"))
+        name = request.match_info["name"]
+        if name not in self.scales:
+            self._refuse(404, "NotFound", f'"{name}" not found')
+        replicas = self.scales[name].get("replicas", 1)
+        return web.json_response({"spec": {"replicas": replicas} if replicas else {}})
+
     async def _patch_scale(self, kind: str, request: web.Request) -> web.Response:
         await self._allowed(request, Permission(f"{kind}/scale", "patch", "apps"))
         return await self._merge(request, self.scales, "spec")
@@ -270,7 +285,9 @@ class ApiServer:
         assert request.content_type == "application/merge-patch+json"
         if name not in objects:
             self._refuse(404, "NotFound", f'"{name}" not found')
-        objects[name] |= patch[part]
+        objects[name].update(patch[part])
+        for key in [key for key, value in objects[name].items() if value is None]:
+            del objects[name][key]
         self._changed.set()
         return web.json_response({"metadata": {"name": name}, part: objects[name]})
 

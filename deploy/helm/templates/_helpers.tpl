@@ -85,6 +85,12 @@ replicas: {{ int .replicas }}
 {{- end -}}
 {{- end -}}
 
+{{/* What a finished run leaves: keep, release or exit. KEDA would start the actors again; without the API nobody is asked to scale. */}}
+{{- define "pipelinerl.onCompletion" -}}
+{{- $keda := and .Values.actor.autoscaling.enabled (eq .Values.actor.autoscaling.kind "keda") -}}
+{{- default (or $keda (not .Values.kubernetesApi.enabled) | ternary "keep" "release") .Values.trainer.onCompletion -}}
+{{- end -}}
+
 {{/* Name of the run: the prefix of its subjects and the name of its folder. */}}
 {{- define "pipelinerl.run" -}}
 {{- $run := default (include "pipelinerl.recipe" . | fromYaml).name .Values.run -}}

@@ -26,10 +26,10 @@ from google.protobuf.proto import parse_length_prefixed, serialize_length_prefix
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserError
 from pipelinerl.messages.sequences import Sequence, decode_sequence, encode_sequence
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import check_resumable
+from pipelinerl.recipe.loading import check_resumable, recipe_yaml
 from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
 from pipelinerl.rl.ledger import failed_sample
-from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, missing_from, resumable
+from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, missing_from, resumable, write_whole
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.files import tidy, write_json_durably
 from services.trainer.data.feeder import GroupTokens
@@ -61,8 +61,9 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
 
 
 def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> None:
-    """Returns when it is on disk. When training began stays as it is."""
+    """Returns when it is on disk, and the recipe beside it, by which a report is made. When training began stays as it is."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    write_whole(run_dir / "recipe.yaml", recipe_yaml(recipe))
     began = {BEGAN: began_s} if (began_s := read_training_began(run_dir)) is not None else {}
     content = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json"), **began}
     write_json_durably(run_dir / LINEAGE, content)

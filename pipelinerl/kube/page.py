@@ -1,0 +1,93 @@
+"""A release's page at one address: the trainer's while there is one, then the report that it left.
+
+    python -m pipelinerl.kube.page --trainer HOST:PORT --report FILE --names runs.example.com
+
+Beside the verifier's code in its image, with neither token, login nor volume of the run: whoever reaches this server reaches no
+more of the trainer than its page. It asks for no login, as the page asks for none: an Ingress has to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import http.client
+import logging
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.service.http import LOCAL_NAMES, PROBED, guard_hosts, health_app, serve_http
+from pipelinerl.service.lifecycle import Readiness, exit_code, leave, stop_event
+
+log = logging.getLogger(__name__)
+
+ANSWER_WITHIN_S = 10.0
+_OF_A_CONNECTION = {"connection", "content-length", "date", "keep-alive", "server", "transfer-encoding"}
+_REPORT_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+"""The report is one file, with its scripts in it."""
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+AWAY = "The trainer does not answer, and has left no report that is here yet: try again in a minute.\n"
+
+
+def page_app(trainer: str, report: Path) -> FastAPI:
+    """`trainer`: host:port of its HTTP server; `report`: a file that may come later, compressed by gzip."""
+    app = health_app(Readiness(""), CollectorRegistry())
+
+    @app.get("/")
+    @app.get("/page/{part:path}")
+    def page(request: Request) -> Response:
+        answer = _of_the_trainer(trainer, request.url.path, request.url.query)
+        if answer is None and request.url.path == "/" and report.is_file():
+            return Response(gzip.decompress(report.read_bytes()), media_type="text/html", headers=_REPORT_HEADERS)
+        return answer or Response(AWAY, 503, media_type="text/plain", headers={"Cache-Control": "no-store"})
+
+    return app
+
+
+def _of_the_trainer(trainer: str, path: str, query: str) -> Response | None:
+    """Its answer, whatever it is. None where it does not answer."""
+    url = f"http://{trainer}{path}" + (f"?{query}" if query else "")
+    try:
+        try:
+            found = _opener.open(url, timeout=ANSWER_WITHIN_S)
+        except urllib.error.HTTPError as error:
+            found = error
+        with found:
+            headers = {name: value for name, value in found.headers.items() if name.lower() not in _OF_A_CONNECTION}
+            return Response(found.read(), found.status, headers)
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        log.debug("%s does not answer: %s", trainer, error)
+        return None
+
+
+async def serve(host: str, port: int, trainer: str, report: Path, names: list[str]) -> None:
+    app = guard_hosts(page_app(trainer, report), {*LOCAL_NAMES, *names}, PROBED)
+    with stop_event() as stop:
+        async with serve_http(app, host, port, names=names):
+            await stop.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipelinerl.kube.page", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--host", default="0.0.0.0", help="interface to listen on")
+    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--trainer", required=True, metavar="HOST:PORT", help="the trainer's HTTP server")
+    parser.add_argument("--report", required=True, type=Path, metavar="FILE", help="report.html.gz, which may come later")
+    parser.add_argument("--names", default="", help="hosts, separated by commas, by which browsers call this server")
+    args = parser.parse_args()
+    names = [name for name in args.names.split(",") if name]
+    return exit_code(lambda: asyncio.run(serve(args.host, args.port, args.trainer, args.report, names)))
+
+
+if __name__ == "__main__":
+    leave(main())
