@@ -115,10 +115,13 @@ def free_bytes(run: RunDir) -> int:
 
 
 def checkpoint_bytes(run: RunDir) -> int:
-    """Size of the newest complete checkpoint; 0 without one."""
-    found = resumable(run.path)
-    files = found[max(found)].parent.parent.rglob("*") if found else ()
-    return sum(path.stat().st_size for path in files if path.is_file())
+    """Size of the newest complete checkpoint; 0 without one, and of one that the trainer is removing."""
+    try:
+        found = resumable(run.path)
+        files = found[max(found)].parent.parent.rglob("*") if found else ()
+        return sum(path.stat().st_size for path in files if path.is_file())
+    except FileNotFoundError:
+        return 0
 
 
 def check_space(run: RunDir, option: str) -> None:

@@ -172,10 +172,13 @@ async def test_an_actor_answers_only_for_groups_that_it_was_handed(tmp_path: Pat
             for number, token in enumerate((b"", bytes(16), second.token, first.token[:15])):
                 forged = replace(make_sequence(first, 0, reward=500.0, spans=(span,)), group_token=token, actor="mallory")
                 await bus.publish_sequence(encode_sequence(forged), f"made-up-{number}")
-            nameless = sequence_pb2.Sequence(run=RUN, sequence_id=first.sequence_id(1), behaviour_logprobs=b"x")
-            await bus.publish_sequence(nameless.SerializeToString(), "made-up-unreadable")
+            endless = replace(first, group_id="g" + "9" * 5000)
+            await bus.publish_sequence(encode_sequence(make_sequence(endless, 0, spans=(span,))), "made-up-number")
+            for group in (first, endless):
+                nameless = sequence_pb2.Sequence(run=RUN, sequence_id=group.sequence_id(1), behaviour_logprobs=b"x")
+                await bus.publish_sequence(nameless.SerializeToString(), f"made-up-unreadable-{len(group.group_id)}")
             await one.idle()
-            assert (one.intake.bad_messages, one.tracker.ledger.counts) == (5, before)
+            assert (one.intake.bad_messages, one.tracker.ledger.counts) == (7, before)
             assert "actor 'mallory' was not handed group 'g00000000'" in caplog.text
             taken = replace(make_sequence(second, 0, reward=500.0, spans=(span,)), group_token=first.token)
             await bus.publish_sequence(encode_sequence(taken), second.sequence_id(0))

@@ -166,7 +166,8 @@ def prepare_step(
             tuple(packed(members, slot >= num_forward) for slot, members in enumerate(plan.of_rank(rank)))
             for rank in range(data_ranks)
         )
-    actors, of_sequence = np.unique([sequence.actor for sequence in sequences], return_inverse=True)
+    actors = {actor: place for place, actor in enumerate(dict.fromkeys(sequence.actor for sequence in sequences))}
+    of_sequence = np.array([actors[sequence.actor] for sequence in sequences])
     token_actors = [
         of_sequence[
             owners[np.array(members, np.int64)[row_order([branches[member] for member in members])][batch.branch_index]]
@@ -183,7 +184,7 @@ def prepare_step(
         flops=TRAINING_PASSES * sum(map(sum, plan.costs)),
         phases_s=timer.take(),
         sampled=sampled_places(groups, (members for rank in range(data_ranks) for members in plan.of_rank(rank))),
-        actors=tuple(map(str, actors)),
+        actors=tuple(actors),
         token_actors=np.concatenate(token_actors),
     )
 
