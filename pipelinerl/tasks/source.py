@@ -126,6 +126,8 @@ class Division:
         if is_trained_on and size <= self.num_heldout:
             fix = f"{where} has {size} distinct problems; some must be left for training"
             raise FieldError("task.heldout_problems", self.num_heldout, fix)
+        if not size:
+            raise FieldError("task.path", where, "holds no problem; give a file that does")
         self._heldout = random.Random(f"{seed}/heldout").sample(range(size), self.num_heldout)
         self._train = sorted(set(range(size)) - set(self._heldout))
         self._order = lru_cache(maxsize=2)(self._shuffled)

@@ -195,6 +195,9 @@ def test_a_file_that_is_only_evaluated_needs_no_other_problems(tmp_path: Path) -
         source = make_source(file_task(path, heldout=heldout), seed=0, is_trained_on=False)
         drawn = {source.problem(Split.HELDOUT, index).question for index in range(source.num_heldout)}
         assert (source.num_heldout, len(drawn)) == (expected, expected)
+    path.write_text("")
+    with pytest.raises(FieldError, match=r"task\.path = .*p\.jsonl'?: holds no problem; give a file that does"):
+        make_source(file_task(path, heldout=5), seed=0, is_trained_on=False)
 
 
 def test_other_field_names(tmp_path: Path) -> None:
