@@ -27,7 +27,7 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.initial_model import cache_folder
 
     folder = cache_folder(os.environ) / "models"
-    kept = {path.name: path for path in sorted(folder.glob("*"))} if folder.is_dir() else {}
+    kept = {path.name: path for path in sorted(folder.glob("[!.]*"))} if folder.is_dir() else {}
     chosen = args.clear or list(kept)
     for name in chosen:
         if name not in kept:

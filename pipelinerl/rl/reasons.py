@@ -34,6 +34,7 @@ MEANINGS = {
     "redelivered_too_often": "the group was delivered more than five times, and is kept as a dead letter",
     "unreadable_group": "the prompt group does not hold together, but names its samples",
     "forged": "a message without the token of its group took the id of this sequence",
+    "actor_quarantined": "its actor's log-probabilities are not those of the policy that it names (weights.verify_logprobs)",
     "prompt too long": "the prompt leaves no room in the context; it was never sent out",
     "prompt group too large": "the prompt group is larger than NATS's max_payload; it was never sent out",
     "prompt group invalid": "the prompt group is no valid message, such as one with an empty prompt; it was never sent out",

@@ -153,6 +153,8 @@ def test_every_outcome_and_reason_is_described() -> None:
     assert [name for name in fixed if f"`{name}`" not in text] == []
     given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/rl/groups.py").read_text())
     assert len(given) >= 2
+    given += re.findall(r'^REASON = "(\w+)"', (ROOT / "services/trainer/data/quarantine.py").read_text(), re.MULTILINE)
+    assert len(given) >= 3
     assert [reason for reason in given if reason not in MEANINGS] == []
     assert [name for name in (*bad_rewards, *StaleReason) if name not in MEANINGS] == []
     table = text.partition("| reason | given by | meaning |")[2].partition("\n\n")[0]

@@ -167,10 +167,10 @@ def agree(what: Mapping[str, str]) -> None:
     else:
         theirs = {rank: links.receive(rank).fields for rank in range(1, size)}
         differing = [
-            f"rank {rank} has {name} {its[name]!r}, rank 0 {ours!r}"
+            f"rank {rank} has {name} {its.get(name)!r}, rank 0 {ours!r}"
             for rank, its in theirs.items()
             for name, ours in what.items()
-            if its[name] != ours
+            if its.get(name) != ours
         ]
         problem = "; ".join(differing[:4])
         links.tell_all(Message("agreement", {"problem": problem}))
