@@ -124,6 +124,13 @@ def checkpoint_bytes(run: RunDir) -> int:
         return 0
 
 
+def next_checkpoint_bytes(run: RunDir, keep: int) -> int:
+    """Room that the next checkpoint takes, beside `keep` others: as much as the newest. 0 while one is being written, or an old
+    one removed: as much is free again then."""
+    is_under_way = any(run.checkpoints.glob(".*")) or len(resumable(run.path)) > keep
+    return 0 if is_under_way else checkpoint_bytes(run)
+
+
 def check_space(run: RunDir, option: str) -> None:
     """Raises `FieldError` where the run's disk has too little room to begin."""
     free, needed = free_bytes(run), LEAST_FREE_BYTES + checkpoint_bytes(run)
@@ -194,10 +201,10 @@ def _make_empty(run: RunDir, option: str) -> None:
         held = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise FieldError(option, value, f"cannot be made: {error.strerror}; give another folder") from error
-    if _UNSTARTED >= set(held) >= {run.identity.name}:
+    if set(held) <= _UNSTARTED and read_json(run.identity).keys() >= {"run", "recipe", "started"}:  # else it is not ours
         with locked(run, option):
             for entry in path.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     elif run.recipe.name in held:
         fix = "go on with it (pipelinerl run --resume), give a new folder or --name, or remove this one"
         raise FieldError(option, value, f"holds another run; {fix}")

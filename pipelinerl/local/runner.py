@@ -44,9 +44,9 @@ from pipelinerl.run_dir import (
     MOST_ACTORS,
     RESERVE_BYTES,
     RunDir,
-    checkpoint_bytes,
     free_bytes,
     newest_checkpoint,
+    next_checkpoint_bytes,
     read_json,
     write_json,
     write_whole,
@@ -200,7 +200,8 @@ class LocalRun:
     async def _watch_disk(self) -> None:
         """Runs until cancelled. Raises `ServiceError` when the disk has no room left for one more checkpoint."""
         while True:
-            free, needed = free_bytes(self.run_dir), self.reserve_bytes + checkpoint_bytes(self.run_dir)
+            needed = self.reserve_bytes + next_checkpoint_bytes(self.run_dir, self.recipe.checkpoint.keep)
+            free = free_bytes(self.run_dir)
             if free < needed:
                 raise ServiceError(
                     f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, and the next checkpoint needs "

@@ -45,7 +45,7 @@ def problems_in(folder: Path) -> Iterator[str]:
 def _weights_problems(folder: Path) -> Iterator[str]:
     files, index = sorted(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
     try:
-        shards = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else set[str]()
+        shards = set(map(str, json.loads(index.read_bytes())["weight_map"].values())) if index.is_file() else set[str]()
     except (ValueError, KeyError, TypeError, AttributeError):
         yield f"its {index.name} is not the index of its weights; copy it again"
         return

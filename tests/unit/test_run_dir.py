@@ -8,7 +8,16 @@ import pytest
 
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.run_dir import RunDir, checkpoint_bytes, create_run_dir, locked, stamped_name, trainer_starts, write_json
+from pipelinerl.run_dir import (
+    RunDir,
+    checkpoint_bytes,
+    create_run_dir,
+    locked,
+    next_checkpoint_bytes,
+    stamped_name,
+    trainer_starts,
+    write_json,
+)
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -78,7 +87,10 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pyt
     (run.checkpoints / "step-3" / "resume").mkdir(parents=True)
     (run.checkpoints / "step-3" / "resume" / "run.json").write_text("{}")
     (run.checkpoints / "step-3" / "weights").write_bytes(bytes(5000))
-    assert checkpoint_bytes(run) == 5002
+    assert (checkpoint_bytes(run), next_checkpoint_bytes(run, keep=1), next_checkpoint_bytes(run, keep=0)) == (5002, 5002, 0)
+    (partial := run.checkpoints / ".step-4.partial-7").mkdir()
+    assert next_checkpoint_bytes(run, keep=1) == 0, "its room is taken from what is free"
+    partial.rmdir()
     monkeypatch.setattr("pipelinerl.run_dir.LEAST_FREE_BYTES", 10**18)
     for given in ({}, {"name": "new"}, {"path": Path("deep/new")}):
         with pytest.raises(
@@ -93,13 +105,21 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pyt
 def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on() -> None:
     failed = create_run_dir("arithmetic", NOW, name="mine")
     (failed.log("verifier")).write_text("no port")
+    (elsewhere := Path("elsewhere")).mkdir()
+    (elsewhere / "kept").touch()
+    (failed.path / "models").symlink_to(elsewhere.resolve())
     with locked(failed), pytest.raises(FieldError, match="--name = 'runs/mine': another command runs in it"):
         create_run_dir("arithmetic", NOW, name="mine")
     again = create_run_dir("arithmetic", NOW, name="mine")
-    assert not again.log("verifier").exists()
+    assert (again.log("verifier").exists(), (again.path / "models").exists(), (elsewhere / "kept").exists()) == (
+        *(False, False), True,
+    )  # fmt: skip
     (again.path / "lineage.json").touch()
     with pytest.raises(FieldError, match="is not empty"):
         create_run_dir("arithmetic", NOW, name="mine")
+    (elsewhere / "kept").rename(elsewhere / "run.json")
+    with pytest.raises(FieldError, match="is not empty, and what it holds is no run"):
+        create_run_dir("arithmetic", NOW, path=elsewhere)
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:
