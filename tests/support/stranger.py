@@ -4,6 +4,7 @@ Each attack returns what it got, true if it worked, and raises where it is refus
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -141,11 +142,16 @@ async def done_to_a_copy(run_dir: RunDir) -> None:
 def nothing_is_readable_by_others(run_dir: RunDir) -> None:
     secrets = [path for path in (run_dir.path / "secrets").rglob("*") if path.is_file()]
     passwords = [run_dir.credentials.nats(user).read_text().partition(":")[2] for user in ("trainer", "actor", "admin")]
+    passwords.append(run_dir.credentials.page_key.read_text())
     assert len(secrets) == 7
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in (*secrets, run_dir.nats_store / "nats.conf"))
     assert all(path.stat().st_mode & 0o077 == 0 for path in (run_dir.path, run_dir.path / "secrets", run_dir.nats_store))
-    told = [path.read_bytes() for path in [*Path("/proc").glob("[0-9]*/cmdline"), *(run_dir.path / "logs").iterdir()]]
-    assert not [one for one in told for password in passwords if password.encode() in one]
+    logs = [path.read_bytes() for path in (run_dir.path / "logs").iterdir()]
+    for path in Path("/proc").glob("[0-9]*/*"):
+        if path.name in ("cmdline", "environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                logs.append(path.read_bytes())
+    assert not [one for one in logs for password in passwords if password.encode() in one]
 
 
 async def _nothing(_: Exception) -> None: ...
