@@ -692,8 +692,8 @@ class WeightUpdateConfig(Section):
         ge=0,
         lt=1,
         description="Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than "
-        "0.01 nats (float32), 1 (16 bits) or 2 (`actor.engine.quantization`). Above it, nothing of that actor is trained on "
-        "any more. 0 = off.",
+        "0.01 nats (float32), 1 (16 bits) or 2 (`actor.engine.quantization`). Above it, only "
+        "batches that are already taken (the next step's, or the phase's) still train on that actor. 0 = off.",
     )
     stop_on_mismatch: Changeable[bool] = Field(
         False, description="End the run when a later version exceeds the tolerance; false = count it, and alert."

@@ -222,6 +222,7 @@ async def test_nothing_of_an_actor_in_quarantine_is_trained_on(caplog: pytest.Lo
         assert [[s.sequence_id for s in group.sequences] for group in batch] == [
             [first.sequence_id(1)], [third.sequence_id(0), third.sequence_id(1)],
         ]  # fmt: skip
+        assert batch[0].advantages.tolist() == [0.0], "its reward is in no baseline"
         assert one.failed() == {"actor_quarantined": 2, "engine": 1}
         assert one.tracker.ledger.counts.discrepancy == 0
 

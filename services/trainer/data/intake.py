@@ -280,8 +280,14 @@ class Intake:
                 return group
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """The group without its stale members; None when nothing of it is left."""
+        """The group without its stale members, and as if those of quarantined actors had failed; None when nothing is left."""
         algorithm = self._recipe.algorithm
+        if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
+            self._tracker.close(refused, Outcome.FAILED, QUARANTINED)
+            sequences = tuple(sequence for sequence in sequences if sequence not in refused)
+            if len(sequences) < smallest_group(algorithm.advantage):
+                self._lose(sequences, Outcome.FAILED, "group incomplete")
+                return None
         rewards = [sequence.reward for sequence in sequences]
         advantages = group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
         if sequences[0].task in self._masked:  # its reward is in the baseline of the others; it teaches nothing itself
@@ -290,9 +296,7 @@ class Intake:
         for index, sequence in enumerate(sequences):
             spans = tuple(span for branch in sequence.all_branches for span in branch.spans)
             reason = stale_reason(spans, version, algorithm, self._lineage)
-            if self.quarantine.failure_of(sequence):
-                self._tracker.close([sequence], Outcome.FAILED, QUARANTINED)
-            elif reason is None:
+            if reason is None:
                 kept.append(index)
             else:
                 self._tracker.close([sequence], Outcome.DROPPED_STALE, reason.value)
