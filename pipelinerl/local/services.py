@@ -124,7 +124,9 @@ class ServiceLaunches:
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
         """`again`: where it listened before a restart; actors keep that address."""
-        settings = {"workers": "2", "private_dir": str(self.run_dir.path.resolve())}
+        own = self.run_dir.path.resolve()
+        private = own.parent if own.parent.name == "runs" else own  # by default, other runs and their secrets are beside it
+        settings = {"workers": "2", "private_dir": str(private)}
         if again is not None:
             settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
         launch = self._launch("verifier", settings, _thread_env(1))

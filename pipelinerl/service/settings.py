@@ -145,7 +145,7 @@ class RankSettings(BaseSettings):
 class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Reward processes.")
     max_queue: int = Field(4096, ge=1, description="Items waiting at most; more are refused with RESOURCE_EXHAUSTED.")
-    private_dir: Path | None = Field(None, description="Folder that no code in a sandbox reads: a local run's own.")
+    private_dir: Path | None = Field(None, description="Folder that no code in a sandbox reads: a local run's, or runs/.")
     max_episodes: int = Field(512, ge=1, le=100_000, description="Episodes under way at most; more are refused likewise.")
     reward_modules: Path | None = Field(None, description="Folder in which workers look for modules, before PYTHONPATH.")
 

@@ -59,6 +59,8 @@ def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, mon
     verifier = settings_of(launches.verifier(again), VerifierSettings, monkeypatch)
     assert (verifier["tls_dir"], verifier["private_dir"]) == (secrets / "tls", tmp_path.resolve())
     assert (verifier["grpc_port"], verifier["http_port"]) == (5000, 5001), "a restarted one keeps its ports"
+    beside = replace(launches, run_dir=RunDir(tmp_path / "runs" / "tiny-run", "tiny-run"))
+    assert settings_of(beside.verifier(), VerifierSettings, monkeypatch)["private_dir"] == tmp_path.resolve() / "runs"
 
 
 def test_threads_reach_the_processes(launches: ServiceLaunches) -> None:
