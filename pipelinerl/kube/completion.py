@@ -87,7 +87,8 @@ async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
 
 
 def packed_report(run_dir: Path) -> bytes:
-    """The report of a run's folder, compressed, with as many samples as there is room for. Raises what `report_of` raises."""
+    """The report of a run's folder, compressed, with as many samples as there is room for: without any it may still be larger
+    than `MOST_REPORT_BYTES`. Raises what `report_of` raises."""
     for samples in (SAMPLES_READ, 4, 1, 0):
         packed = gzip.compress(report_of(run_dir, samples).encode())
         if len(packed) <= MOST_REPORT_BYTES:
@@ -103,7 +104,9 @@ async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
     except Exception:  # whatever is wrong with the records: no GPU is kept for them
         log.exception("the run has no report")
         return
-    if settings.on_completion == "release":
+    if settings.on_completion == "release" and len(report) > MOST_REPORT_BYTES:
+        log.error("the report is on the volume alone: its %d bytes, compressed, are more than a Secret holds", len(report))
+    elif settings.on_completion == "release":
         await _insist(lambda: client.patch_secret(f"{settings.release}-report", {REPORT: report}))
 
 

@@ -54,7 +54,9 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
     finished = {"theirs": "stays", "phase": "Finished", "run": RUN, "policyVersion": "4"}
     finished |= {"actors": "8"} if mode != "keep" else {}
     (tmp_path / "recipe.yaml").write_text(recipe_yaml(make_recipe()))
-    for _ in range(2):  # a trainer that starts again, in the middle or after it, does the same
+    for most_bytes in (0, completion.MOST_REPORT_BYTES):  # a trainer that starts again, amid this or after it, does the same
+        monkeypatch.setattr(completion, "MOST_REPORT_BYTES", most_bytes)
+        api.scales["rl-trainer"]["replicas"], api.configs["rl-run"]["phase"] = 1, "Running"
         async with training_run(tmp_path, settings=settings) as (run, policy), asyncio.timeout(120):
             run.loop.version, policy.version, stop = 4, 4, asyncio.Event()
             running = asyncio.create_task(run.run(stop))
@@ -68,6 +70,7 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
             assert not running.done()
             stop.set()
             await running
+        assert ("the report is on the volume alone" in caplog.text) is (mode == "release" and not most_bytes)
         caplog.clear()
     assert (tmp_path / "report.html").exists() is (mode != "keep")
     if mode == "release":
