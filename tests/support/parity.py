@@ -83,10 +83,13 @@ def random_model(kind: str, tied: bool) -> PreTrainedModel:
 
 @torch.no_grad()
 def change_strongly(model: PreTrainedModel, seed: int) -> None:
-    """Another policy: of the order of the weights themselves, so that a part left stale cannot pass."""
+    """Another policy: of the order of the weights themselves, so that a part left stale cannot pass.
+
+    Matrices are halved before, so that neither they nor the rounding of their products grow from change to change.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.06)
+        parameter.mul_(0.5 if parameter.dim() > 1 else 1.0).add_(torch.randn(parameter.shape, generator=generator) * 0.06)
 
 
 @torch.no_grad()
