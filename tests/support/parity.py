@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -147,6 +148,7 @@ class Running:
         self.client = self.new_client()
         self.group: WeightGroup | None = None
         self.epoch = 0
+        self.numbers = itertools.count()
 
     def new_client(self, **options: Any) -> WeightUpdateClient:
         return WeightUpdateClient(self.llm, bind_host="127.0.0.1", stall_timeout_s=STALL_TIMEOUT_S, **options)
@@ -198,7 +200,7 @@ class Running:
             detokenize=False,
             output_kind=RequestOutputKind.CUMULATIVE,
         )
-        request_id, enough = f"sample-{id(begun)}-{num_tokens}", num_tokens
+        request_id, enough = f"sample-{next(self.numbers)}", num_tokens
         prompt = {"prompt_token_ids": PROMPT, "cache_salt": request_id}  # no other sample's cached blocks
         async for output in self.llm.generate(prompt, sampling, request_id):
             completion = output.outputs[0]
