@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import traceback
 
 
@@ -81,6 +82,14 @@ class ManifestMismatch(TransferError):
 
 class ServiceError(PipelineRLError):
     """A service of the run cannot be started, reached, or has died."""
+
+
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+
+
+def as_unicode(text: str) -> str:
+    """With U+FFFD for each half of a surrogate pair, which JSON and Python can write and no message or tokenizer takes."""
+    return _HALF_A_PAIR.sub("\ufffd", text)
 
 
 def first_line(error: BaseException) -> str:

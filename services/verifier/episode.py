@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl.episodes.environment import Done, Environment, Messages, ToolCall, Turn, check_environment_class
 from pipelinerl.episodes.tools import Tool, tool_of
-from pipelinerl.errors import FieldError, UserError, located
+from pipelinerl.errors import FieldError, UserError, as_unicode, located
 from pipelinerl.recipe.fields import ProblemSet
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import (
@@ -37,14 +37,12 @@ from pipelinerl.v1.verifier_pb2 import (
     EpisodeRequest,
     VerifyItem,
     VerifyResult,
-    VerifyStatus,
 )
 from services.verifier.rewards.compose import imported, make_reward
-from services.verifier.worker import score_item
+from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
 
 POLICY_FAULTS = ("max_turns_exceeded", "context_length_exceeded")
 """OpenAI error codes of HTTP 400 with which an actor refuses a turn that the policy has no room for."""
-_MESSAGE_CHARACTERS = 500
 _MOST_ANSWER_BYTES = 1024**2
 _ROW_IN_ENVIRONMENT_BYTES = 100_000
 """Linux takes 128 KiB for one variable."""
@@ -141,7 +139,9 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy) -> VerifyRe
         result = play(request, policy)
     except PolicyFault as fault:
         result = VerifyResult(
-            status=VERIFY_STATUS_OK, components={"answer": 0.0}, message=f"{fault.code}: {fault}"[:_MESSAGE_CHARACTERS]
+            status=VERIFY_STATUS_OK,
+            components={"answer": 0.0},
+            message=as_unicode(f"{fault.code}: {fault}")[:MESSAGE_CHARACTERS],
         )
     except MemoryError:  # the traceback holds what filled the memory; it is let go before anything else is done
         result = failed(VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
@@ -153,10 +153,6 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy) -> VerifyRe
     result.sequence_id = request.sequence_id
     result.seconds = time.perf_counter() - started_s
     return result
-
-
-def failed(status: VerifyStatus, message: str) -> VerifyResult:
-    return VerifyResult(status=status, message=message[:_MESSAGE_CHARACTERS])
 
 
 def play_environment(make: Callable[[], Environment], correct: float) -> Play:
@@ -240,7 +236,7 @@ class ToolUse:
             arguments = call.arguments()
             problem = best_match(Draft202012Validator(tool.parameters).iter_errors(arguments))
             if problem is not None:
-                return f"error: {problem.json_path}: {problem.message}"[:_MESSAGE_CHARACTERS]
+                return f"error: {problem.json_path}: {problem.message}"[:MESSAGE_CHARACTERS]
             result = tool.function(**arguments)
             if inspect.isawaitable(result):
                 result = await result
@@ -248,7 +244,7 @@ class ToolUse:
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - the tool's own, and the policy's to read
-            return f"error: {type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS]
+            return f"error: {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
 
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
@@ -299,7 +295,7 @@ def _printed(program: subprocess.Popen[bytes]) -> tuple[str, str]:
                     if text is complained:
                         sys.stderr.buffer.write(chunk)
                         sys.stderr.buffer.flush()
-                        del text[:-_MESSAGE_CHARACTERS]
+                        del text[:-MESSAGE_CHARACTERS]
                     elif len(text) > _MOST_ANSWER_BYTES:
                         raise EpisodeFailed(f"the agent printed more than {_MOST_ANSWER_BYTES} bytes")
                 if chunk == b"" and descriptor in ready.get_map():

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from pipelinerl.errors import FieldError, PipelineRLError
+from pipelinerl.errors import FieldError, PipelineRLError, as_unicode
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
@@ -255,7 +255,7 @@ def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
         content = None
     if not isinstance(content, str):
         raise JudgeRefused(f"the response is no chat completion: {body[:200].decode(errors='replace')!r}")
-    return content
+    return as_unicode(content)
 
 
 async def in_thread(call: Callable[[], str]) -> str:

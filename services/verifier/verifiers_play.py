@@ -21,7 +21,8 @@ from pipelinerl.recipe.fields import TaskConfig
 from pipelinerl.recipe.preflight import VERIFIERS, VERIFIERS_MISSING
 from pipelinerl.tasks.source import Division, Split
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_BAD_REWARD, VERIFY_STATUS_OK, EpisodeRequest, VerifyResult
-from services.verifier.episode import EpisodeFailed, Play, Policy, Problem, failed
+from services.verifier.episode import EpisodeFailed, Play, Policy, Problem
+from services.verifier.worker import failed
 
 if TYPE_CHECKING:
     from verifiers.v1 import Env, Episode, ModelContext, Task, Trace

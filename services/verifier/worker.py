@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pipelinerl.errors import UserError, located
+from pipelinerl.errors import UserError, as_unicode, located
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.confinement import (
@@ -38,7 +38,7 @@ from services.verifier.sandbox import NoSandbox, confine
 
 RETIRED = 75
 """Exit code of a worker that leaves of its own accord, between two items, to be replaced by a fresh one."""
-_MESSAGE_CHARACTERS = 500
+MESSAGE_CHARACTERS = 500
 _FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -73,8 +73,8 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
             status=verifier_pb2.VERIFY_STATUS_OK,
             reward=scored.value,
             components=scored.parts,
-            message=scored.reason[:_MESSAGE_CHARACTERS],
-            answer=(answer or "")[:_MESSAGE_CHARACTERS],
+            message=as_unicode(scored.reason)[:MESSAGE_CHARACTERS],
+            answer=(answer or "")[:MESSAGE_CHARACTERS],
         )
     except BadReference as error:
         status, message = verifier_pb2.VERIFY_STATUS_BAD_REFERENCE, str(error)
@@ -86,7 +86,12 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
         traceback.print_exc()
         status = verifier_pb2.VERIFY_STATUS_CRASHED
         message = f"the reward raised {located(error)}{_hint(error, item, answer)}"
-    return verifier_pb2.VerifyResult(status=status, message=message[:_MESSAGE_CHARACTERS])
+    return failed(status, message)
+
+
+def failed(status: verifier_pb2.VerifyStatus, message: str) -> verifier_pb2.VerifyResult:
+    """`message`: may quote what users' code and the policy say."""
+    return verifier_pb2.VerifyResult(status=status, message=as_unicode(message)[:MESSAGE_CHARACTERS])
 
 
 def _hint(error: BaseException, item: verifier_pb2.VerifyItem, answer: str | None) -> str:

@@ -173,7 +173,7 @@ async def scored(config: RewardConfig, *items: VerifyItem) -> list[VerifyResult]
 
 
 async def test_the_number_over_full_marks_is_the_score_and_no_number_is_no_reward() -> None:
-    answers = ["SCORE: 3, no: SCORE: 7", (403, "no"), "I cannot say", "SCORE: 11", "SCORE: many", "SCORE: nan"]
+    answers = ["SCORE: 3, no \ud83d: SCORE: 7", (403, "no"), "I cannot say", "SCORE: 11", "SCORE: many", "SCORE: nan"]
     with endpoint(*answers) as server:
         config = reward(server.url, concurrency=1)
         results = await scored(config, *(item(f"c{index}", index) for index in range(6)))

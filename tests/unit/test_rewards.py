@@ -228,6 +228,11 @@ def test_json_schema_of_the_problem() -> None:
 
 
 def test_json_schema_names_what_is_wrong_with_the_answer() -> None:
+    reward = make_reward(
+        RewardConfig(scorer="json_schema", json_schema={"additionalProperties": {"type": "integer"}}), TaskConfig()
+    )
+    half = score_item(reward, wire_item('{"\\ud800": "x"}', {}))
+    assert (half.status, half.reward, "\ufffd" in half.message) == (verifier_pb2.VERIFY_STATUS_OK, 0.0, True)
     assert json_schema_scorer(POINT)(item('{"x": "one"}')).reason == "$.x: 'one' is not of type 'integer'"
     assert json_schema_scorer(POINT)(item("[" * 100_000)).value == 0.0
 
@@ -468,6 +473,7 @@ def raiser(error: BaseException) -> ComposedReward:
         (BadReward("nan"), verifier_pb2.VERIFY_STATUS_BAD_REWARD),
         (MemoryError(), verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY),
         (RuntimeError("boom"), verifier_pb2.VERIFY_STATUS_CRASHED),
+        (ValueError("of the policy: \ud800"), verifier_pb2.VERIFY_STATUS_CRASHED),  # which no message takes
         (RecursionError(), verifier_pb2.VERIFY_STATUS_CRASHED),
         (SystemExit(0), verifier_pb2.VERIFY_STATUS_CRASHED),
         (KeyboardInterrupt(), verifier_pb2.VERIFY_STATUS_CRASHED),
