@@ -299,12 +299,23 @@ IMMUTABLE: dict[str, tuple[str, ...]] = {
 }
 
 
+UNITS = {"": 1, "m": 1e-3, "k": 1e3} | {
+    unit + binary: (1024 if binary else 1000) ** power for power, unit in enumerate("KMGTPE", 1) for binary in ("", "i")
+}
+
+
+def quantity(text: str | int) -> float:
+    """Of a resource: 24Gi, 500m."""
+    number, unit = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(text)).groups()  # type: ignore[union-attr]
+    return float(number) * UNITS[unit]
+
+
 def problems(item: Object, before: Object | None = None) -> Iterator[str]:
     """Why a server refuses it, in place of `before`."""
     name, labels = item["metadata"]["name"], item["metadata"].get("labels") or {}
     if not NAMES.get(item["kind"], DNS_SUBDOMAIN).match(name):
         yield f'metadata.name: Invalid value: "{name}": not a name of RFC 1123 (a Service: 1035) for a {item["kind"]}'
-    template = item.get("spec", {}).get("template", {}) if item["kind"] in ROLLING else {}
+    template = item.get("spec", {}).get("template", {}) if item["kind"] in (*ROLLING, "Job") else {}
     for key, value in [*labels.items(), *(template.get("metadata", {}).get("labels") or {}).items()]:
         if not (LABEL_KEY.match(key) and isinstance(value, str) and LABEL_VALUE.match(value)):
             yield f'metadata.labels: Invalid value: "{key}={value}"'
@@ -316,10 +327,19 @@ def problems(item: Object, before: Object | None = None) -> Iterator[str]:
         strategy = item["spec"].get(ROLLING[item["kind"]][0]) or {}
         if strategy.get("type") != "RollingUpdate" and strategy.get("rollingUpdate") is not None:
             yield f"spec.{ROLLING[item['kind']][0]}.rollingUpdate: Forbidden: only allowed for 'RollingUpdate'"
+        parts = strategy.get("rollingUpdate") or {}
+        if all(str(parts.get(name)).rstrip("%") == "0" for name in ("maxSurge", "maxUnavailable")):
+            yield "spec.strategy.rollingUpdate.maxUnavailable: Invalid value: may not be 0 when `maxSurge` is 0"
     pod = template.get("spec", {}) if template else item.get("spec", {}) if item["kind"] == "Pod" else {}
     for volume in pod.get("volumes", []):
         if len(sources := sorted(volume.keys() - {"name"})) != 1:
             yield f"volumes[{volume['name']}]: Forbidden: may not specify more than 1 volume type: {sources}"
+    for container in [*pod.get("initContainers", []), *pod.get("containers", [])]:
+        requests, limits = (container.get("resources", {}).get(side) or {} for side in ("requests", "limits"))
+        for name in requests.keys() & limits.keys():
+            if quantity(requests[name]) > quantity(limits[name]):
+                at = f"containers[{container['name']}].resources.requests.{name}"
+                yield f"{at}: Invalid value: {requests[name]!r}: must be less than or equal to the limit of {limits[name]}"
     for path in IMMUTABLE.get(item["kind"], ()) if before else ():
         old, new = (functools.reduce(lambda node, part: (node or {}).get(part), path.split("."), one) for one in (before, item))
         if old != new and old is not None:

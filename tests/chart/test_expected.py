@@ -239,11 +239,23 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"verifier": {"serviceAccount": {"create": False, "name": "mine"}}},
         {f"pod/{pod} spec serviceAccountName": "mine" for pod in ("verifier", "validation", "test")},
     ),
-    (  # a claim that one pod takes is the trainer's
-        {"trainer": {"persistence": {"accessMode": "ReadWriteOncePod"}}},
+    *(  # a claim that one pod takes is the trainer's
+        (
+            {"trainer": {"persistence": {"accessMode": "ReadWriteOncePod", "existingClaim": claim}}},
+            {
+                "pod/release-test spec volumes * persistentVolumeClaim": [None] * 5,
+                "main/release-test args": [*RELEASE_TEST[:3], "--no-volume", *RELEASE_TEST[3:]],
+            },
+        )
+        for claim in ("", "mine")
+    ),
+    (  # each address in the family that it is of
+        {"networkPolicy": {"hub": {"cidrs": ["0.0.0.0/0", "::/0", "10.0.0.0/8"]}}},
         {
-            "pod/release-test spec volumes * persistentVolumeClaim": [None] * 5,
-            "main/release-test args": [*RELEASE_TEST[:3], "--no-volume", *RELEASE_TEST[3:]],
+            "NetworkPolicy/pipelinerl-actor spec egress * to * ipBlock except": [
+                *[[None, None], [None], [None], [None]],
+                [["169.254.169.254/32"], ["fd00:ec2::254/128", "fd20:ce::254/128"], None],
+            ]
         },
     ),
     (

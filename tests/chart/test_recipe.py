@@ -102,6 +102,12 @@ def test_one_value_starts_a_run_from_a_checkpoint_and_only_the_trainer_has_the_s
 EPISODES = {"set": {"task": {"source": "environment", "name": "a.b:C"}, "actor": {"sequences_in_progress": 64}}}
 """Of which each actor keeps 128 under way."""
 SCRAPED = {"metrics": {"scrapedOtherwise": True}}
+NO_HUB = {"networkPolicy": {"hub": {"enabled": False}}}
+JUDGE = {
+    "scorer": "judge",
+    "judge": {"url": "https://judge.example.com/v1", "model": "m", "template": "{completion}", "pattern": r"(\d+)"},
+}
+TO_ANYWHERE = [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}]
 REFUSED: dict[str, dict[str, Any]] = {
     "trainer.onCompletion: release needs kubernetesApi.enabled": {
         "trainer": {"onCompletion": "release"},
@@ -177,6 +183,57 @@ REFUSED: dict[str, dict[str, Any]] = {
     "trainer.capabilities: [IPC_LOCK] have no effect for a process that is not root; set security.runAsUser to 0": {
         "trainer": {"capabilities": ["IPC_LOCK"]}
     },
+    "actor.resources.limits.memory: 24Gi is less than actor.resources.requests.memory = 32Gi, which Kubernetes refuses": {
+        "actor": {"resources": {"limits": {"memory": "24Gi"}}}
+    },
+    "trainer.resources.limits.cpu: 7500m is less than trainer.resources.requests.cpu = 8": {
+        "trainer": {"resources": {"limits": {"cpu": "7500m"}}}
+    },
+    "trainer.page.resources.limits.memory: 64M is less than trainer.page.resources.requests.memory = 96Mi": {
+        "trainer": {"page": {"resources": {"limits": {"memory": "64M"}}}}
+    },
+    "actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart makes for one of them": {
+        service: {"serviceAccount": {"name": "x"}} for service in ("actor", "trainer")
+    },
+    "actor.serviceAccount.name, trainer.serviceAccount.name: both are pipelinerl-trainer, which the chart makes": {
+        "actor": {"serviceAccount": {"create": False, "name": "pipelinerl-trainer"}}
+    },
+    "tls.nats.enabled: encrypts the chart's own NATS, and nats.enabled is false; for yours write tls:// in nats.url": {
+        "tls": {"nats": {"enabled": True}},
+        "nats": {"enabled": False, "url": "nats://nats.messaging:4222"},
+    },
+    "nats.tlsSecret: nats-ca is not used while nats.enabled is true; set tls.nats.enabled": {"nats": {"tlsSecret": "nats-ca"}},
+    "networkPolicy.verifierEgress: is empty, so that no verifier would reach the recipe's judge (https://": {
+        "recipe": {"set": {"reward": JUDGE}}
+    },
+    "would reach the recipe's judge (https://judge.example.com/v1); add a rule": {
+        "recipe": {"set": {"evaluation": {"sets": [{"name": "a"}, {"name": "b", "reward": JUDGE}]}}}
+    },
+    "networkPolicy.extraEgress: is empty and networkPolicy.hub.enabled is false, so that the trainer would not reach s3://": {
+        "recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}},
+        **NO_HUB,
+    },
+    "so that the trainer would not reach hf://a/first/checkpoints/latest; add a rule to the store's address": {
+        "model": {"source": "hf://a/first/checkpoints/latest"},
+        **NO_HUB,
+    },
+    "images.variant: cuda has no use for actor.gpus = 0; set actor.gpus and trainer.gpus to null, or images.variant to cpu": {
+        "actor": {"gpus": 0},
+        "trainer": {"gpus": 0},
+    },
+    "trainer.expectedActors: 1 is more than actor.replicas = 0": {"actor": {"replicas": 0}},
+    "networkPolicy.monitoring.from: is empty, and actor.autoscaling follows a metric that no Prometheus could collect": {
+        "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}},
+        "networkPolicy": {"monitoring": {"from": []}},
+        **SCRAPED,
+    },
+    "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page": {
+        "trainer": {"page": {"enabled": True, "ingress": {"enabled": True, "host": "a.b", "withoutLogin": True, "from": []}}}
+    },
+    "networkPolicy.dns.to: is empty, so that no pod could resolve a name": {"networkPolicy": {"dns": {"to": []}}},
+    "actor.strategy.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced": {
+        "actor": {"strategy": {"rollingUpdate": {"maxUnavailable": "0%"}}}
+    },
     "networkPolicy.nats.ports: [4222] lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {
         "nats": {"enabled": False, "url": "nats://nats-0.messaging:4222,nats://nats-1.messaging:4223"}
     },
@@ -221,6 +278,27 @@ def test_values_that_contradict_each_other_are_refused_by_name(message: str) -> 
         render(REFUSED[message])
     assert "\n\npipelinerl: " in str(refused.value)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"actor": {"resources": None}, "trainer": {"resources": {"limits": None}}},
+        {"actor": {"resources": {"requests": {"memory": "24G"}, "limits": {"memory": "24Gi"}}}},
+        {"recipe": {"set": {"reward": JUDGE}}, "networkPolicy": {"verifierEgress": TO_ANYWHERE}},
+        {"recipe": {"set": {"reward": JUDGE}}, "networkPolicy": {"enabled": False, "dns": {"to": []}}},
+        {"recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}}},
+        {"model": {"source": "s3://a/b/latest"}, "networkPolicy": NO_HUB["networkPolicy"] | {"extraEgress": TO_ANYWHERE}},
+        {"model": {"name": "a/b"}, "actor": {"cache": {"existingClaim": "models"}}, **NO_HUB},
+        {"actor": {"strategy": {"type": "Recreate", "rollingUpdate": {"maxUnavailable": 0}}}},
+        {"actor": {"replicas": 0}, "trainer": {"expectedActors": 0}},
+        {service: {"serviceAccount": {"create": False, "name": "theirs"}} for service in ("actor", "trainer", "verifier")},
+        {"nats": {"enabled": False, "url": "nats://n:4222", "serviceAccount": {"name": "pipelinerl-actor"}}},
+    ],
+    ids=str,
+)
+def test_values_that_only_look_like_those_are_taken(values: dict[str, Any]) -> None:
+    assert render(values).of_kind("Deployment")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def volume(**source: Any) -> Object:
     return {"volumes": [{"name": "v", **source}]}
 
 
+MORE_THAN_THE_LIMIT = {"requests": {"cpu": "1", "memory": "32Gi"}, "limits": {"cpu": "1500m", "memory": "33G"}}
 REFUSED: dict[str, tuple[tuple[Object, ...], str]] = {
     "a strategy that is written where the server had filled one in": (
         (workload("StatefulSet"), workload("StatefulSet", updateStrategy={"type": "OnDelete"})),
@@ -62,6 +63,14 @@ REFUSED: dict[str, tuple[tuple[Object, ...], str]] = {
         "may not specify more than 1 volume type: ['configMap', 'emptyDir']",
     ),
     "a name with an underscore": ((workload("Deployment", "dashboard_x"),), "metadata.name"),
+    "a request above its limit": (
+        (workload("Deployment", pod={"containers": [{"name": "c", "resources": MORE_THAN_THE_LIMIT}]}),),
+        "containers[c].resources.requests.memory: Invalid value: '32Gi': must be less than or equal to the limit of 33G",
+    ),
+    "a strategy that replaces no pod": (
+        (workload("Deployment", strategy={"rollingUpdate": {"maxSurge": 0, "maxUnavailable": "0%"}}),),
+        "spec.strategy.rollingUpdate.maxUnavailable: Invalid value: may not be 0 when `maxSurge` is 0",
+    ),
     "a field that cannot change": (
         (workload("StatefulSet", serviceName="a"), workload("StatefulSet", serviceName="b")),
         "spec.serviceName: Forbidden",
@@ -245,14 +254,15 @@ def _resources(values: Any) -> Iterator[Object]:
 
 
 def test_every_container_fits_a_quota(rendered: Rendered) -> None:
-    """On requests of CPU and memory and on limits of memory; the values can add the others, as below."""
+    """On requests of CPU, memory and disk and on limits of memory; the values can add the others, as below."""
     for pod in rendered.pods:
         for container in pod.containers:
             given = {f"{side}.{name}" for side, names in container["resources"].items() for name in names}
-            assert given >= {"requests.cpu", "requests.memory", "limits.memory"}, (pod.owner, container["name"])
+            asked = {"requests.cpu", "requests.memory", "requests.ephemeral-storage", "limits.memory"}
+            assert given >= asked, (pod.owner, container["name"])
 
 
-QUOTA = {"limits": {"cpu": "2", "ephemeral-storage": "3Gi"}, "requests": {"ephemeral-storage": "1Gi"}}
+QUOTA = {"limits": {"cpu": "8", "ephemeral-storage": "3Gi"}, "requests": {"ephemeral-storage": "1Gi"}}
 
 
 def test_no_resources_are_out_of_the_values_reach() -> None:

@@ -157,6 +157,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "true for a section": {"tls": True},
     "a path as a model": {"model": {"name": "/models/llama"}},
     "a run that cannot be a subject": {"run": "My.Run"},
+    "a Secret that no object can be called": {"storage": {"existingSecret": "my secret"}},
+    "the same of the page": {"trainer": {"page": {"ingress": {"tlsSecret": "TLS"}}}},
     "a size without a unit": {"nats": {"persistence": {"size": "32"}}},
     "a variable of the chart's own": {"actor": {"extraEnv": [{"name": "PIPELINERL_RUN", "value": "x"}]}},
     "a volume of the chart's own": {"actor": {"extraVolumes": [{"name": "data", "emptyDir": {}}]}},

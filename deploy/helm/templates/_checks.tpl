@@ -1,13 +1,29 @@
 {{/* Values that contradict each other, or would silently do nothing. The root context; renders nothing. */}}
 {{- define "pipelinerl.checks" -}}
+{{- range $component := list "actor" "trainer" "verifier" "nats" "validation" "test" -}}
+{{- include "pipelinerl.checkResources" (dict "at" $component "values" (index $.Values $component)) -}}
+{{- end -}}
 {{- range $component := list "actor" "trainer" -}}
+{{- $values := index $.Values $component -}}
 {{- $gpus := include (printf "pipelinerl.%s.gpus" $component) $ | int -}}
-{{- if and (eq $.Values.images.variant "cpu") (gt $gpus 0) (not (index $.Values $component).image.reference) -}}
-{{- include "pipelinerl.fail" (printf "images.variant: cpu has no use for %s.gpus = %d; set actor.gpus and trainer.gpus to 0 (values-cpu.yaml), or images.variant to cuda" $component $gpus) -}}
+{{- $wanted := gt $gpus 0 | ternary "cuda" "cpu" -}}
+{{- $user := $.Values.security.runAsUser -}}
+{{- include "pipelinerl.refuse" (list
+  (list (and (ne $.Values.images.variant $wanted) (not $values.image.reference))
+    (printf "images.variant: %s has no use for %s.gpus = %d; set actor.gpus and trainer.gpus to %s, or images.variant to %s" $.Values.images.variant $component $gpus (eq $wanted "cuda" | ternary "0 (values-cpu.yaml)" "null") $wanted))
+  (list (and $values.capabilities (or (kindIs "invalid" $user) (ne (int $user) 0)))
+    (printf "%s.capabilities: [%s] have no effect for a process that is not root; set security.runAsUser to 0, or leave it empty and raise the nodes' limit of locked memory" $component (join ", " $values.capabilities)))
+) -}}
 {{- end -}}
+{{- $accounts := dict -}}
+{{- range $component := without (list "actor" "trainer" "verifier" "nats") (.Values.nats.enabled | ternary "" "nats") -}}
+{{- $name := include "pipelinerl.serviceAccountName" (dict "root" $ "component" $component) -}}
+{{- $other := get $accounts $name -}}
+{{- $made := (index $.Values $component).serviceAccount.create -}}
+{{- if and $other (or $made (index $.Values $other).serviceAccount.create) -}}
+{{- include "pipelinerl.fail" (printf "%s.serviceAccount.name, %s.serviceAccount.name: both are %s, which the chart makes for one of them; give each a name of its own" $other $component $name) -}}
 {{- end -}}
-{{- if and .Values.nats.enabled .Values.nats.url -}}
-{{- include "pipelinerl.fail" (printf "nats.url: %s is not used while nats.enabled is true; set nats.enabled to false, or leave the url empty" .Values.nats.url) -}}
+{{- $_ := set $accounts $name $component -}}
 {{- end -}}
 {{- $way := .Values.networkPolicy.nats -}}
 {{- if and (not .Values.nats.enabled) .Values.networkPolicy.enabled $way.cidrs (not .Values.networkPolicy.extraEgress) -}}
@@ -16,7 +32,8 @@
 {{- include "pipelinerl.checkPort" (dict "field" "networkPolicy.nats.ports" "ports" $way.ports "port" $port "of" (printf "nats.url = %s" $url)) -}}
 {{- end -}}
 {{- end -}}
-{{- $trainer := dig "trainer" dict (include "pipelinerl.recipe" . | fromYaml) -}}
+{{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
+{{- $trainer := dig "trainer" dict $recipe -}}
 {{- $here := include "pipelinerl.trainer.gpus" . | int | default (dig "nproc" 1 $trainer | int) -}}
 {{- $ranks := mul (int .Values.trainer.nodes) $here -}}
 {{- range $name := list "context_parallel" "shard_ranks" -}}
@@ -26,50 +43,91 @@
 {{- end -}}
 {{- end -}}
 {{- $actors := .Values.actor -}}
+{{- $rolling := eq $actors.strategy.type "RollingUpdate" | ternary (default dict $actors.strategy.rollingUpdate) dict -}}
 {{- $expected := int .Values.trainer.expectedActors -}}
-{{- if and $actors.autoscaling.enabled (gt $expected (int $actors.autoscaling.minReplicas)) -}}
-{{- include "pipelinerl.fail" (printf "trainer.expectedActors: %d is more than actor.autoscaling.minReplicas = %d, and the autoscaler adds none before the first step; make them equal" $expected (int $actors.autoscaling.minReplicas)) -}}
-{{- else if and (not $actors.autoscaling.enabled) $actors.replicas (gt $expected (int $actors.replicas)) -}}
-{{- include "pipelinerl.fail" (printf "trainer.expectedActors: %d is more than actor.replicas = %d, so that the first step would wait for ever; make them equal" $expected (int $actors.replicas)) -}}
-{{- end -}}
-{{- $scaled := list -}}
-{{- if $actors.autoscaling.enabled -}}{{- $scaled = append $scaled "actor" -}}{{- end -}}
-{{- if and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") -}}{{- $scaled = append $scaled "verifier" -}}{{- end -}}
-{{- if and $scaled (not .Values.metrics.podMonitor.enabled) (not .Values.metrics.scrapedOtherwise) -}}
-{{- include "pipelinerl.fail" (printf "metrics.podMonitor.enabled: is false, and %s.autoscaling follows a metric that nobody would collect; set it, or metrics.scrapedOtherwise where your Prometheus finds the pods without" (first $scaled)) -}}
-{{- end -}}
-{{- range $component := list "actor" "trainer" -}}
-{{- $capabilities := (index $.Values $component).capabilities -}}
-{{- if and $capabilities (or (kindIs "invalid" $.Values.security.runAsUser) (ne (int $.Values.security.runAsUser) 0)) -}}
-{{- include "pipelinerl.fail" (printf "%s.capabilities: [%s] have no effect for a process that is not root; set security.runAsUser to 0, or leave it empty and raise the nodes' limit of locked memory" $component (join ", " $capabilities)) -}}
-{{- end -}}
-{{- end -}}
+{{- $counted := not (or $actors.autoscaling.enabled (kindIs "invalid" $actors.replicas)) -}}
+{{- $scaler := or (and $actors.autoscaling.enabled "actor") (and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") "verifier") -}}
+{{- $policies := .Values.networkPolicy -}}
+{{- $hasEpisodes := include "pipelinerl.hasEpisodes" . -}}
+{{- $judges := include "pipelinerl.judges" $recipe -}}
+{{- $store := list (dig "checkpoint" "upload" "" $recipe) (default "" $recipe.model.source) (default "" $recipe.model.name) | join " " | regexFind "[a-z0-9]+://[^ ]+" -}}
 {{- $encrypts := or .Values.tls.grpc.enabled .Values.tls.nats.enabled -}}
-{{- if and (not $encrypts) (or .Values.tls.certManager.enabled (.Values.tls.secrets | values | compact)) -}}
-{{- include "pipelinerl.fail" "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled, tls.nats.enabled or both" -}}
-{{- end -}}
-{{- if and .Values.tracing.headersSecret (not .Values.tracing.endpoint) -}}
-{{- include "pipelinerl.fail" (printf "tracing.headersSecret: %s is not used while tracing.endpoint is empty; set the endpoint of your collector" .Values.tracing.headersSecret) -}}
-{{- end -}}
+{{- include "pipelinerl.refuse" (list
+  (list (and .Values.nats.enabled .Values.nats.url)
+    (printf "nats.url: %s is not used while nats.enabled is true; set nats.enabled to false, or leave the url empty" .Values.nats.url))
+  (list (and .Values.nats.enabled .Values.nats.tlsSecret)
+    (printf "nats.tlsSecret: %s is not used while nats.enabled is true; set tls.nats.enabled and tls.secrets.nats for the chart's own NATS" .Values.nats.tlsSecret))
+  (list (and .Values.tls.nats.enabled (not .Values.nats.enabled))
+    "tls.nats.enabled: encrypts the chart's own NATS, and nats.enabled is false; for yours write tls:// in nats.url and name its CA in nats.tlsSecret")
+  (list (and (not $encrypts) (or .Values.tls.certManager.enabled (.Values.tls.secrets | values | compact)))
+    "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled, tls.nats.enabled or both")
+  (list (and .Values.tracing.headersSecret (not .Values.tracing.endpoint))
+    (printf "tracing.headersSecret: %s is not used while tracing.endpoint is empty; set the endpoint of your collector" .Values.tracing.headersSecret))
+  (list (and .Values.huggingface.token .Values.huggingface.existingSecret)
+    "huggingface.token: huggingface.existingSecret is set too; keep one of them")
+  (list (and $actors.autoscaling.enabled (gt $expected (int $actors.autoscaling.minReplicas)))
+    (printf "trainer.expectedActors: %d is more than actor.autoscaling.minReplicas = %d, and the autoscaler adds none before the first step; make them equal" $expected (int $actors.autoscaling.minReplicas)))
+  (list (and $counted (gt $expected (int $actors.replicas)))
+    (printf "trainer.expectedActors: %d is more than actor.replicas = %d, so that the first step would wait for ever; make them equal" $expected (int $actors.replicas)))
+  (list (and (dig "maxSurge" "25%" $rolling | toString | regexMatch "^0+%?$") (dig "maxUnavailable" "25%" $rolling | toString | regexMatch "^0+%?$"))
+    "actor.strategy.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced, which Kubernetes refuses; raise one of them")
+  (list (and $scaler (not .Values.metrics.podMonitor.enabled) (not .Values.metrics.scrapedOtherwise))
+    (printf "metrics.podMonitor.enabled: is false, and %s.autoscaling follows a metric that nobody would collect; set it, or metrics.scrapedOtherwise where your Prometheus finds the pods without" (toString $scaler)))
+  (list (and $policies.enabled $scaler (not $policies.monitoring.from))
+    (printf "networkPolicy.monitoring.from: is empty, and %s.autoscaling follows a metric that no Prometheus could collect; name its peers" (toString $scaler)))
+  (list (and $policies.enabled .Values.trainer.page.ingress.enabled (not .Values.trainer.page.ingress.from))
+    "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods")
+  (list (and $policies.enabled (not $policies.dns.to))
+    "networkPolicy.dns.to: is empty, so that no pod could resolve a name; name the pods or addresses that answer DNS")
+  (list (and $policies.enabled $judges (not $policies.verifierEgress))
+    (printf "networkPolicy.verifierEgress: is empty, so that no verifier would reach the recipe's judge (%s); add a rule to its address" $judges))
+  (list (and $policies.enabled $store (not $policies.hub.enabled) (not $policies.extraEgress))
+    (printf "networkPolicy.extraEgress: is empty and networkPolicy.hub.enabled is false, so that the trainer would not reach %s; add a rule to the store's address" $store))
+  (list (and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") (not $hasEpisodes))
+    (printf "verifier.autoscaling.kind: %s scales on episodes, and the recipe has none; set it to cpu" .Values.verifier.autoscaling.kind))
+) -}}
 {{- $way = .Values.networkPolicy.tracing -}}
 {{- if and .Values.tracing.endpoint .Values.networkPolicy.enabled $way.to -}}
 {{- $address := regexReplaceAll "^https?://([^/]*).*$" .Values.tracing.endpoint "${1}" -}}
 {{- $port := regexFind ":[0-9]+$" $address | trimPrefix ":" | default (or (hasPrefix "https:" .Values.tracing.endpoint) (eq .Values.tracing.protocol "grpc") | ternary "443" "80") -}}
 {{- include "pipelinerl.checkPort" (dict "field" "networkPolicy.tracing.ports" "ports" $way.ports "port" $port "of" (printf "tracing.endpoint = %s" .Values.tracing.endpoint)) -}}
 {{- end -}}
-{{- if include "pipelinerl.hasEpisodes" . -}}
+{{- if $hasEpisodes -}}
 {{- $pods := .Values.verifier.autoscaling.enabled | ternary .Values.verifier.autoscaling.maxReplicas .Values.verifier.replicas -}}
 {{- $room := mul (int $pods) (int .Values.verifier.maxEpisodes) -}}
 {{- $wanted := include "pipelinerl.actor.episodes" . | int -}}
 {{- if and (not (kindIs "invalid" $pods)) (lt (int $room) $wanted) -}}
 {{- include "pipelinerl.fail" (printf "verifier.maxEpisodes: %d pods with %d episodes each are fewer than the %d that the actors keep under way; raise it or the number of pods, or set recipe.set.actor.episodes_in_progress" (int $pods) (int .Values.verifier.maxEpisodes) $wanted) -}}
 {{- end -}}
-{{- else if and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") -}}
-{{- include "pipelinerl.fail" (printf "verifier.autoscaling.kind: %s scales on episodes, and the recipe has none; set it to cpu" .Values.verifier.autoscaling.kind) -}}
 {{- end -}}
-{{- if and .Values.huggingface.token .Values.huggingface.existingSecret -}}
-{{- include "pipelinerl.fail" "huggingface.token: huggingface.existingSecret is set too; keep one of them" -}}
 {{- end -}}
+
+{{/* A list of (whether, message): fails with the first message that holds. */}}
+{{- define "pipelinerl.refuse" -}}
+{{- range . -}}{{- if first . -}}{{- include "pipelinerl.fail" (last .) -}}{{- end -}}{{- end -}}
+{{- end -}}
+
+{{/* dict at, values: no limit below them is less than its request, which would be refused amid an install. */}}
+{{- define "pipelinerl.checkResources" -}}
+{{- range $name, $part := .values -}}
+{{- $at := printf "%s.%s" $.at $name -}}
+{{- if kindIs "map" $part -}}
+{{- range $resource, $limit := $part.limits -}}
+{{- $request := get (default dict $part.requests) $resource -}}
+{{- if and $request (gt (include "pipelinerl.quantity" $request | float64) (include "pipelinerl.quantity" $limit | float64)) -}}
+{{- include "pipelinerl.fail" (printf "%s.limits.%s: %v is less than %s.requests.%s = %v, which Kubernetes refuses; lower the request too" $at $resource $limit $at $resource $request) -}}
+{{- end -}}
+{{- end -}}
+{{- include "pipelinerl.checkResources" (dict "at" $at "values" $part) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A quantity of Kubernetes (24Gi, 500m) as a number. */}}
+{{- define "pipelinerl.quantity" -}}
+{{- $unit := toString . | regexFind "[A-Za-z]+$" -}}
+{{- $factors := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
+{{- mulf (toString . | trimSuffix $unit | float64) (get $factors $unit) -}}
 {{- end -}}
 
 {{/* dict field, ports, port (text), of: a policy's ports hold that of an address. */}}

@@ -77,7 +77,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- range $name, $count := .values.rdma -}}
 {{- $_ := set $devices $name $count -}}
 {{- end -}}
-{{- $resources := deepCopy .values.resources -}}
+{{- $resources := default dict .values.resources | deepCopy -}}
 {{- if $devices -}}
 {{- $resources = mergeOverwrite (dict "limits" (dict) "requests" (dict)) $resources (dict "limits" $devices "requests" $devices) -}}
 {{- end -}}

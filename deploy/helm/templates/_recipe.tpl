@@ -63,6 +63,15 @@
 {{- $found -}}
 {{- end -}}
 
+{{/* A recipe: where the models answer that score completions, of the run, its tasks and what is evaluated; nothing without one. */}}
+{{- define "pipelinerl.judges" -}}
+{{- $found := list -}}
+{{- range concat (list .) (default list .tasks) (dig "evaluation" "sets" list .) -}}
+{{- with (dig "reward" dict .).judge -}}{{- $found = append $found .url -}}{{- end -}}
+{{- end -}}
+{{- $found | compact | uniq | join ", " -}}
+{{- end -}}
+
 {{/* Number of actors as far as the values say it: the most that an autoscaler makes, actor.replicas, or where those are scaled by hand
      as many as the first step waits for. */}}
 {{- define "pipelinerl.actor.count" -}}
