@@ -3,7 +3,10 @@
  * Samples are model output: they are set as text, never as HTML. sample: {step, version, task, prompt, completion, reward, terms: {name:
  * value}, metrics, reference, answer, reason, spans: [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens}; docs/run-directory.md, and
  * pipelinerl/page/data.py: long completions are clipped with their tokens, of which there were num_tokens. An episode has branches:
- * [{prompt, spans, parts, num_parts}], and these turns and observations: {role, start, end, text, finish_reason, tokens, weights}. */
+ * [{prompt, spans, parts, num_parts}], and these turns and observations: {role, start, end, text, finish_reason, tokens, weights}.
+ *
+ * Whose words an observed text is, and what a turn calls, is read off the special tokens of chat formats; the actor reads the tokens
+ * themselves. */
 "use strict";
 
 const PrlSamples = (() => {
@@ -122,15 +125,73 @@ const PrlSamples = (() => {
     return sample.tokens && sample.tokens.length ? colored(sample) : plain(sample.completion, "Completion");
   }
 
-  /* How models of common families begin a call of a tool. */
-  const CALL = /<tool_call>|<\|tool_call|<\|python_tag\|>|\[TOOL_CALLS\]|<function=|<｜tool▁call/;
+  /* How chat formats of common families begin a message, by its role's name or a word for it, and a tool's result, which some write into
+   * a user's message. */
+  const HEADER = "(?:<\\|im_start\\|>|<\\|start_header_id\\|>|<start_of_turn>|<\\|turn>|\\]~b\\])(\\w+)(?:<\\|end_header_id\\|>)?"
+    + "|<[|｜](?:im_|message_|hy_)?(system|developer|user|assistant|model|tool|observation)(?::\\w+)?[|｜]>|\\[(INST|SYSTEM_PROMPT)\\]";
+  const RESULT = "<\\|?tool_(?:response|result)s?\\b[^>]*>|<｜tool▁outputs▁begin｜>|\\[TOOL_RESULTS\\]|## Return of";
+  const MESSAGE = new RegExp(`(?:(?:${HEADER})(?:\\w*<\\|im_middle\\|>)?\\s*)?(?<=^|[>\\]\\n]\\s*)(${RESULT})|${HEADER}`, "giu");
+  const ROLES = { model: "assistant", ai: "assistant", ipython: "tool", observation: "tool", inst: "user", system_prompt: "system", developer: "system" };
+  const ONLY_MARKS = /^(?:\s|<[^<>\s]*>|\[[^[\]\s]*\])*$/;
+
+  /* An observed text, message by message: [{role, text}]. The role is "" where nothing tells it; what only begins the next turn belongs to
+   * the message before it. */
+  function messages(text) {
+    const begins = [...text.matchAll(MESSAGE)].map((found) => {
+      const result = found[4], role = result ? "tool" : found.slice(5).find((name) => name).toLowerCase();
+      return { role: ROLES[role] || role, at: found.index };
+    });
+    if (begins.length && begins[begins.length - 1].role === "assistant") begins.pop();
+    if (!begins.length || !ONLY_MARKS.test(text.slice(0, begins[0].at))) begins.unshift({ role: "", at: 0 });
+    begins[0].at = 0;
+    return begins.map(({ role, at }, i) => ({ role, text: text.slice(at, begins[i + 1] ? begins[i + 1].at : text.length) }));
+  }
+
+  /* How models of common families call a tool: as JSON, by a name and JSON, by tags. */
+  const CALL = /<tool_call|<\|tool_call|<\|python_tag\|>|\[TOOL_CALLS\]|<function=|<｜tool▁call|<[^<>]*invoke name=/;
+  const AS_JSON = /(<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|^)\s*([[{][^]*?[\]}])\s*(?=<\/tool_call>|<\|e\w+_id\|>|<\/s>|$)/g;
+  const NAMED = /(?:<｜tool▁sep｜>|<\|tool_call_begin\|>(?:functions\.)?|\[TOOL_CALLS\])([\w.-]+)(?::\d+)?(?:\s*```json|<\|tool_call_argument_begin\|>|\[ARGS\])?\s*(\{[^]*?\})\s*(?=```|<\|tool_call_end\|>|\[TOOL_CALLS\]|<\/s>|$)/g;
+  const TAGGED = /<(?:function=|[^<>]*invoke name="|tool_call[^<>]*>)\s*([\w.-]+)"?>?\s*((?:<[^]*?)?)<\/(?:function|[^<>]*invoke|tool_call[^<>]*)>/g;
+  const ARGUMENT = /(?:<[^<>]*parameter(?:=|\sname=")|<arg_key[^<>]*>)([^<>"]+)(?:"[^<>]*>|>|<\/arg_key[^<>]*>\s*<arg_value[^<>]*>)([^]*?)<\/(?:[^<>]*parameter|arg_value[^<>]*)>/g;
+
+  function parsed(json) {
+    try { return JSON.parse(json); } catch { return null; }
+  }
+
+  /* The tools that a turn's text calls: [[name, arguments]]; those alone that can be read. */
+  function calls(text) {
+    const objects = [...text.matchAll(AS_JSON)].flatMap(([, mark, json]) =>
+      [parsed(json)].flat().map((call) => [call?.name, call?.parameters ?? (mark && call?.arguments)])); // without a mark: Llama's
+    const named = [...text.matchAll(NAMED)].map(([, name, json]) => [name, parsed(json)]);
+    const tagged = [...text.matchAll(TAGGED)].map(([, name, inside]) =>
+      [name, Object.fromEntries([...inside.matchAll(ARGUMENT)].map(([, key, value]) => [key.trim(), value.trim()]))]);
+    return [...objects, ...named, ...tagged].filter(([name, given]) => typeof name === "string" && given && typeof given === "object");
+  }
+
+  const MOST_OF_A_CALL = 120;
+
+  function callsText(text) {
+    const read = calls(text).map(([name, given]) => `calls ${name} ${JSON.stringify(given)}`);
+    const short = (call) => (call.length > MOST_OF_A_CALL ? `${call.slice(0, MOST_OF_A_CALL)}…` : call);
+    return read.length ? read.map(short).join(", ") : CALL.test(text) ? "calls a tool" : "";
+  }
+
+  const rolesText = (parts) => [...new Set(parts.map((part) => part.role).filter((role) => role))].join(", ");
+
+  /* An observed text as it is; of several messages, each after its role. */
+  function observed(parts, label) {
+    const box = plain("", label, "observed");
+    for (const { role, text } of parts)
+      box.append(parts.length > 1 ? node("div", role ? { class: "message", "data-role": role } : { class: "message" }, text) : text);
+    return box;
+  }
 
   function episode(sample) {
     const box = node("div", { class: "episode" }), many = sample.branches.length > 1;
     sample.branches.forEach((branch, index) => {
       const name = many ? `Branch ${index + 1} of ${sample.branches.length}` : "Episode";
-      const prompt = node("details");
-      prompt.append(node("summary", {}, `${name}: what its first turn saw`), plain(branch.prompt, "Prompt", "observed"));
+      const prompt = node("details"), saw = messages(branch.prompt);
+      prompt.append(node("summary", {}, [`${name}: what its first turn saw`, rolesText(saw)].filter(Boolean).join(" · ")), observed(saw, "Prompt"));
       box.append(prompt);
       let turns = 0;
       for (const part of branch.parts) box.append(...turnOrObservation(sample, branch, part, part.role === "observation" ? 0 : ++turns));
@@ -142,10 +203,11 @@ const PrlSamples = (() => {
 
   /* Its heading and its text; `turn` counts from 1, 0 is an observation. */
   function turnOrObservation(sample, branch, part, turn) {
-    const tokens = part.end - part.start, name = turn ? `Turn ${turn}` : "Observation";
-    const more = [turn && CALL.test(part.text) ? "calls a tool" : "", part.finish_reason === "length" ? "cut at its length limit" : ""];
+    const tokens = part.end - part.start, saw = turn ? [] : messages(part.text), roles = rolesText(saw);
+    const name = turn ? `Turn ${turn}` : roles ? roles[0].toUpperCase() + roles.slice(1) : "Observation";
+    const more = [turn ? callsText(part.text) : "", part.finish_reason === "length" ? "cut at its length limit" : ""];
     const head = node("div", { class: "head" }, [name, `${tokens} ${tokens === 1 ? "token" : "tokens"}`, ...more].filter(Boolean).join(" · "));
-    if (!turn) return [head, plain(part.text, name, "observed")];
+    if (!turn) return [head, observed(saw, name)];
     if (!part.tokens || !part.tokens.length) return [head, plain(part.text, name)];
     const spans = branch.spans.map(([version, start, end]) => [version, start - part.start, end - part.start]);
     return [head, colored({ ...part, spans, version: sample.version, completion: part.text, num_tokens: tokens }, name)];
@@ -186,5 +248,5 @@ const PrlSamples = (() => {
     root.append(box);
   }
 
-  return { samples, LEGEND, parts: { versionAt, shade } };
+  return { samples, LEGEND, parts: { versionAt, shade, messages, calls } };
 })();

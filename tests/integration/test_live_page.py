@@ -61,17 +61,18 @@ async def test_a_tab_that_nobody_looks_at_asks_for_nothing_and_catches_up() -> N
         assert asked.count("history") == 1, "what it missed is told, and nothing else"
 
 
+ADD = '<tool_call>{"name": "add", "arguments": {"terms": [2, 2]}}</tool_call>'
 EPISODE = {
     **sample(1),
     "version": 7,
     "branches": [
         {
-            "prompt": "<|user|>2 + 2?",
+            "prompt": "<|system|>Add.<|user|>2 + 2?<|assistant|>",
             "spans": [[6, 0, 1], [7, 1, 2], [7, 5, 6]],
             "parts": [
-                {"role": "assistant", "start": 0, "end": 2, "text": "<tool_call>add", "tokens": ["<tool_call>", "add"],
+                {"role": "assistant", "start": 0, "end": 2, "text": ADD, "tokens": ["<tool_call>", ADD[11:]],
                  "weights": [1.0, 3.0], "finish_reason": "stop"},
-                {"role": "observation", "start": 2, "end": 5, "text": "<|tool|>4<b>"},
+                {"role": "observation", "start": 2, "end": 5, "text": "<|end|><|tool|>4<b>"},
                 {"role": "assistant", "start": 5, "end": 6, "text": "4", "finish_reason": "length"},
             ],
         },
@@ -86,16 +87,20 @@ async def test_an_episode_is_shown_turn_by_turn_with_what_it_observed_in_grey() 
         await until_step(page, 1)
         episode = page.locator(".episode").first
         assert await episode.locator(".head").all_inner_texts() == [
-            "Turn 1 · 2 tokens · calls a tool",
-            "Observation · 3 tokens",
+            'Turn 1 · 2 tokens · calls add {"terms":[2,2]}',
+            "Tool · 3 tokens",
             "Turn 2 · 1 token · cut at its length limit",
             "Turn 1 · 1 token",
         ]
         assert await episode.locator("summary").all_inner_texts() == [
-            "Branch 1 of 2: what its first turn saw",
+            "Branch 1 of 2: what its first turn saw · system, user",
             "Branch 2 of 2: what its first turn saw",
         ]
-        assert await episode.locator(".text.observed").nth(1).text_content() == "<|tool|>4<b>"
+        assert await episode.locator(".text.observed").nth(1).text_content() == "<|end|><|tool|>4<b>"
+        said = [
+            [await one.get_attribute("data-role"), await one.text_content()] for one in await episode.locator(".message").all()
+        ]
+        assert said == [["system", "<|system|>Add."], ["user", "<|user|>2 + 2?<|assistant|>"]]
         assert [await one.get_attribute("class") for one in await episode.locator(".token").all()] == [
             "token v0 change",
             "token v1 change far",

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from renderers.base import build_trajectory_step
 
 from pipelinerl.local.ending import report_html, script_json, write_report
 from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_summary import jsonl_ends
+from services.actor.episodes.formats import FamilyFormat
+from tests.unit.test_episode_tokens import CALLS, FAMILIES, LOOK_UP, format_of
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028 & {{x}} $data \ud800"
 
@@ -224,6 +227,76 @@ def test_axes_and_the_bands_and_labels_of_the_ledger(expression: str, value: obj
     script = f"{asset('charts.js')}{asset('flow.js')}; console.log(JSON.stringify({expression}))"
     done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == pytest.approx(value)
+
+
+def read_by_the_page(function: str, texts: list[str]) -> Any:
+    """What `PrlSamples.parts` reads off each text."""
+    called = f"{json.dumps(texts)}.map(PrlSamples.parts.{function})"
+    script = f"{asset('charts.js')}{asset('samples.js')}; console.log(JSON.stringify({called}))"
+    return json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True).stdout)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+def test_whose_words_are_observed_and_what_is_called_is_read_as_each_chat_format_writes_it() -> None:
+    call = {"type": "function", "id": "functions.look_up:0", "function": {"name": "look_up", "arguments": {"word": "ab"}}}
+    asked: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Begin."}]
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    told = [*asked, said, {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "4 2"}]
+    texts: dict[str, tuple[str, str, str]] = {}
+    for name in (*FAMILIES, "template"):
+        chat, tokenizer = format_of(name)
+        first, whole = (tokenizer.decode(chat.render(messages, [LOOK_UP])) for messages in (asked, told))
+        sampled = CALLS["hermes"].replace("ẞ\\n", "ab")
+        if isinstance(chat, FamilyFormat):
+            sampled = tokenizer.decode(build_trajectory_step(chat.renderer, asked, [said], tools=[LOOK_UP])["completion_ids"])
+        texts[name] = (first, whole, sampled)
+    seen = read_by_the_page("messages", [text for one in texts.values() for text in one[:2]])
+    roles = {name: [{part["role"] for part in seen[2 * n + which]} for which in (0, 1)] for n, name in enumerate(texts)}
+    assert ["".join(part["text"] for part in parts) for parts in seen] == [text for one in texts.values() for text in one[:2]]
+    without_a_header = {name for name in texts if name.startswith(("deepseek", "hy3", "laguna"))}  # of what the system says
+    for name, (first, whole) in roles.items():
+        assert ("tool" in first, "tool" in whole) == (False, True), name
+        assert {"system", "user"} <= first or name in without_a_header, name
+    called = dict(zip(texts, read_by_the_page("calls", [sampled for *_, sampled in texts.values()]), strict=True))
+    assert {name for name, one in called.items() if one != [["look_up", {"word": "ab"}]]} == {"gemma4", "inkling"}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+def test_texts_that_tell_no_role_or_no_call_are_left_as_they_are() -> None:
+    texts = {
+        "+2=": [["", "+2="]],
+        "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n": [["user", ...]],
+        "a<|im_start|>user\nb<|im_start|>assistant\nc<|im_start|>tool\nd": [
+            ["", "a"],
+            ["user", "<|im_start|>user\nb"],
+            ["assistant", "<|im_start|>assistant\nc"],
+            ["tool", "<|im_start|>tool\nd"],
+        ],
+        "<|im_start|>user\nresults are in <tool_response> tags": [["user", ...]],
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>": [
+            ["tool", "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n"],
+            ["tool", "<tool_response>\n2\n</tool_response>"],
+        ],
+        "[INST] a [/INST]": [["user", ...]],
+        "<|assistant|>": [["", ...]],
+        "": [["", ""]],
+    }  # fmt: skip
+    expected = [[[role, text if words is ... else words] for role, words in parts] for text, parts in texts.items()]
+    assert [[[part["role"], part["text"]] for part in one] for one in read_by_the_page("messages", list(texts))] == expected
+    one, two = '{"name": "f", "arguments": {"a": [1]}}', '{"name": "g", "arguments": {}}'
+    calls: dict[str, list[Any]] = {
+        f"<tool_call>{one}</tool_call>\n<tool_call>\n{two}\n</tool_call><|im_end|>": [["f", {"a": [1]}], ["g", {}]],
+        f"[TOOL_CALLS][{one}, {two}]</s>": [["f", {"a": [1]}], ["g", {}]],
+        '[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}</s>': [["f", {"a": {"b": 1}}]],
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>': [["f", {"a": 1}]],
+        '{"name": "f", "parameters": {"a": 1}}<|eot_id|>': [["f", {"a": 1}]],
+        CALLS["broken"]: [],
+        one: [],
+        "null": [],
+        "<tool_call>[null, 7]</tool_call>": [],
+        "<tool_call>some prose</tool_call>": [],
+    }
+    assert read_by_the_page("calls", list(calls)) == list(calls.values())
 
 
 ESTIMATE = {"value": 0.7, "low": 0.61, "high": 0.79}
