@@ -36,6 +36,7 @@ def test_how_many_pods_there_are_is_said_by_the_values_or_by_somebody_else(value
     So it must not be there, and what is live must not bring it back."""
     given = {
         "actor": {**values, "autoscaling": values["autoscaling"] | {"kind": "hpa"}},
+        "trainer": {"expectedActors": 0},
         "verifier": values,
         "metrics": {"scrapedOtherwise": True},
     }
