@@ -44,6 +44,8 @@ from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
 POLICY_FAULTS = ("max_turns_exceeded", "context_length_exceeded")
 """OpenAI error codes of HTTP 400 with which an actor refuses a turn that the policy has no room for."""
 _MOST_ANSWER_BYTES = 1024**2
+_MOST_RESULT_CHARACTERS = 256 * 1024
+"""Of the tools that one turn calls, in all: far below what the actor takes as a request."""
 _ROW_IN_ENVIRONMENT_BYTES = 100_000
 """Linux takes 128 KiB for one variable."""
 
@@ -78,7 +80,7 @@ class Policy:
         if listed := list(tools):
             request["tools"] = listed
         self._on_wait(True)
-        answer = self._post(json.dumps(request).encode())
+        answer = self._post(as_unicode(json.dumps(request, ensure_ascii=False)).encode())
         self._on_wait(False)
         choice = answer["choices"][0]
         message = choice["message"]
@@ -222,7 +224,9 @@ class ToolUse:
         """What the answer is worth, its scorer says."""
         if not turn.tool_calls:
             return Done(0.0)
-        return [{"role": "tool", "tool_call_id": call.id, "content": await self._answer(call)} for call in turn.tool_calls]
+        most = _MOST_RESULT_CHARACTERS // len(turn.tool_calls)
+        answers = [(call.id, await self._answer(call)) for call in turn.tool_calls]
+        return [{"role": "tool", "tool_call_id": id_, "content": _shortened(answer, most)} for id_, answer in answers]
 
     async def _answer(self, call: ToolCall) -> str:
         """What the function returns, or what is wrong with the call: the policy learns from both."""
@@ -245,6 +249,11 @@ class ToolUse:
             raise
         except Exception as error:  # noqa: BLE001 - the tool's own, and the policy's to read
             return f"error: {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
+
+
+def _shortened(answer: str, most: int) -> str:
+    """A policy that makes tools print gets no further turn otherwise, and its episode no reward."""
+    return answer if len(answer) <= most else f"{answer[:most]}\n[cut: these are {most} of {len(answer)} characters]"
 
 
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:

@@ -56,3 +56,8 @@ def multiply(a: int, b: int) -> int:
 async def divide(a: float, b: float = 1.0) -> float:
     """Quotient."""
     return a / b
+
+
+def repeat(text: str, times: int) -> str:
+    """The text, so many times."""
+    return text * times

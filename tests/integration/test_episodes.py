@@ -284,6 +284,7 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
             calls("multiply", '{"a": "six", "b": 7}'),
             calls("multiply", "[6"),
             calls("add", "{}"),
+            calls("repeat", '{"text": "\\ud800", "times": 300000}'),
             says("It is #42"),
         ]
     )
@@ -291,7 +292,7 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         "source": "tools",
         "name": "sums",
         "path": "unused.jsonl",
-        "tools": ["hostile_environments:multiply", "hostile_environments:divide"],
+        "tools": [f"hostile_environments:{name}" for name in ("multiply", "divide", "repeat")],
         "system_prompt": "You have tools.",
         "instruction": "Write # before the answer.",
     }
@@ -306,7 +307,7 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         {"role": "system", "content": "You have tools."},
         {"role": "user", "content": "6 * 7?\nWrite # before the answer."},
     ]
-    assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide"]
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide", "repeat"]
     answers = [message for message in last["messages"] if message["role"] == "tool"]
     assert {message["tool_call_id"] for message in answers} == {"call-1"}
     assert [message["content"] for message in answers] == [
@@ -314,7 +315,8 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         "error: ZeroDivisionError: division by zero",
         "error: $.a: 'six' is not of type 'integer'",
         "error: JSONDecodeError: Expecting ',' delimiter: line 1 column 3 (char 2)",
-        "error: there is no tool 'add'; use multiply, divide",
+        "error: there is no tool 'add'; use multiply, divide, repeat",
+        "\ufffd" * 262_144 + "\n[cut: these are 262144 of 300000 characters]",
     ]
 
 
