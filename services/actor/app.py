@@ -16,6 +16,7 @@ import uuid
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
+from functools import cache
 
 import grpc
 import numpy as np
@@ -326,11 +327,11 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         """It decodes in the places that training leaves free."""
         assert self._episodes is not None, "checked by the caller"
         async with self._heldout_episodes:
-            name, salt = f"eval-{prompt.id}-{os.urandom(4).hex()}", self._gate.cache_salt
+            name, salt = f"eval-{prompt.id}-{os.urandom(4).hex()}", cache(lambda: self._gate.cache_salt)  # of the first turn
 
             async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
                 own_seed = turn_seed(seed + zlib.crc32(prompt.id.encode()), len(context), number) if seed else None
-                request = GenerationRequest(f"{name}.{number}", context, sampling, own_seed, salt)
+                request = GenerationRequest(f"{name}.{number}", context, sampling, own_seed, salt())
                 return await self._engine.generate(request)
 
             asked = self._episodes.request(name, Split.HELDOUT, prompt, sampling, trace)

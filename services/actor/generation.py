@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from pipelinerl.bus.jetstream import Bus
@@ -289,7 +290,8 @@ class GenerationLoop:
 
     async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
         """The finished episode, a failed one with its reason, or None: interrupted, with its record kept."""
-        index, began_s, salt = start.sample_index, time.monotonic(), self._gate.cache_salt
+        index, began_s = start.sample_index, time.monotonic()
+        salt = cache(lambda: self._gate.cache_salt)  # of the first turn that decodes: later ones find what it has cached
         if self._episodes is None or group.task not in self._episodes.tasks:
             failure = (
                 f"unknown_task: {group.task!r:.100} is no episodic task of this actor's recipe; give it the trainer's recipe"
@@ -299,7 +301,7 @@ class GenerationLoop:
         async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
             seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
             name = f"{group.sequence_id(index)}.{number}"
-            made = await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt))
+            made = await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt()))
             self._held.count_turn(group, index, len(made.completion_token_ids))
             return made
 
