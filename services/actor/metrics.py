@@ -31,7 +31,7 @@ REFUSALS = (
         "request_too_large",
         "request_timeout",
     ),
-    *("not_found", "failed", "interrupted", "hung_up"),
+    *("not_found", "failed", "interrupted", "internal_error", "hung_up"),
 )
 """Codes of the errors with which an episode's environment is answered."""
 IGNORED_FIELDS = (

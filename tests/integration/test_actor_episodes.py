@@ -276,13 +276,14 @@ async def test_what_an_agent_does_wrong_costs_its_own_episode(tmp_path: Path) ->
     with verifier(tmp_path / "verifier", data) as running:
         address = running.wait_until_serving().address.grpc
         async with stage(episodes=episodes(address, data), samples_in_progress=8) as one:
-            does = ["parallel", "10 MB", "hang up", "never calls", "too long"]
+            does = ["parallel", "10 MB", "hang up", "never calls", "too long", "too large"]
             for number, what in enumerate(does):
                 await issue(one, number, f'{{"row": {{"does": "{what}"}}, "answer": "0.5"}}')
             stored = {sequence.group_id: sequence for sequence in await one.published(len(does))}
-            parallel, large, hung_up, silent, long = [stored[f"g{number:08d}"] for number in range(len(does))]
+            parallel, large, hung_up, silent, long, too_large = [stored[f"g{number:08d}"] for number in range(len(does))]
     assert (parallel.failure, parallel.reward, len(parallel.all_branches)) == ("", 1.0, 3)
     assert [branch.num_sampled_tokens for branch in parallel.all_branches] == [len(HALF)] * 3
+    assert one.counted("episode_branches") == 2 + len(hung_up.all_branches) - 1
     assert (large.failure, large.reward, len(large.all_branches)) == ("", 1.0, 1)
     assert hung_up.failure == ""
     # An engine as fast as this one may have answered before the actor hears that nobody reads.
@@ -290,3 +291,4 @@ async def test_what_an_agent_does_wrong_costs_its_own_episode(tmp_path: Path) ->
     assert silent.failure.startswith("no_turns")
     assert long.failure.startswith("no_turns")
     assert replace(long, failure="").reward == 0.0
+    assert (too_large.failure, too_large.reward, too_large.reason.partition(":")[0]) == ("", 0.0, "request_too_large")

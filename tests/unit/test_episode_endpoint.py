@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import numpy as np
@@ -19,7 +20,7 @@ from services.actor.engine import EngineError, Generation
 from services.actor.episodes import endpoint
 from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
 from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits, Refused, base_path
-from services.actor.episodes.formats import TemplateFormat
+from services.actor.episodes.formats import Answer, ChatFormat, TemplateFormat
 from services.actor.episodes.rendering import Rendering
 from services.actor.metrics import ActorMetrics
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
@@ -95,13 +96,18 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    *says: str | Exception, max_turns: int = 10, max_tokens: int = 500, max_context: int = 2_000, timeout_s: float = 20.0
+    *says: str | Exception,
+    max_turns: int = 10,
+    max_tokens: int = 500,
+    max_context: int = 2_000,
+    timeout_s: float = 20.0,
+    chat: ChatFormat | None = None,
 ) -> AsyncIterator[Stage]:
     registry, book, sampler = CollectorRegistry(), EpisodeBook(), Sampler(list(says))
     metrics, limits = ActorMetrics(registry), EpisodeLimits(max_turns, max_context, timeout_s)
     episode = Episode(SamplingParams(0.7, max_tokens=max_tokens), limits, sampler, metrics, TOKENIZER.decode)
     sampler.open.set()
-    rendering = Rendering(TemplateFormat(TOKENIZER))
+    rendering = Rendering(chat or TemplateFormat(TOKENIZER))
     app = episode_app(book, rendering, metrics, model="org/model", vocab_size=VOCAB_SIZE)
     async with serve_http(app, "127.0.0.1", 0, on_this_loop=True) as port:
         yield Stage(book, sampler, episode, metrics, registry, f"http://127.0.0.1:{port}")
@@ -181,6 +187,87 @@ async def test_tokens_in_and_tokens_out_as_verifiers_clients_ask() -> None:
             for wrong in ([], [-1], [VOCAB_SIZE], [1.5], "ab", None):
                 refused = await raw.post(path, json={"token_ids": wrong})
                 assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
+
+
+async def test_a_call_that_holds_half_a_surrogate_pair_is_answered_and_gone_on_with() -> None:
+    call = CALL.replace("ab", "\\ud83d ẞ").replace("look_up", "\\udc00look_up")
+    async with stage(call, "end", call) as s, s.environment() as client:
+        first = await client.chat.completions.create(model="m", messages=ASK, tools=[LOOK_UP])
+        message = first.choices[0].message
+        function = message.tool_calls[0].function
+        assert (function.name, json.loads(function.arguments)) == ("\ufffdlook_up", {"word": "\ufffd ẞ"})
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "none"}
+        await client.chat.completions.create(model="m", messages=[*ASK, message, result], tools=[LOOK_UP])
+        ((_, said),) = s.told()
+        assert said.startswith(f"{call}<|im_end|>")
+        stream = await client.chat.completions.create(model="m", messages=ASK, tools=[LOOK_UP], stream=True)
+        first_chunk, *_ = [chunk async for chunk in stream]
+        assert first_chunk.choices[0].delta.tool_calls[0].function.name == function.name
+
+
+async def test_a_turn_that_cannot_be_answered_was_not_served_and_is_not_asked_for_again() -> None:
+    class Defective(TemplateFormat):
+        is_broken = True
+
+        def parse(self, *given: Any) -> Answer:
+            if self.is_broken:
+                raise RuntimeError("broken")
+            return super().parse(*given)
+
+    chat = Defective(TOKENIZER)
+    async with stage("once", chat=chat) as s, s.environment() as client:
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="RuntimeError: broken") as error:
+                await client.chat.completions.create(model="m", messages=ASK)
+            assert unlike(error) == (500, "internal_error")
+            assert s.episode.record.served == []
+        assert s.count("episode_refusals_total", code="internal_error") == 2  # the client was told not to try again
+        chat.is_broken = False
+        again = await client.chat.completions.create(model="m", messages=ASK)
+        assert (again.choices[0].message.content, len(s.sampler.asked)) == ("once", 1)
+
+
+async def test_a_stream_is_kept_alive_until_its_turn_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "KEEP_ALIVE_S", 0.02)
+    async with stage("late", EngineError("lost"), max_turns=2) as s, s.environment() as client:
+        s.sampler.open.clear()
+        url, body = f"{client.base_url}chat/completions", {"messages": ASK, "stream": True}
+        async with httpx.AsyncClient(timeout=20) as raw:
+            async with raw.stream("POST", url, json=body):
+                pass  # hung up after the head
+            await until(lambda: s.count("episode_refusals_total", code="hung_up"))
+            assert s.episode.record.served == []
+            async with raw.stream("POST", url, json=body) as answer:
+                lines = answer.aiter_lines()
+                assert [await anext(lines) for _ in range(4)] == [": the turn is being sampled", ""] * 2
+                s.sampler.open.set()
+                events = [json.loads(line[6:]) async for line in lines if line.startswith("data: {")]
+            assert [event["choices"][0]["finish_reason"] for event in events] == [None, "stop"]
+            assert events[0]["choices"][0]["delta"]["content"] == "late"
+            s.sampler.open.clear()
+            failing = await client.chat.completions.create(model="m", messages=ASK, stream=True)
+            s.sampler.open.set()
+            with pytest.raises(openai.APIError, match="engine: lost") as error:
+                _ = [chunk async for chunk in failing]
+            assert (error.value.code, len(s.sampler.asked)) == ("failed", 2)
+            assert (await raw.post(url, json=body)).status_code == 500  # known before anything is sampled
+
+
+async def test_turns_that_nobody_waits_for_any_more_count_as_turns() -> None:
+    async with stage("a", "b", "c", max_turns=2) as s, s.environment() as client:
+        s.sampler.open.clear()
+        hurried = client.with_options(timeout=0.1, max_retries=0)
+        for number in range(2):
+            with pytest.raises(openai.APITimeoutError):
+                await hurried.chat.completions.create(model="m", messages=[*ASK, *ASK][number:])
+            await until(lambda: not s.episode.record.served)
+        with pytest.raises(openai.BadRequestError) as error:
+            await hurried.chat.completions.create(model="m", messages=[*ASK, *ASK, *ASK])
+        assert unlike(error) == (400, "max_turns_exceeded")
+        assert s.sampler.under_way == 2
+        s.sampler.open.set()
+        again = await client.chat.completions.create(model="m", messages=ASK)
+        assert (again.choices[0].message.content, s.sampler.under_way) == ("b", 0)
 
 
 async def test_limits_are_told_as_openais_errors_are() -> None:
@@ -366,7 +453,7 @@ async def test_what_the_actor_cannot_do_fails_the_episode_and_an_interruption_do
 
 
 async def test_rude_requests_are_refused_and_change_nothing() -> None:
-    async with stage("fine") as s:
+    async with stage("fine", "fine") as s:
         with s.book.running(s.episode) as key:
             url = f"{s.address}{base_path(key)}/chat/completions"
             async with httpx.AsyncClient(timeout=20) as raw:
@@ -378,6 +465,8 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
                     (b"\xff", 400),
                     (b'{"messages":' + b"[" * 100_000, 400),
                     (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+                    (b'{"messages": [{"role": "user", "content": "a"}], "model": "\\ud800"}', 400),
+                    (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', 400),
                 ):
                     answer = await raw.post(url, content=body)
                     assert (answer.status_code, set(answer.json())) == (status, {"error"}), body[:40]
@@ -388,6 +477,8 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
                     {"messages": [1]},
                     {"messages": [{"role": "king", "content": ""}]},
                     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+                    {"messages": [{"role": "user", "content": {"a": 1}}]},
+                    {"messages": [{"role": "user", "content": 0}]},
                     {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
                     {"messages": ASK, "n": 2},
                     {"messages": ASK, "max_tokens": 0},
@@ -399,6 +490,10 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
                     answer = await raw.post(url, json=wrong)
                     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request"), wrong
                 assert s.episode.record.turns == []
+                assert s.episode.policy_fault == "request_too_large"
+                function = {"name": "f", "arguments": '{"a": "\\ud800"}'}  # JSON in JSON: what a policy may have written
+                said = {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}
+                assert (await raw.post(url, json={"messages": [*ASK, said]})).status_code == 200
                 with pytest.raises(httpx.TransportError):
                     await raw.get(url, headers={"x-long": "a" * 5_000_000})
                 unknown = {"messages": ASK, "store": True, "metadata": {"a": "b"}, "seed": None, "user": "me"}

@@ -2,7 +2,7 @@
 
 Every address holds the key of an episode under way; there is nothing else on this server. A turn is sampled as the recipe says,
 since its probabilities are what the trainer divides by: what a request says about sampling is not heeded, but for its length,
-its stop strings and its tools. Answers come whole, a stream's too.
+its stop strings and its tools. Answers come whole, a stream's too, which is kept alive until then.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from services.actor.episodes.episode import EnvironmentRun, EpisodeBook, Refused, no_such_episode
+from services.actor.episodes.episode import TOO_LARGE, EnvironmentRun, EpisodeBook, Refused, no_such_episode
 from services.actor.episodes.formats import Answer, Message, Tools, Unrenderable
 from services.actor.episodes.record import RecordedTurn
 from services.actor.episodes.rendering import Rendering, message_of, read_messages
@@ -34,6 +34,8 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 """Of a request: a context of a million tokens, about."""
 BODY_WITHIN_S = 30.0
 """For all of it to come."""
+KEEP_ALIVE_S = 2.0
+"""Until the head of a stream is sent, and between its comments, which tell a client with a short time-out to wait."""
 MAX_STOPS = 16
 _AS_RECIPE = ("temperature", "top_p", "top_k")
 """A request may say what holds anyway."""
@@ -63,6 +65,7 @@ def episode_app(book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, 
     app.add_api_route("/episodes/{key}/inference/v1/generate", endpoint.generate, methods=["POST"])
     app.add_exception_handler(Refused, endpoint.refuse)
     app.add_exception_handler(HTTPException, endpoint.not_found)
+    app.add_exception_handler(Exception, endpoint.fail)
     return app
 
 
@@ -88,13 +91,16 @@ class Endpoint:
         except (Unrenderable, RecursionError) as error:
             raise Refused(400, "invalid_request", str(error)) from error
         self._count_ignored(ignored_fields(body, vars(episode.sampling)))
+        stop = (*episode.sampling.stop, *asked.stop)
+
+        def answered(turn: RecordedTurn) -> str:
+            answer = rendering.answer(turn, asked.messages, asked.tools, stop, asked.may_call)
+            completion = chat_completion(turn, answer, model=str(body.get("model") or self._model))
+            return stream_of(completion, asked.with_usage) if asked.streams else json.dumps(completion)
+
         waits = episode.turn(context, max_tokens=asked.max_tokens, stop=asked.stop, stop_token_ids=rendering.stop_token_ids)
-        turn = await _unless_over(waits, run.over, _hung_up(request))
-        answer = rendering.answer(turn, asked.messages, asked.tools, (*episode.sampling.stop, *asked.stop), asked.may_call)
-        completion = chat_completion(turn, answer, model=str(body.get("model") or self._model))
-        if asked.streams:
-            return Response(stream_of(completion, asked.with_usage), media_type="text/event-stream")
-        return JSONResponse(completion)
+        answering = _answer(run, request, waits, answered)
+        return await self._stream(answering) if asked.streams else Response(await answering, media_type="application/json")
 
     async def generate(self, key: str, request: Request) -> Response:
         run, body = await self._received(key, request)
@@ -106,27 +112,67 @@ class Endpoint:
         self._count_ignored(name for name in ignored if name != "logprobs")  # they are in the answer
         context = np.array(token_ids, dtype=np.int32)
         waits = run.episode.turn(context, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids)
-        turn = await _unless_over(waits, run.over, _hung_up(request))
-        return JSONResponse(generated(turn, model=str(body.get("model") or self._model)))
+        model = str(body.get("model") or self._model)
+        answer = await _answer(run, request, waits, lambda turn: json.dumps(generated(turn, model=model)))
+        return Response(answer, media_type="application/json")
 
     async def refuse(self, _: Request, error: Exception) -> Response:
         """In OpenAI's form of an error."""
         assert isinstance(error, Refused)
-        self._metrics.episode_refusals.labels(error.code).inc()
-        kind = "server_error" if error.status >= 500 else "invalid_request_error"
-        content = {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
         # OpenAI's clients would ask again after a 408 or 5xx, and be refused again.
         headers = {"x-should-retry": "false"} | ({"connection": "close"} if error.status == 408 else {})
-        return JSONResponse(content, error.status, headers=headers)
+        return JSONResponse(self._told(error), error.status, headers=headers)
+
+    def _told(self, error: Refused) -> dict[str, Any]:
+        self._metrics.episode_refusals.labels(error.code).inc()
+        kind = "server_error" if error.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+    async def fail(self, request: Request, error: Exception) -> Response:
+        """A defect, which the server logs when this was sent."""
+        return await self.refuse(request, _defect(error))
 
     async def not_found(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         answered = "POST {base_url}/chat/completions and GET {base_url}/models are answered"
         return await self.refuse(request, Refused(error.status_code, "not_found", f"{error.detail}: only {answered}"))
 
+    async def _stream(self, answering: Coroutine[Any, Any, str]) -> Response:
+        """What is known at once, such as a refusal, has its own status; after that, an error is an event."""
+        task = asyncio.create_task(answering)
+
+        async def kept_alive() -> AsyncIterator[str]:
+            try:
+                while not task.done():
+                    yield ": the turn is being sampled\n\n"
+                    await asyncio.wait((task,), timeout=KEEP_ALIVE_S)
+                yield task.result()
+            except Refused as error:
+                yield f"data: {json.dumps(self._told(error))}\n\n"
+            except asyncio.CancelledError:
+                self._told(_hung_up_on())
+                raise
+            except Exception as error:
+                log.exception("a turn of an episode cannot be answered")
+                yield f"data: {json.dumps(self._told(_defect(error)))}\n\n"
+            finally:
+                task.cancel()
+
+        try:
+            done, _ = await asyncio.wait((task,), timeout=KEEP_ALIVE_S)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if done:
+            return Response(task.result(), media_type="text/event-stream")
+        return StreamingResponse(kept_alive(), media_type="text/event-stream")
+
     async def _received(self, key: str, request: Request) -> tuple[EnvironmentRun, dict[str, Any]]:
         run = self._book[key]  # else nothing is read
-        body = _parsed(await _unless_over(_body_of(request), run.over))
+        try:
+            body = _parsed(await _unless_over(_body_of(request), run.over))
+        except Refused as error:
+            raise run.episode.policy_refused(TOO_LARGE, str(error), 413) if error.code == TOO_LARGE else error from None
         return self._book[key], body  # the run may have ended just now
 
     def _count_ignored(self, fields: Iterable[str]) -> None:
@@ -154,7 +200,7 @@ async def _body_of(request: Request) -> bytes:
     except ClientDisconnect as error:
         raise _hung_up_on() from error
     if size > MAX_BODY_BYTES:
-        raise Refused(413, "request_too_large", f"a request has at most {MAX_BODY_BYTES} bytes")
+        raise Refused(413, TOO_LARGE, f"a request has at most {MAX_BODY_BYTES} bytes")
     return b"".join(chunks)
 
 
@@ -162,8 +208,9 @@ def _parsed(body: bytes) -> dict[str, Any]:
     """Raises `Refused`. Pure."""
     try:
         parsed = json.loads(body)
+        json.dumps(parsed, ensure_ascii=False).encode()  # JSON can write halves of surrogate pairs
     except (ValueError, RecursionError) as error:
-        raise Refused(400, "invalid_request", f"the body is not JSON: {error}") from error
+        raise Refused(400, "invalid_request", f"the body is not JSON of Unicode text: {error}") from error
     if not isinstance(parsed, dict):
         raise Refused(400, "invalid_request", "the body is no JSON object")
     return parsed
@@ -247,7 +294,7 @@ def stream_of(completion: dict[str, Any], with_usage: bool) -> str:
     ]
     if with_usage:
         chunks.append({**head, "choices": [], "usage": completion["usage"]})
-    events = [json.dumps(chunk, ensure_ascii=False) for chunk in chunks]
+    events = [json.dumps(chunk) for chunk in chunks]
     return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
 
 
@@ -283,6 +330,19 @@ async def _unless_over(
             task.cancel()
 
 
+async def _answer(
+    run: EnvironmentRun, request: Request, waits: Coroutine[Any, Any, RecordedTurn], answered: Callable[[RecordedTurn], str]
+) -> str:
+    """What `answered` makes of the turn that `waits` returns. A turn of which it makes nothing was not served."""
+    turn = await _unless_over(waits, run.over, _hung_up(request))
+    try:
+        return answered(turn)
+    except Exception:
+        if not run.over.is_set():  # else another run may have it by now
+            turn.served = 0
+        raise
+
+
 async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -291,6 +351,10 @@ async def _hung_up(request: Request) -> None:
 def _hung_up_on() -> Refused:
     """Nobody reads it; it is counted."""
     return Refused(499, "hung_up", "the client hung up")
+
+
+def _defect(error: Exception) -> Refused:
+    return Refused(500, "internal_error", f"the actor cannot answer this: {type(error).__name__}: {error}"[:500])
 
 
 def _max_tokens(body: Mapping[str, Any], name: str) -> int | None:

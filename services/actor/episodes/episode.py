@@ -24,8 +24,8 @@ Sample = Callable[[TokenIds, SamplingParams, int], Awaitable[Generation]]
 tokens then). `number`: calls of this episode before it. Waits for a place among those that decode. Cancelled, it aborts the
 request. Raises `EngineError`."""
 
-MAX_TURNS, CONTEXT_LENGTH = "max_turns_exceeded", "context_length_exceeded"
-POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH)
+MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE = "max_turns_exceeded", "context_length_exceeded", "request_too_large"
+POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE)
 """Refusals after which an environment that fails has reward 0: the policy went on for too long."""
 
 
@@ -39,8 +39,8 @@ class Refused(PipelineRLError):
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """`max_turns`: requests answered in one run of the environment; `max_context`: tokens of a branch, its prompt included;
-    `turn_timeout_s`: for one turn, the wait for a place included."""
+    """`max_turns`: turns that one run of the environment may ask for, those for which its client hung up included;
+    `max_context`: tokens of a branch, its prompt included; `turn_timeout_s`: for one turn, the wait for a place included."""
 
     max_turns: int
     max_context: int
@@ -91,14 +91,22 @@ class Episode:
         """The turn after `context_token_ids` int32[context]: a recorded one, or one that is sampled now. `max_tokens`: at most
         that many, within the recipe's; `stop`, `stop_token_ids`: also ended by these. Cancelled, the turn was not served.
         Raises `Refused`."""
-        self._refuse_beyond_limits(len(context_token_ids))
-        room = self.limits.max_context - len(context_token_ids)
+        if self.failure:
+            raise Refused(500, "failed", self.failure)
+        num_tokens, limits = len(context_token_ids), self.limits
+        if (room := limits.max_context - num_tokens) < 1:
+            problem = f"leave no room for a turn in a context of {limits.max_context} (model.max_context)"
+            raise self.policy_refused(CONTEXT_LENGTH, f"{num_tokens} tokens {problem}")
         sampling = replace(
             self.sampling,
             max_tokens=min(max_tokens or room, self.sampling.max_tokens, room),
             stop=tuple(dict.fromkeys((*self.sampling.stop, *stop))),
             stop_token_ids=tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids))),
         )
+        known = self.record.known(context_token_ids, sampling)
+        is_new = known is None or not known.is_asked_for
+        if is_new and self.record.num_asked_for >= limits.max_turns:
+            raise self.policy_refused(MAX_TURNS, f"this episode had its {limits.max_turns} turns (task.max_turns)")
         turn, run = self.record.take(context_token_ids, sampling), self._run
         is_known = turn.is_finished or turn in self._sampling
         self._metrics.episode_turns.labels("replayed" if is_known else "sampled").inc()
@@ -135,19 +143,10 @@ class Episode:
         reasons = [turn.made.finish_reason for turn in self.record.served if turn.is_finished]
         return reasons[-1] if reasons else None
 
-    def _refuse_beyond_limits(self, num_tokens: int) -> None:
-        limits, served = self.limits, len(self.record.served)
-        if self.failure:
-            raise Refused(500, "failed", self.failure)
-        if served >= limits.max_turns:
-            code, problem = MAX_TURNS, f"this episode had its {limits.max_turns} turns (task.max_turns)"
-        elif num_tokens >= limits.max_context:
-            code = CONTEXT_LENGTH
-            problem = f"{num_tokens} tokens leave no room for a turn in a context of {limits.max_context} (model.max_context)"
-        else:
-            return
+    def policy_refused(self, code: str, problem: str, status: int = 400) -> Refused:
+        """To be raised. `code`: of `POLICY_FAULTS`."""
         self.policy_fault = self.policy_fault or code
-        raise Refused(400, code, problem)
+        return Refused(status, code, problem)
 
     def _sampled(self, turn: RecordedTurn, sampling: SamplingParams) -> asyncio.Task[None]:
         """The task that samples it to its end: one for all that wait for it, one after another."""

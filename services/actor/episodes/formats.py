@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import PipelineRLError, as_unicode
 
 log = logging.getLogger(__name__)
 
@@ -394,10 +394,11 @@ def _as_json(arguments: Any) -> str:
 
 
 def parsed_json(text: Any) -> Any:
-    """JSON's value; what is no JSON as it is."""
+    """JSON's value, its texts as Unicode; what is no JSON as it is."""
     if not isinstance(text, str):
         return text
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text)
+        return json.loads(as_unicode(json.dumps(value, ensure_ascii=False))) if "\\u" in text else value
+    except (ValueError, RecursionError):
         return text

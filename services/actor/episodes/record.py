@@ -33,6 +33,8 @@ class RecordedTurn:
     """How it was to be sampled; None where another actor knew."""
     served: int = 0
     """Which request of this run of the environment has it, or waits for it, counted from 1; 0: none."""
+    is_asked_for: bool = False
+    """In this run of the environment, also by a client that has hung up since."""
     messages: Any = None
     """What the request that had it said, with the answer; None: it asked with tokens. `rendering` reads it."""
 
@@ -74,24 +76,34 @@ class EpisodeRecord:
         """In the order in which this run asked for them."""
         return sorted((turn for turn in self.turns if turn.served), key=lambda turn: turn.served)
 
-    def restart(self) -> None:
-        """The environment is run anew: no turn is served yet."""
-        for turn in self.turns:
-            turn.served = 0
+    @property
+    def num_asked_for(self) -> int:
+        """Turns that this run asked for, whether they are served or not."""
+        return sum(turn.is_asked_for for turn in self.turns)
 
-    def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
+    def restart(self) -> None:
+        """The environment is run anew: it has asked for no turn yet."""
+        for turn in self.turns:
+            turn.served, turn.is_asked_for = 0, False
+
+    def known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
         """The first recorded turn that saw these tokens, was asked for with the same length and stops and is not served in this
-        run; or a new one. Of one that another actor began, only the length is known. It counts as served from now on; where it
-        is not finished, it is to be sampled further."""
+        run. Of one that another actor began, only the length is known."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = not turn.served and (is_short if turn.asked is None else turn.asked == sampling)
             if fits and np.array_equal(turn.context_token_ids, context_token_ids):
-                break
-        else:
+                return turn
+        return None
+
+    def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
+        """The `known` turn or a new one. It counts as served from now on; where it is not finished, it is to be sampled
+        further."""
+        turn = self.known(context_token_ids, sampling)
+        if turn is None:
             turn = RecordedTurn(context_token_ids)
             self.turns.append(turn)
-        turn.asked = sampling
+        turn.asked, turn.is_asked_for = sampling, True
         turn.extends, turn.served = self._extended_by(context_token_ids), next(self._requests)
         return turn
 

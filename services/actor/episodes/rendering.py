@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelinerl.errors import as_unicode
 from pipelinerl.messages.sequences import TokenIds
 from services.actor.engine import before_stop
 from services.actor.episodes.formats import Answer, ChatFormat, Message, ToolCall, Tools, Unrenderable, parsed_json
@@ -47,7 +48,7 @@ class Rendering:
         prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
         parsed = self._chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
         calls = tuple(
-            ToolCall(call.name, call.arguments, call.id or _call_id(turn, number))
+            ToolCall(as_unicode(call.name), as_unicode(call.arguments), as_unicode(call.id) or _call_id(turn, number))
             for number, call in enumerate(parsed.tool_calls)
         )
         answer = Answer(before_stop(parsed.content, stop), before_stop(parsed.reasoning, stop), calls)
@@ -103,15 +104,11 @@ def _read_call(given: Any) -> dict[str, Any]:
 
 
 def _text_of(content: Any, where: str) -> str:
-    parts = [content or ""] if isinstance(content, str | None) else content
+    parts = content if isinstance(content, list) else ["" if content is None else content]
     try:
-        text = "".join(part if isinstance(part, str) else part["text"] for part in parts)
-        text.encode()
+        return "".join(part if isinstance(part, str) else part["text"] for part in parts)
     except (TypeError, KeyError) as error:
         raise Unrenderable(f"{where}: only text is understood, as a string or as parts of type text") from error
-    except UnicodeEncodeError as error:
-        raise Unrenderable(f"{where}: not Unicode text: {error}") from error
-    return text
 
 
 def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:

@@ -103,7 +103,7 @@ class EpisodeRunner:
                 try:
                     return await self._verifier.run_episode(request, timeout_s)
                 except VerifierAway as error:
-                    tries, lost = tries + 1, lost + bool(episode.record.served)
+                    tries, lost = tries + 1, lost + bool(episode.record.num_asked_for)
                     self._tell(error)
                     failure = f"{lost} verifiers were lost while they ran it, the last one with: {error}"
                 except (ServiceError, MessageError) as error:
