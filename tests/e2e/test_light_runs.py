@@ -47,6 +47,8 @@ async def test_two_ranks_survive_a_fault_of_each_service_and_a_dead_rank(
     assert all(0 <= record["imbalance"] < 1 for record in records)
     assert any(record["microbatches"] > 1 for record in records)
     assert all(record["value_loss"] >= 0 for record in records)
+    of_episodes = [record for record in records if "talks" in record["tasks"]]
+    assert {(record["turns_mean"], record["branches_mean"]) for record in of_episodes} == {(3, 1)}, "also those that were hit"
     assert 0 <= summary["logprob_mismatch_max"] <= PARITY_NATS
     assert summary["parity_failures"] == 0
     assert (run_dir.path / "checkpoint" / "value_head" / "model.safetensors").is_file()

@@ -30,6 +30,7 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import RunDir, create_run_dir
 from pipelinerl.service.retry import Backoff
 from tests.faults.points import POINTS, Watcher
+from tests.faults.slow import talks
 from tests.support.runs import write_tiny_recipe
 
 SERVICES = ("trainer", "actor-0", "verifier", "nats")
@@ -75,10 +76,11 @@ def some_faults(seed: int) -> list[Fault]:
 
 
 def write_recipe(folder: Path, model: Path, num_faults: int, changes: Mapping[str, Mapping[str, Any]] = {}) -> Path:
-    """A run with room for that many faults, a checkpoint every third step and rewards that take their time."""
+    """A run with room for that many faults, a checkpoint every third step, and rewards that take their time. A third of the
+    groups are episodes of three turns."""
     fire: dict[str, dict[str, Any]] = {
         "task": {"heldout_problems": 4},
-        "reward": {"scorer": "tests.faults.slow_reward:score", "answer_pattern": ""},
+        "reward": {"scorer": "tests.faults.slow:score", "answer_pattern": ""},
         "trainer": {"steps": (num_faults + 1) * (STEPS_BETWEEN + 5), "learning_rate": 1e-4},
         "weights": {"probe_every": 5, "deadline_s": 15},
         "evaluation": {"every_steps": 0},
@@ -86,7 +88,7 @@ def write_recipe(folder: Path, model: Path, num_faults: int, changes: Mapping[st
     }
     for section, fields in changes.items():
         fire[section] = {**fire.get(section, {}), **fields}
-    return write_tiny_recipe(model, folder, fire)
+    return write_tiny_recipe(model, folder, fire, tasks=[{"name": "sums", "weight": 2}, talks()])
 
 
 @contextlib.asynccontextmanager
