@@ -803,6 +803,13 @@ class Recipe(Section):
         return {name: one for name, one in self.problem_sets.items() if one.task.is_episodic}
 
     @property
+    def scored_tasks(self) -> dict[str, ProblemSet]:
+        """Those of which reward workers score completions: a judge is asked about answers of episodes when these have ended."""
+        return {
+            name: one for name, one in self.problem_sets.items() if not one.task.is_episodic or one.reward.judge is not None
+        }
+
+    @property
     def user_code(self) -> list[str]:
         """What the verifier imports, as `pkg.module:name`."""
         named = [(one.reward.scorer, *one.task.tools, one.task.name) for one in self.sets_by_place.values()]

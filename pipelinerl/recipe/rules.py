@@ -167,7 +167,7 @@ def _rewards(recipe: Recipe) -> Broken:
             yield f"{place}reward.judge", "reward.scorer = 'judge' needs this section"
         if not is_judged and reward.judge is not None:
             yield f"{place}reward.judge", "is for reward.scorer = 'judge'; name that scorer, or leave this section out"
-        if is_judged and share.task.is_episodic:
+        if is_judged and share.task.source in ("environment", "verifiers"):
             yield f"{place}reward.scorer", f"scores completions, not episodes (task.source = {share.task.source!r})"
         if reward.scorer == "code" and any(
             one.reward.sandbox and one.reward.is_function for one in recipe.sets_by_place.values()

@@ -130,15 +130,17 @@ class Problem:
         return cls(reference.get("row") or {}, str(reference.get("answer", "")))
 
 
-Play = Callable[[EpisodeRequest, Policy], VerifyResult]
-"""One episode of one task. What it raises becomes a status."""
+Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
+"""One episode of one task: its result, or its answer where a judge scores that. What it raises becomes a status."""
 
 
-def run_episode(play: Play, request: EpisodeRequest, policy: Policy) -> VerifyResult:
+def run_episode(play: Play, request: EpisodeRequest, policy: Policy) -> VerifyResult | VerifyItem:
     """Never raises."""
     started_s = time.perf_counter()
     try:
         result = play(request, policy)
+        if isinstance(result, VerifyItem):
+            return result
     except PolicyFault as fault:
         result = VerifyResult(
             status=VERIFY_STATUS_OK,
@@ -336,8 +338,11 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
         return play_environment(lambda: kind(**task.config), reward.correct)
     score = make_reward(reward, task)
 
-    def scored(request: EpisodeRequest, answer: str, turn: Turn | None = None, num_tokens: int = 0) -> VerifyResult:
+    def scored(
+        request: EpisodeRequest, answer: str, turn: Turn | None = None, num_tokens: int = 0
+    ) -> VerifyResult | VerifyItem:
         item = VerifyItem(
+            sequence_id=request.sequence_id,
             task=request.task,
             prompt_text=request.prompt_text,
             completion_text=answer,
@@ -346,6 +351,8 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
             max_tokens=request.max_tokens,
             finish_reason=FINISH_REASON_LENGTH if turn is not None and turn.finish_reason == "length" else None,
         )
+        if reward.judge is not None:
+            return item
         result = score_item(score, item)
         result.answer = answer
         return result
@@ -354,7 +361,7 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
         return lambda request, policy: scored(request, run_agent(task.command, request, search_path))
     tools = {tool.name: tool for tool in map(_tool, task.tools)}
 
-    def play_tools(request: EpisodeRequest, policy: Policy) -> VerifyResult:
+    def play_tools(request: EpisodeRequest, policy: Policy) -> VerifyResult | VerifyItem:
         environment = ToolUse(tools, task.system_prompt, task.instruction, task.prompt_field)
         _, turn = converse(environment, Problem.of(request).row, request.seed, policy)
         return scored(request, turn.text, turn, policy.completion_tokens)

@@ -22,8 +22,15 @@ from pipelinerl.errors import PipelineRLError, ServiceError, UserError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_TIMEOUT, EpisodeRequest, VerifyResult, VerifyStatus
-from services.verifier.episode_worker import BEGIN, ENDED, KILL, NOT_FORKED, ORDER, WAITS, WORKS
+from pipelinerl.v1.verifier_pb2 import (
+    VERIFY_STATUS_CRASHED,
+    VERIFY_STATUS_TIMEOUT,
+    EpisodeRequest,
+    VerifyItem,
+    VerifyResult,
+    VerifyStatus,
+)
+from services.verifier.episode_worker import BEGIN, ENDED, JUDGE, KILL, NOT_FORKED, ORDER, WAITS, WORKS
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerProcess, how_ended, start_worker
 
@@ -117,7 +124,7 @@ class EpisodePool:
 
     def __init__(self, recipe: Recipe, metrics: VerifierMetrics, max_episodes: int) -> None:
         self._recipe, self._metrics, self._max_episodes = recipe, metrics, max_episodes
-        self._tasks = {name: share.task for name, share in recipe.episodic_tasks.items()}
+        self._tasks = recipe.episodic_tasks
         self._template: Template | None = None
         self._numbers = 0
         metrics.episodes.set_function(self._under_way)
@@ -144,8 +151,9 @@ class EpisodePool:
                 level=logging.ERROR,
             )
 
-    async def run(self, request: EpisodeRequest) -> VerifyResult:
-        """The episode's result, however it ended, when its process and what that started are gone. Cancelling it ends them.
+    async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
+        """The episode's result, however it ended, when its process and what that started are gone; or its answer, where a judge
+        scores that. Cancelling it ends them.
 
         Raises `QueueFull` when too many are under way, `EpisodeLost` when another call may succeed.
         """
@@ -177,7 +185,7 @@ class EpisodePool:
 
     async def _exchange(
         self, request: EpisodeRequest, connection: socket.socket, ended: asyncio.Future[int | None]
-    ) -> VerifyResult:
+    ) -> VerifyResult | VerifyItem:
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         try:
             payload = request.SerializeToString()
@@ -188,8 +196,8 @@ class EpisodePool:
 
     async def _result(
         self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
-    ) -> VerifyResult:
-        task = self._tasks[request.task]
+    ) -> VerifyResult | VerifyItem:
+        task, judge = self._tasks[request.task].task, self._tasks[request.task].reward.judge
         works = task.source in ("environment", "tools")  # nothing tells when another source does
         began_s = time.monotonic()
         while True:
@@ -214,10 +222,11 @@ class EpisodePool:
             if frame in (WAITS, WORKS):
                 works = frame == WORKS
                 continue
+            kind = VerifyItem if judge is not None and frame.startswith(JUDGE) else VerifyResult
             try:
-                result = VerifyResult.FromString(frame)
+                result = kind.FromString(frame.removeprefix(JUDGE))
             except DecodeError:
-                result = VerifyResult()
+                result = kind()
             if result.sequence_id != request.sequence_id:
                 said = "has something else than results in its socket"
                 return _failed(request, VERIFY_STATUS_CRASHED, said, began_s)

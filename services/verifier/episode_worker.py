@@ -3,7 +3,8 @@
 This process has imported the user's code, so that a fork costs milliseconds and little memory, and runs none of it. It consumes
 orders on a socket, and produces the end of each episode's process there. It waits for the next order, which the verifier sends,
 and for the end of a process. An order to begin comes with a socket, which becomes the episode's: the verifier's request is the
-first frame on it; back come one byte each time the episode begins and ends to wait for the policy, and then its result.
+first frame on it; back come one byte each time the episode begins and ends to wait for the policy, and then its result, or its
+answer for the judge.
 
 An episode's process is in a session of its own, within limits of address space and CPU time, and dies with this one. Whatever
 it started or left behind is killed when it ends, or when the verifier wants it ended. All frames are those of
@@ -31,7 +32,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import ProblemSet, Recipe
-from pipelinerl.v1.verifier_pb2 import EpisodeRequest
+from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem
 from services.verifier.confinement import (
     MIB,
     address_space,
@@ -55,6 +56,8 @@ ENDED = struct.Struct("!Qi")
 NOT_FORKED = -(1 << 31)
 WAITS, WORKS = b"W", b"E"
 """The episode waits for the policy; it is the environment's turn."""
+JUDGE = b"J"
+"""Before an answer that a judge scores. No result begins so: first comes the tag of its id."""
 
 
 def main() -> int:
@@ -207,7 +210,7 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
     if os.getpid() != pid:
         return  # the environment forked, and its child came back as if it were the episode
     clear_leftover_children()
-    verifier.send_bytes(result.SerializeToString())
+    verifier.send_bytes(JUDGE * isinstance(result, VerifyItem) + result.SerializeToString())
 
 
 if __name__ == "__main__":

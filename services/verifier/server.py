@@ -117,10 +117,22 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 if self._episodes is None or not self._tasks.get(request.task):
                     result = self._unknown(request)
                 else:
-                    result = await self._episodes.run(request)
+                    result = await self._run(self._episodes, request)
             span.set_attributes({a.STATUS: status_name(result.status), a.REWARD: result.reward})
         known = request.task in self._tasks
         self._metrics.count(request.task if known else UNKNOWN_TASK, result, is_episode=self._episodes is not None)
+        return result
+
+    async def _run(self, episodes: EpisodePool, request: verifier_pb2.EpisodeRequest) -> verifier_pb2.VerifyResult:
+        """With the judge, where an episode's answer is for one."""
+        started_s = time.perf_counter()
+        ended = await episodes.run(request)
+        if isinstance(ended, verifier_pb2.VerifyResult):
+            return ended
+        assert self._pool is not None, "there are workers for what is judged"
+        ended.task = request.task
+        (result,) = await self._pool.score([ended], lambda _: None)
+        result.answer, result.seconds = ended.completion_text, time.perf_counter() - started_s
         return result
 
     @asynccontextmanager
@@ -166,7 +178,7 @@ async def _servicer(
         if recipe.episodic_tasks:
             running = run_episode_pool(recipe, metrics, readiness.part(NO_TEMPLATE), settings.max_episodes)
             episodes = await stack.enter_async_context(running)
-        if len(recipe.episodic_tasks) < len(recipe.problem_sets):
+        if recipe.scored_tasks:
             rewards = run_pool(recipe, metrics, readiness.part(NO_WORKER), workers=workers, max_queue=max_queue)
             pool = scorers = await stack.enter_async_context(rewards)
             if programs := [share.reward for share in recipe.problem_sets.values() if share.reward.scorer == "code"]:

@@ -121,7 +121,7 @@ def main() -> int:
     requests, results = take_pipes()
     try:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
-        tasks = {name: share for name, share in recipe.problem_sets.items() if not share.task.is_episodic}
+        tasks = recipe.scored_tasks
         rewards = {name: make_reward(share.reward, share.task) for name, share in tasks.items()}
         if any(share.reward.sandbox and share.reward.is_function for share in tasks.values()):
             confine()

@@ -29,6 +29,7 @@ from services.verifier.confinement import children
 from services.verifier.episode_pool import EpisodePool, Template
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.sandbox import confinement_missing
+from tests.support.chat_endpoint import endpoint
 from tests.support.fake_endpoint import FakeEndpoint, calls, fake_endpoint, refuses, says
 from tests.support.hostile_programs import ESCAPES, MAY, surroundings_in
 from tests.support.machine import ends_within
@@ -377,6 +378,41 @@ async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, poli
     assert "task.episode_timeout_s = 4 s" in results[3].message
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert [pid for pid in pids if not ends_within(pid, START_S)] == []
+
+
+async def test_a_judge_scores_the_answers_of_tools_and_agents(tmp_path: Path, users_code: None, policy: FakeEndpoint) -> None:
+    """Once their process has ended, and not those of one that failed, nor of one that was cut where that earns nothing."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    judge = {"model": "big", "template": "{prompt} {reference} {completion}", "pattern": r"SCORE: (\S+)", "full_marks": 10.0}
+    several = [
+        {"task": {"source": "tools", "name": "sums", "path": "p.jsonl", "tools": ["hostile_environments:multiply"]}},
+        {"task": {"source": "agent", "name": "asking", "path": "p.jsonl", "command": f"python {tmp_path}/agent.py"}},
+    ]
+    with endpoint("Well. SCORE: 7", "SCORE: 9", (403, "no")) as judging:
+        reward = {"scorer": "judge", "judge": judge | {"url": judging.url}}
+        several[0]["reward"] = reward | {"truncated": "zero"}
+        async with serving(tmp_path, recipe() | {"task": None, "tasks": several, "reward": reward}) as address:
+            about = {"answer": "half", "prompt_text": "Half?"}
+            row = {"prompt": "Half?", "question": "Half?"}
+            asked = [
+                episode(policy, row | more, number, task=task, **about)
+                for number, (task, more) in enumerate(
+                    [("sums", {}), ("asking", {}), ("asking", {"print": 3}), ("asking", {"exit": 3})]
+                )
+            ]
+            results = [(await run(address.grpc, one))[0] for one in asked]
+            policy.answer = lambda _: says("1", finish_reason="length")
+            (cut,) = await run(address.grpc, episode(policy, row, 4, task="sums", **about))
+            async with VerifierClient(address.grpc) as client:
+                (unasked,) = await client.verify([VerifyItem(sequence_id="t.1", task="sums", reference_json="{}")])
+    assert [(status_name(one.status), one.reward) for one in (*results, cut, unasked)] == [
+        ("ok", 0.7), ("ok", 0.9), ("crashed", 0), ("crashed", 0), ("ok", 0), ("unknown_task", 0),
+    ]  # fmt: skip
+    assert [one.answer for one in results] == ["0.5", "0.5\n", "xxx\n0.5\n", ""]
+    assert results[0].message == "the judge says: Well. SCORE: 7"
+    assert [one.message.partition(":")[0] for one in results[2:]] == ["the judge refuses", "the agent ended with exit code 3"]
+    texts = [body["messages"][0]["content"] for _, _, body in judging.asked]
+    assert texts == ["Half? half 0.5", "Half? half 0.5\n", "Half? half xxx\n0.5\n"]
 
 
 async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: Path, users_code: None) -> None:

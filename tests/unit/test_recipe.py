@@ -271,6 +271,12 @@ def test_a_missing_field_says_what_to_give() -> None:
         ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "whose baseline needs every reward"),
         ("reward.scorer=judge", "reward.judge", "None: reward.scorer = 'judge' needs this section"),
         (
+            "evaluation.sets=[{name: games, task: {source: environment, name: 'a:B'}, reward: {scorer: judge, "
+            "judge: {url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'}}}]",
+            "evaluation.sets.0.reward.scorer",
+            "'judge': scores completions, not episodes (task.source = 'environment')",
+        ),
+        (
             "reward.judge={url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'}",
             "reward.judge",
             "is for reward.scorer = 'judge'",

@@ -52,7 +52,7 @@ class EpisodeRunner:
         self._decode = decode
         self._book, self._verifier, self._metrics, self._recipe = book, verifier, metrics, recipe
         self._told_at_s = -math.inf
-        self._address, self.tasks = address, {name: share.task for name, share in recipe.episodic_tasks.items()}
+        self._address, self.tasks = address, recipe.episodic_tasks
 
     def request(
         self, name: str, split: Split, problem: PromptGroup | GeneratePrompt, sampling: SamplingParams, trace: Trace
@@ -81,10 +81,12 @@ class EpisodeRunner:
         Waits for a verifier that takes it, however long; where one is lost with it, the environment is run anew, by another one
         if there is one, and turns that were sampled are served from the record. `carried`: what another actor has recorded.
         """
-        task, max_context = self.tasks[request.task], self._recipe.model.max_context
+        share, max_context = self.tasks[request.task], self._recipe.model.max_context
+        task, judge = share.task, share.reward.judge
         limits = EpisodeLimits(task.max_turns, max_context, task.turn_timeout_s)
         episode = Episode(sampling, limits, sample, self._metrics, self._decode, carried)
-        running = asyncio.create_task(self._run(episode, request, task.episode_timeout_s + CALL_SLACK_S))
+        timeout_s = task.episode_timeout_s + CALL_SLACK_S + (judge.timeout_s if judge is not None else 0.0)
+        running = asyncio.create_task(self._run(episode, request, timeout_s))
         stopping = asyncio.create_task(stopped.wait())
         try:
             await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
