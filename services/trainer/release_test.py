@@ -1,7 +1,8 @@
 """`python -m services.trainer.release_test`: tests an installed release from where its trainer stands, as `helm test` does.
 
 It runs in a pod of its own with the trainer's environment, files, volume and ServiceAccount, and without GPUs. Each check has a
-name and says what to look at where it fails. It takes nothing from the streams and changes nothing of the run.
+name and says what to look at where it fails. It takes nothing from the streams and changes nothing of the run. NATS's
+volumes it knows by the run's streams, which are on them.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import argparse
 import asyncio
 import os
 import shutil
+import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.errors import PipelineRLError
@@ -56,13 +60,13 @@ async def check_volume(settings: TrainerSettings) -> str:
     return f"{folder} takes files; {shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
 
 
-async def check_nats(settings: TrainerSettings) -> str:
-    """The trainer's login, and the streams that a trainer has made."""
+async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str:
+    """A login, the trainer's or an actor's, and the streams that a trainer has made."""
     async with connect(
         settings.nats_url,
         settings.run,
         name="release-test",
-        credentials=settings.nats_credentials,
+        credentials=credentials,
         tls_dir=settings.nats_tls_dir,
         connect_timeout_s=ANSWER_S,
     ) as bus:
@@ -70,18 +74,18 @@ async def check_nats(settings: TrainerSettings) -> str:
     return f"the run's streams are there; {prompts.messages} groups wait, {sequences.messages} sequences are kept"
 
 
-async def check_trainer(settings: TrainerSettings) -> str:
-    """Its Service's name and its HTTP port."""
+async def check_http(who: str, host: str, port: int) -> str:
+    """The name of its Service and its HTTP port. Ready, it listens on all of its ports."""
     from aiohttp import ClientError, ClientSession, ClientTimeout
 
-    url = f"http://{split_host_port(settings.rendezvous)[0]}:{settings.http_port}/healthz"
+    url = f"http://{host}:{port}/readyz"
     try:
         async with ClientSession(timeout=ClientTimeout(ANSWER_S)) as session, session.get(url) as response:
             if response.status != 200:
                 raise CheckError(f"{url} answers {response.status}: {(await response.text())[:300]}")
     except (ClientError, OSError) as error:
         why = str(error) or type(error).__name__
-        raise CheckError(f"{url}: {why}; does the trainer run, and does its Service select it?") from error
+        raise CheckError(f"{url}: {why}; is {who} ready, and does its Service select it?") from error
     return f"{url} answers"
 
 
@@ -122,36 +126,52 @@ async def check_rights(settings: TrainerSettings) -> str:
     return f"all {len(needed)} are there; {running} of {len(pods)} actors run"
 
 
-async def check_policies(closed: str) -> str:
-    """An address that answers actors and the trainer, and nobody else."""
-    host, port = split_host_port(closed)
+async def answers(address: str, within_s: float) -> bool:
+    """Whether a connection to host:port can be made. Raises `CheckError` for a name that is nobody's."""
+    host, port = split_host_port(address)
     try:
-        async with asyncio.timeout(CLOSED_S):
+        async with asyncio.timeout(within_s):
             _, writer = await asyncio.open_connection(host, port)
+    except socket.gaierror as error:
+        raise CheckError(f"{host}: {error}; is a pod of this Service ready?") from error
     except (TimeoutError, OSError):
-        return f"{closed} is closed to this pod"
+        return False
     writer.close()
+    return True
+
+
+async def check_episodes(address: str) -> str:
+    if await answers(address, ANSWER_S):
+        return f"{address} takes the turns of episodes"
+    raise CheckError(f"{address} takes no connections: `kubectl logs` of the actors says whether they serve episodes")
+
+
+async def check_policies(closed: str) -> str:
+    """An address that answers actors and the trainer, and nobody else, once the trainer is ready, as its own check says."""
+    if not await answers(closed, CLOSED_S):
+        return f"{closed} is closed to this pod"
     raise CheckError(
         f"{closed} answers this pod, which no NetworkPolicy allows: use a network plugin that enforces them, or set "
         "networkPolicy.enabled=false and know that whatever reaches the pods may call them"
     )
 
 
-def checks(settings: TrainerSettings, closed: str = "", *, volume: bool = True) -> dict[str, Check]:
-    """By name, in the order in which a release comes up. `closed`: host:port that must not answer; empty = no policies.
-    `volume`: the claim is mounted here."""
-    of_settings = {
-        "recipe": check_recipe,
-        **({"volume": check_volume} if volume else {}),
-        "NATS": check_nats,
-        "trainer's Service": check_trainer,
-        "verifier's Service": check_verifier,
-        "rights": check_rights,
+def checks(settings: TrainerSettings, options: argparse.Namespace) -> dict[str, Check]:
+    """By name, in the order in which a release comes up."""
+    trainer = split_host_port(settings.rendezvous)[0]
+    found: dict[str, Check | None] = {
+        "recipe": partial(check_recipe, settings),
+        "volume": None if options.no_volume else partial(check_volume, settings),
+        "NATS": partial(check_nats, settings, settings.nats_credentials),
+        "actor's login to NATS": options.actor_login and partial(check_nats, settings, options.actor_login),
+        "trainer's Service": partial(check_http, "the trainer", trainer, settings.http_port),
+        "verifier's Service": partial(check_verifier, settings),
+        "actor's Service": options.actor and partial(check_http, "an actor", *split_host_port(options.actor)),
+        "episodes": options.episodes and partial(check_episodes, options.episodes),
+        "rights": partial(check_rights, settings),
+        "network policies": options.closed and partial(check_policies, options.closed),
     }
-    found: dict[str, Check] = {name: lambda check=check: check(settings) for name, check in of_settings.items()}  # type: ignore[misc]
-    if closed:
-        found["network policies"] = lambda: check_policies(closed)
-    return found
+    return {name: check for name, check in found.items() if check}
 
 
 async def failures(every: dict[str, Check]) -> list[str]:
@@ -167,17 +187,28 @@ async def failures(every: dict[str, Check]) -> list[str]:
     return failed
 
 
-def main() -> int:
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is left out is not checked."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer.release_test", description=__doc__)
-    parser.add_argument("--closed", default="", metavar="HOST:PORT", help="what network policies close to this pod")
     parser.add_argument("--no-volume", action="store_true", help="the claim is not here: only the trainer's pod may have it")
-    arguments = parser.parse_args()
+    parser.add_argument("--actor-login", type=Path, metavar="FILE", help="the actors' user and password for NATS")
+    for name, what in (
+        ("--actor", "the actors' Service and HTTP port"),
+        ("--episodes", "where actors take the turns of episodes"),
+        ("--closed", "what answers others, and network policies close to this pod"),
+    ):
+        parser.add_argument(name, default="", metavar="HOST:PORT", help=what)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = options_of()
     try:
         settings = read_settings(TrainerSettings)
     except PipelineRLError as error:
         print(f"FAILED  environment: {error}")
         return 1
-    failed = asyncio.run(failures(checks(settings, arguments.closed, volume=not arguments.no_volume)))
+    failed = asyncio.run(failures(checks(settings, options)))
     print(f"failed: {', '.join(failed)}" if failed else "the release works")
     return 1 if failed else 0
 

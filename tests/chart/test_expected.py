@@ -14,7 +14,9 @@ from tests.chart.cases import EVERYWHERE, rendered_case
 from tests.chart.rendering import COMPONENT, SERVICES, Rendered, environment, render
 from tests.monitoring.catalogue import names_in, samples
 
-RELEASE_TEST = ["python", "-m", "services.trainer.release_test", "--closed=pipelinerl-trainer-0.pipelinerl-trainer:50051"]
+RELEASE_TEST = ["python", "-m", "services.trainer.release_test"]
+OF_THE_ACTOR = ["--actor=pipelinerl-actor:8080", "--actor-login=/etc/pipelinerl/nats/actor-credentials"]
+CLOSED = "--closed=pipelinerl-trainer-0.pipelinerl-trainer:50051"
 GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 SPOT = {"key": "spot", "operator": "Exists"}
 AMD_TAINT = {"key": "amd.com/gpu", "operator": "Exists"}
@@ -156,6 +158,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
     },
     "episodes": {
         "main/verifier image": "registry.example.com/team/guess:3",
+        "main/release-test args": [*RELEASE_TEST, *OF_THE_ACTOR, "--episodes=pipelinerl-actor:8090", CLOSED],
         f"{VERIFIER} spec replicas": None,
         "HorizontalPodAutoscaler/pipelinerl-verifier": None,
         "ScaledObject/pipelinerl-verifier spec triggers * type": ["cpu", "prometheus"],
@@ -164,6 +167,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "ScaledObject/pipelinerl-verifier spec triggers * metadata ignoreNullValues": [None, "false"],
     },
     "nats-3": {"env/trainer PIPELINERL_STREAM_REPLICAS": "3"},
+    "external-nats-open": {"main/release-test args": [*RELEASE_TEST, OF_THE_ACTOR[0], CLOSED]},
     "external-nats": {"env/trainer PIPELINERL_STREAM_REPLICAS": "3"},
     "no-kubernetes-api": {"pod/test": None},
     "traces": {
@@ -244,7 +248,7 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
             {"trainer": {"persistence": {"accessMode": "ReadWriteOncePod", "existingClaim": claim}}},
             {
                 "pod/release-test spec volumes * persistentVolumeClaim": [None] * 5,
-                "main/release-test args": [*RELEASE_TEST[:3], "--no-volume", *RELEASE_TEST[3:]],
+                "main/release-test args": [*RELEASE_TEST, "--no-volume", *OF_THE_ACTOR, CLOSED],
             },
         )
         for claim in ("", "mine")

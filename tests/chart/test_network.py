@@ -40,6 +40,7 @@ DRAWN = {
     ("trainer", "nats", 4222),
     ("nats", "nats", 6222),
     ("release-test", "trainer", 8080),
+    ("release-test", "actor", 8080),
     ("page", "trainer", 8080),
     ("release-test", "verifier", 50051),
     ("release-test", "nats", 4222),
@@ -52,7 +53,11 @@ PODS = ("actor", "trainer", "verifier", "nats", "test", "release-test", "page")
     ("case", "drawn"),
     [
         ("nats-3", DRAWN),
-        ("episodes", DRAWN - {("nats", "nats", 6222), ("page", "trainer", 8080)} | {("verifier", "actor", 8090)}),
+        (
+            "episodes",
+            DRAWN - {("nats", "nats", 6222), ("page", "trainer", 8080)}
+            | {("verifier", "actor", 8090), ("release-test", "actor", 8090)},
+        ),
     ],
 )
 def test_the_drawn_arrows_pass_and_no_others(case: str, drawn: set[tuple[str, str, int]]) -> None:

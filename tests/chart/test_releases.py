@@ -5,6 +5,9 @@ starts a control plane where its programs are on PATH.
 """
 
 import json
+import os
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,7 +19,7 @@ import pytest
 
 from tests.chart import control_plane
 from tests.chart.control_plane import GPU, Cluster, CommandError
-from tests.chart.rendering import CHART, CPU_VALUES, HELM
+from tests.chart.rendering import CHART, CPU_VALUES, HELM, ROOT
 
 HELM3 = HELM.with_name("helm3")
 HELMS: dict[str, tuple[Path, tuple[str, ...]]] = {
@@ -33,7 +36,7 @@ def real_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     if named := control_plane.named():
         yield named
     elif absent := control_plane.missing():
-        pytest.skip(f"needs a real cluster: KUBECONFIG is not set, and {', '.join(absent)} not on PATH")
+        pytest.exit(f"nothing was checked: KUBECONFIG is not set, and {', '.join(absent)} not on PATH", returncode=1)
     else:
         with control_plane.started(tmp_path_factory.mktemp("control-plane")) as cluster:
             yield cluster
@@ -146,6 +149,14 @@ def test_install_scale_upgrade_roll_back_uninstall(release: Release) -> None:
     assert release.cluster.names("deployments") == release.cluster.names("statefulsets") == set()
     left = release.cluster.names("persistentvolumeclaims")
     assert left == {"pipelinerl-trainer"} | ({"data-pipelinerl-nats-0"} if release.cluster.real else set())
+
+
+def test_a_cluster_that_is_asked_for_and_not_there_is_no_success() -> None:
+    command = [sys.executable, "-m", "pytest", "--cluster", "-k", "real", "-p", "no:cacheprovider", __file__]
+    here = {name: value for name, value in os.environ.items() if name != "KUBECONFIG"} | {"PATH": "/nowhere"}
+    done = subprocess.run(command, env=here, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 1
+    assert "nothing was checked: KUBECONFIG is not set, and etcd, kube-apiserver" in done.stdout
 
 
 def test_a_number_in_the_values_is_what_there_is_after_each_step(release: Release) -> None:

@@ -1,7 +1,7 @@
 """What `helm test` looks at in a release: each part that does not work is named, with what to do, and nothing else is."""
 
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,14 @@ from pipelinerl.kube.client import COMPLETION, PATCH_PODS, SCALE_TRAINER
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer import release_test
-from services.trainer.release_test import OBJECTS, checks, failures
+from services.trainer.release_test import OBJECTS, checks, failures, options_of
 from tests.chart.rendering import ROOT
 from tests.kube.api_server import ApiServer
 
-NAMES = ["recipe", "volume", "NATS", "trainer's Service", "verifier's Service", "rights", "network policies"]
+NAMES = [
+    *("recipe", "volume", "NATS", "actor's login to NATS", "trainer's Service", "verifier's Service", "actor's Service"),
+    *("episodes", "rights", "network policies"),
+]
 
 
 def unused() -> str:
@@ -35,7 +38,7 @@ async def settings(
 
     api.add_pod("actor-0")
     app = web.Application()
-    app.router.add_get("/healthz", healthy)
+    app.router.add_get("/readyz", healthy)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -70,15 +73,21 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
 ) -> None:
     monkeypatch.setattr(release_test, "ANSWER_S", 3.0)
 
-    async def failed(closed: str = "", **changed: object) -> list[str]:
-        return await failures(checks(settings.model_copy(update=changed), closed or unused()))
+    login = tmp_path / "login"
+    login.write_text("actor:x")
+    answering, open_port = f"127.0.0.1:{settings.http_port}", f"127.0.0.1:{api.port}"
+
+    async def failed(options: Sequence[str] = (), **changed: object) -> list[str]:
+        whole = [f"--actor-login={login}", f"--actor={answering}", f"--episodes={open_port}", f"--closed={unused()}", *options]
+        return await failures(checks(settings.model_copy(update=changed), options_of(whole)))
 
     assert await failed() == []
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix("ok").split(":")[0].strip() for line in said] == NAMES
-    assert "all 4 are there; 1 of 1 actors run" in said[5], said
-    await failures(checks(settings, volume=False))
-    assert "volume" not in capsys.readouterr().out
+    assert "all 4 are there; 1 of 1 actors run" in said[8], said
+    assert await failures(checks(settings, options_of(["--no-volume"]))) == []
+    said = capsys.readouterr().out.splitlines()
+    assert [line.removeprefix("ok").split(":")[0].strip() for line in said] == ["recipe", *NAMES[2:3], *NAMES[4:6], "rights"]
 
     exits = {"on_completion": "exit", "release": "blue"}
     api.rights["trainer-token"] |= {*COMPLETION["exit"]}
@@ -86,20 +95,24 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
     api.rights["lesser"] = api.rights["trainer-token"] - {PATCH_PODS, SCALE_TRAINER}
     lesser = exits | {"service_account_dir": account("lesser")}
     assert {one.resource for some in COMPLETION.values() for one in some} == OBJECTS.keys()
-    open_port = f"127.0.0.1:{api.port}"
     (tmp_path / "file").write_text("")
     for changed, name, what in (
         ({"recipe": tmp_path / "file"}, "recipe", "file"),
         ({"run_dir": Path("/proc/runs/x")}, "volume", "look at the claim's volume"),
-        ({"run": "another"}, "NATS", "another"),
-        ({"nats_url": f"nats://{unused()}"}, "NATS", "nats://"),
-        ({"http_port": int(unused().rpartition(":")[2])}, "trainer's Service", "does its Service select it"),
+        ({"options": ["--actor-login=/nowhere"]}, "actor's login to NATS", "/nowhere"),
+        ({"options": [f"--actor={unused()}"]}, "actor's Service", "is an actor ready, and does its Service select it?"),
+        ({"options": [f"--episodes={unused()}"]}, "episodes", "takes no connections"),
+        ({"http_port": int(unused().rpartition(":")[2])}, "trainer's Service", "is the trainer ready, and does its Service"),
         ({"verifier": unused()}, "verifier's Service", "127.0.0.1"),
         ({"pod_namespace": "other"}, "rights", "verbs [list]"),
         (lesser, "rights", "may not patch pods, patch statefulsets/scale blue-trainer;"),
-        ({"closed": open_port}, "network policies", "networkPolicy.enabled=false"),
+        ({"options": [f"--closed={open_port}"]}, "network policies", "networkPolicy.enabled=false"),
+        ({"options": ["--closed=nobody.invalid:50051"]}, "network policies", "is a pod of this Service ready?"),
     ):
         assert await failed(**changed) == [name], capsys.readouterr().out
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
         assert what in line
+    for changed, what in (({"run": "another"}, "another"), ({"nats_url": f"nats://{unused()}"}, "nats://")):
+        assert await failed(**changed) == ["NATS", "actor's login to NATS"]
+        assert what in capsys.readouterr().out
     assert not list(tmp_path.glob("**/.release-test-*"))

@@ -235,6 +235,7 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
+{{/* dict root, component; tests: with the actors' login, too. */}}
 {{- define "pipelinerl.policyVolumes" -}}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ (index .root.Values .component).sharedMemory }}}
@@ -242,7 +243,11 @@ readinessProbe:
 - name: nats-credentials
   secret:
     secretName: {{ . | quote }}
-    items: [{key: {{ $.component }}-credentials, path: credentials}]
+    items:
+      - {key: {{ $.component }}-credentials, path: credentials}
+      {{- if $.tests }}
+      - {key: actor-credentials, path: actor-credentials}
+      {{- end }}
 {{- end }}
 {{- with include "pipelinerl.nats.caSecret" .root }}
 - name: nats-tls
