@@ -158,10 +158,12 @@ class Cluster:
         return addresses(name, self.rendered, self.builder.namespace, list(self.pods.values()))
 
     def forbidden_connections(self) -> list[str]:
-        """Those that the rendered NetworkPolicies would not let pass; names of Services are looked up by every pod."""
+        """Those that the rendered NetworkPolicies would not let pass. Services are looked up by name; actors have none."""
         dns = dns_server(self.builder.network.host)
         wrong = {why_not(self.rendered, source, target, port) for source, target, port in self.connections}
-        wrong |= {why_not(self.rendered, source, dns, 53, "UDP") for source, _, _ in self.connections}
+        actors = {pod.name for pod in [*self.gone, *self.pods.values()] if labels_of(pod.manifest).get(COMPONENT) == "actor"}
+        by_name = {source for source, target, _ in self.connections if target.name not in actors}
+        wrong |= {why_not(self.rendered, source, dns, 53, "UDP") for source in by_name}
         return sorted(wrong - {""})
 
     def _look_at_connections(self) -> None:

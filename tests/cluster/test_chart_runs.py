@@ -49,10 +49,14 @@ RELEASE = {
     "weights": {"probe_every": 2},
     "evaluation": {"every_steps": 0},
     "checkpoint": {"every_steps": 20},
-    "reward": {"scorer": "my_rewards:score"},
+    "reward": {"scorer": "task"},
+    "task": None,
+    "tasks": [{"name": "guess", "task": {"source": "environment", "name": "pipelinerl.tasks.environments:GuessNumber"}}],
 }
-"""Plenty of prompts, few sequences at a time, and completions that stay as long as those of an untrained model. So actors are
-slower than the trainer and have work in hand, also one that gets no new versions because the trainer's pod is being deleted."""
+"""Episodes, for which verifiers call actors. Plenty of prompts, few sequences at a time, and completions that stay as long as
+those of an untrained model. So actors are slower than the trainer and have work in hand, also one that gets no new versions
+because the trainer's pod is being deleted."""
+OWN_REWARD = {**HELM_TEST, "reward": {"scorer": "my_rewards:score"}}
 REWARDS = {"files": {"my_rewards.py": "def score(item):\n    return float(len(item.completion) % 2)\n"}}
 CERTIFICATES = {
     "grpc": {"enabled": True},
@@ -208,7 +212,7 @@ async def one_comes_and_one_leaves(release: Release) -> int:
 
 
 async def test_a_release_trains_is_scaled_and_upgraded_and_comes_to_its_end_over_tls(install: Install) -> None:
-    async with install(RELEASE, tls=CERTIFICATES, rewards=REWARDS) as release:
+    async with install(RELEASE, tls=CERTIFICATES) as release:
         cluster = release.cluster
         cluster.start()
         await release.ready()
@@ -253,6 +257,7 @@ async def test_a_release_trains_is_scaled_and_upgraded_and_comes_to_its_end_over
         assert release.connections() >= {
             ("actor", "nats", 4222),
             ("actor", "verifier", 50051),
+            ("verifier", "actor", 8090),
             ("trainer", "nats", 4222),
             ("trainer", "actor", 50051),
             ("trainer", "kubernetes", 443),
@@ -286,15 +291,20 @@ async def checked(release: Release, recipe: dict[str, Any], name: str) -> Pod:
     return pod
 
 
-async def test_a_recipe_is_checked_and_helm_test_succeeds(install: Install) -> None:
-    async with install(HELM_TEST) as release:
+async def test_a_recipe_is_checked_its_reward_loaded_and_helm_test_succeeds(install: Install) -> None:
+    async with install(OWN_REWARD, rewards=REWARDS) as release:
         cluster = release.cluster
-        fits = await checked(release, HELM_TEST, "fits")
+        fits = await checked(release, OWN_REWARD, "fits")
         assert fits.phase == "Succeeded", fits.logs()
         cluster.strict = False
-        refused = await checked(release, {**HELM_TEST, "trainer": {**HELM_TEST["trainer"], "batch_size": 7}}, "refused")
+        refused = await checked(release, {**OWN_REWARD, "trainer": {**HELM_TEST["trainer"], "batch_size": 7}}, "refused")
         assert (refused.phase, "trainer.batch_size" in refused.logs()) == ("Failed", True), refused.logs()
         cluster.strict = True
+        template = cluster.rendered.one("Deployment", "pipelinerl-verifier")["spec"]["template"]
+        verifier = cluster.create(pod_manifest(template, "pipelinerl-verifier-0", {}))
+        assert verifier is not None, cluster.failures
+        await cluster.until(lambda: verifier.ready, STARTS_S, "a verifier has loaded the reward of rewards.files")
+        await cluster.delete(verifier.name)
         pod = cluster.create(release.tests["pipelinerl-test"])
         assert pod is not None, cluster.failures
         await cluster.until(lambda: pod.finished, STARTS_S + TRAINS_S, "the test pod ends")
