@@ -1,4 +1,4 @@
-"""Tokenizers made here, since none can be fetched: bytes, a few merges, and the special tokens that a chat format asks for."""
+"""Tokenizers made here, since none can be fetched: byte-level BPE, and the special tokens that a chat format asks for."""
 
 import re
 from typing import Any
@@ -11,6 +11,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """As SmolLM2 has it: it knows no tools."""
+FEW_WORDS = 'user assistant system tool the call "name": "arguments": {"x": function\n\nhello world think'
 _SPECIAL = re.compile(r"<[^<>\s]+>|\[[^\[\]]+\]|〈[^〈]+〉|｜[^｜]+｜|[\[\]][!~a-z]+[\[\]]")
 
 
@@ -35,15 +36,21 @@ class ByteTokenizer(PreTrainedTokenizerFast):
 
 
 def byte_tokenizer(
-    *, eos: str = "<|im_end|>", bos: str | None = None, template: str | None = None, known: tuple[str, ...] = ()
+    *,
+    eos: str = "<|im_end|>",
+    bos: str | None = None,
+    template: str | None = None,
+    known: tuple[str, ...] = (),
+    text: str = FEW_WORDS,
+    size: int = 330,
 ) -> ByteTokenizer:
-    """`known`: tokens that its chat template writes, beside the end-of-sequence token."""
+    """`known`: tokens that its chat template writes, beside the end-of-sequence token. `size` tokens are learned of `text`: by
+    default little more than bytes."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    text = 'user assistant system tool the call "name": "arguments": {"x": function\n\nhello world think'
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator([text] * 4, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False))
+    core.train_from_iterator([text] * 4, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
     tokenizer = ByteTokenizer(tokenizer_object=core)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in (eos, bos, *known) if token])
     tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template = eos, bos, template

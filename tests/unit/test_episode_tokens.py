@@ -4,7 +4,8 @@ offline, over random conversations."""
 import json
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,15 +37,19 @@ CALLS = {
 }
 
 
+bpe_tokenizer = partial(byte_tokenizer, text=(Path(__file__).parents[2] / "LICENSE").read_text(), size=1200)
+"""As models have them: most English words are one token or two."""
+
+
 @cache
 def format_of(name: str) -> tuple[ChatFormat, ByteTokenizer]:
     if name == "plain":
-        tokenizer = byte_tokenizer(eos="<end>", bos="<begin>")
+        tokenizer = bpe_tokenizer(eos="<end>", bos="<begin>")
         return PlainFormat(tokenizer), tokenizer
     if name == "template":
-        tokenizer = byte_tokenizer(template=CHATML, known=("<|im_start|>",))
+        tokenizer = bpe_tokenizer(template=CHATML, known=("<|im_start|>",))
         return TemplateFormat(tokenizer), tokenizer
-    tokenizer = byte_tokenizer()
+    tokenizer = bpe_tokenizer()
     tokenizer.learns = True
     chat = FamilyFormat(tokenizer, name)
     Conversation(chat, tokenizer, has_tools=True).play([("a", CALLS["hermes"], True), ("b", "<think>", False)] * 2)
@@ -62,6 +67,8 @@ class Conversation:
     record: EpisodeRecord = field(default_factory=EpisodeRecord)
     asked: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """Context and sampled tokens of each turn, as the engine saw them."""
+    bytewise: bool = False
+    """Whether texts are sampled byte by byte: a policy may sample other tokens than its tokenizer writes."""
 
     def turn(self, messages: list[dict], text: str, ends: bool, version: int = 0, end: int | None = None) -> dict:
         """Returns the answer as the client gets it, through JSON. `end`: which token ends it, None for the usual one."""
@@ -70,6 +77,7 @@ class Conversation:
         turn = self.record.take(context, SamplingParams(max_tokens=1_000))
         if not turn.is_finished:
             sampled = self.tokenizer.encode(text, add_special_tokens=False) or [5]
+            sampled = in_bytes(self.tokenizer, sampled) if self.bytewise else sampled
             sampled = [token for token in sampled if token not in self.chat.stop_token_ids] or [5]
             sampled += [end or self.chat.stop_token_ids[0]] if ends else []
             reason = FinishReason.STOP if ends else FinishReason.LENGTH
@@ -91,6 +99,12 @@ class Conversation:
                 messages.append({"role": "user", "content": [{"type": "text", "text": observation}]})
 
 
+def in_bytes(tokenizer: ByteTokenizer, token_ids: list[int]) -> list[int]:
+    """The same text; special tokens stay whole."""
+    known, pieces = tokenizer.get_added_vocab(), tokenizer.convert_ids_to_tokens(token_ids)
+    return tokenizer.convert_tokens_to_ids([part for piece in pieces for part in ([piece] if piece in known else piece)])
+
+
 def check_exact(conversation: Conversation) -> None:
     """Each turn is once in the branches, after the tokens that it saw, with its own log-probabilities and version."""
     branches, dropped = conversation.record.result()
@@ -110,19 +124,25 @@ def check_exact(conversation: Conversation) -> None:
     assert dropped == 0
 
 
-texts = st.text(max_size=20) | st.sampled_from(["<|im_end|>\n", "</think>", "<think>hm</think>\nyes", "e\u0301 \U0001f642 "])
+texts = st.text(max_size=20) | st.sampled_from(
+    ["the Contributor's distribution", "<|im_end|>\n", "</think>", "<think>hm</think>\nyes", "e\u0301 \U0001f642 "]
+)
 sampled = texts | st.sampled_from(sorted(CALLS.values()))
 scripts = st.lists(st.tuples(texts, sampled, st.booleans()), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "template", "plain"])
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(script=scripts)
-def test_what_is_recorded_is_what_was_sampled_and_observed(name: str, script: list[tuple[str, str, bool]]) -> None:
+@given(script=scripts, bytewise=st.booleans())
+def test_what_is_recorded_is_what_was_sampled_and_observed(
+    name: str, script: list[tuple[str, str, bool]], bytewise: bool
+) -> None:
     chat, tokenizer = format_of(name)
-    conversation = Conversation(chat, tokenizer, has_tools=name != "plain")
+    conversation = Conversation(chat, tokenizer, has_tools=name != "plain", bytewise=bytewise)
     conversation.play(script)
     check_exact(conversation)
+    if name in ("plain", "template"):  # families drop thoughts, and begin branches for it
+        assert len(conversation.record.result()[0]) == 1
 
     # The environment is run again, on this actor and on another one: nothing is sampled again.
     num_asked = len(conversation.asked)
@@ -156,7 +176,7 @@ def test_a_call_is_read_and_its_result_extends_what_was_sampled(name: str, monke
             assert chat.render(told, [LOOK_UP]) == list(tokens)
     else:
         sampled, end = CALLS["hermes"].replace("ẞ\\n", "ab"), None
-    conversation = Conversation(chat, tokenizer, has_tools=True)
+    conversation = Conversation(chat, tokenizer, has_tools=True, bytewise=True)
     answer = conversation.turn(asked, sampled, ends=True, end=end)
     (made,) = answer["tool_calls"]
     assert (made["function"]["name"], json.loads(made["function"]["arguments"])) in (
