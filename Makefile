@@ -150,10 +150,11 @@ test-storage: $(STAMP)  ## Test uploads on a real S3 server, with its packages b
 	@PYTHONPATH=$(STORAGE) $(BIN)/python -c 'import moto.server'
 	@PYTHONPATH=$(STORAGE) $(BIN)/python -m pytest tests/optional/test_storage.py
 
-test-agent: smollm2  ## Train SmolLM2 on the agent of examples/agent, with the weights of make smollm2
+test-agent: smollm2  ## Train SmolLM2 on the agent and the tool of examples, with the weights of make smollm2
 	@$(PYTEST) tests/optional/test_agent.py
 
-test-verifiers: verifiers  ## Test environments of the package verifiers
+test-verifiers: verifiers  ## Test environments of the package verifiers, on the example's package
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/verifiers examples/verifiers
 	@PYTHONPATH=$(VENV)/verifiers $(PYTEST) tests/optional/test_verifiers.py
 
 clean:  ## Remove the environment and caches; runs/ stays

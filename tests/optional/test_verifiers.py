@@ -1,15 +1,15 @@
-"""Environments of the package verifiers: a whole run on one, and the package's own train client at the episodes' endpoint.
+"""Environments of the package verifiers: a whole run on the example's, and the package's own clients at the episodes' endpoint.
 
-Run by `make test-verifiers`, with the package in a folder of the environment (docs/development.md). No network.
+Run by `make test-verifiers`, with both packages in a folder of the environment (docs/development.md). No network.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 
 from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.preflight import VERIFIERS, examine
@@ -20,31 +20,28 @@ from tests.support.verifier import verifier
 from tests.unit.builders import make_recipe
 from tests.unit.test_episode_endpoint import TOKENIZER, base_path, stage
 
-pytestmark = pytest.mark.skipif(not VERIFIERS.is_dir(), reason="no package verifiers: make test-verifiers has it")
+pytestmark = pytest.mark.skipif(
+    not (VERIFIERS / "say_digits.py").is_file(), reason="no package verifiers: make test-verifiers has it"
+)
 
-HERE = str(Path(__file__).parent)
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "verifiers" / "recipe.yaml"
 TURNS, STEPS = 3, 6
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_a_policy_is_trained_on_an_environment_and_every_reward_is_that_of_its_tokens(tiny_model: Path, tmp_path: Path) -> None:
-    changes: dict[str, dict[str, Any]] = {
-        "task": {
-            "source": "verifiers",
-            "name": "say-digits",
-            "config": {"taskset": {"size": 40, "turns": TURNS}},
-            "prompt_style": "plain",
-            "heldout_problems": 4,
-        },
-        "reward": {"answer_pattern": ""},
+    example = yaml.safe_load(EXAMPLE.read_text())
+    changes = {
+        "task": example["task"] | {"prompt_style": "plain", "heldout_problems": 4},
+        "reward": example["reward"] | {"answer_pattern": ""},
         "sampling": {"max_tokens": 12},
         "actor": {"sequences_in_progress": 8, "engine": {"kv_cache_gib": 0.25}},
         "trainer": {"steps": STEPS, "batch_size": 8, "learning_rate": 1e-3, "tokens_per_microbatch": 4096},
         "evaluation": {"every_steps": STEPS, "temperature": 1.0},
     }
     recipe, run_dir = write_tiny_recipe(tiny_model, tmp_path, changes), tmp_path / "run"
-    with started_run(recipe, run_dir, environment={"PYTHONPATH": HERE}) as run:
+    with started_run(recipe, run_dir) as run:
         assert run.process.wait(RUN_TIMEOUT_S) == 0, run.said
     audit(run_dir)
     records, summary = run.metrics(), run.summary()
@@ -73,10 +70,7 @@ def test_a_policy_is_trained_on_an_environment_and_every_reward_is_that_of_its_t
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
-async def test_either_client_of_the_package_makes_one_branch_of_the_recorded_tokens(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(HERE)
+async def test_either_client_of_the_package_makes_one_branch_of_the_recorded_tokens(kind: str, tmp_path: Path) -> None:
     import verifiers.v1 as vf
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -99,9 +93,8 @@ async def test_either_client_of_the_package_makes_one_branch_of_the_recorded_tok
             assert sum(theirs.sampled_mask) == len(branch.behaviour_logprobs)
 
 
-async def test_an_environment_of_the_package_itself_and_its_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_environment_of_the_package_itself_and_its_failures(tmp_path: Path) -> None:
     """Of two attempts, the package's `best-of-n` says which is better."""
-    monkeypatch.setenv("PYTHONPATH", HERE)
     task = {"source": "verifiers", "name": "say-digits", "config": {"id": "best-of-n", "n": 2, "threshold": 0.5}}
     answers = iter([says("1a"), says("23"), *[refuses("max_turns_exceeded")] * 2, *[refuses("gone", 404)] * 2])
     with (
@@ -126,9 +119,7 @@ async def test_an_environment_of_the_package_itself_and_its_failures(tmp_path: P
     assert "gone" in gone.message
 
 
-def test_an_environment_that_cannot_be_loaded_is_named_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", HERE)
-
+def test_an_environment_that_cannot_be_loaded_is_named_before_a_run() -> None:
     def said(name: str) -> list[str]:
         return [str(problem) for problem in examine(make_recipe(task={"source": "verifiers", "name": name})).problems]
 
