@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
-from pipelinerl.errors import TransferError
+from pipelinerl.errors import FieldError, TransferError
+from pipelinerl.messages.control import Backend
 from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, RanksMissing, TransferAborted
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,13 @@ HOST = Placement(torch.device("cpu"))
 def on_device(device: torch.device) -> Placement:
     """On a CUDA device, with a new stream, which nothing queued on another one holds up; any other is host memory."""
     return Placement(device, torch.cuda.Stream(device)) if device.type == "cuda" else HOST
+
+
+def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
+    """Which backend a recipe's `weights.backend` means here. Raises `FieldError`. Pure."""
+    if wanted == "nccl" and not on_gpu:
+        raise FieldError("weights.backend", wanted, "this trainer has no GPU: use gloo, or auto")
+    return "nccl" if wanted == "nccl" or (wanted == "auto" and on_gpu) else "gloo"
 
 
 _Result = TypeVar("_Result")

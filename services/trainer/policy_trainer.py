@@ -20,7 +20,7 @@ from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings, TrainerSettings
-from pipelinerl.transfer.group import HOST, GroupStore, on_device
+from pipelinerl.transfer.group import HOST, GroupStore, on_device, transfer_backend
 from pipelinerl.transfer.manifest import aligned
 from services.trainer.checkpoint.export import PolicyExport
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
@@ -152,13 +152,6 @@ def weight_sender(
 def sends_adapter(recipe: Recipe) -> bool:
     """Whether actors get factors of adapters instead of weights."""
     return recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter"
-
-
-def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
-    """Which backend a recipe's `weights.backend` means here. Raises `FieldError`. Pure."""
-    if wanted == "nccl" and not on_gpu:
-        raise FieldError("weights.backend", wanted, "this trainer has no GPU: use gloo, or auto")
-    return "nccl" if wanted == "nccl" or (wanted == "auto" and on_gpu) else "gloo"
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -86,6 +86,7 @@ CASES: dict[str, Case] = {
             "networkPolicy": {"extraEgress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]},
             "metrics": MONITORED | {"dashboards": {"enabled": True, "annotations": {"folder": "rl"}}},
             "commonLabels": {"team": "rl"},
+            "test": {"transferPair": {"enabled": True}},
         }
     ),
     "tls-cert-manager": Case({"tls": TLS | {"certManager": ISSUER}}, cpu=True),

@@ -131,6 +131,22 @@ OF_CASES: dict[str, dict[str, Any]] = {
         f"{ACTOR} metadata labels app.kubernetes.io/name": "pipelinerl",
         "pod/actor metadata labels team": "a",
         "pod/actor metadata labels kueue.x-k8s.io/queue-name": None,
+        # Both pods of the pair at once, in one hook; each says its own failure. None preempts a pod of the run.
+        "Job/pipelinerl-test-transfer spec parallelism": 2,
+        "Job/pipelinerl-test-transfer spec backoffLimitPerIndex": 0,
+        "Service/pipelinerl-test-transfer metadata annotations helm.sh/hook": "test",
+        "Service/pipelinerl-test-transfer spec publishNotReadyAddresses": True,
+        "pod/transfer-test spec subdomain": "pipelinerl-test-transfer",
+        "pod/transfer-test spec priorityClassName": None,
+        "pod/transfer-test spec nodeSelector": EVERYWHERE["nodeSelector"],
+        "main/transfer-test args": [
+            *("python", "-m", "services.trainer.transfer_test", "--index=$(JOB_COMPLETION_INDEX)"),
+            *("--host=pipelinerl-test-transfer-0.pipelinerl-test-transfer", "--own-host=$(POD_IP)"),
+            *("--device=cuda", "--within=300"),
+        ],
+        "main/transfer-test resources limits": {"memory": "8Gi", "nvidia.com/gpu": 1, "rdma/hca": 1},
+        "env/transfer-test NCCL_SOCKET_IFNAME": "net1",
+        "env/transfer-test NCCL_DEBUG": "INFO",
         "pod/actor spec affinity": EVERYWHERE["affinity"]
         | {"podAffinity": {REQUIRED: [TOGETHER, scheduled("0"), scheduled("1")]}},
     },
@@ -187,6 +203,15 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"pod/trainer spec tolerations": [AMD_TAINT], "main/trainer resources limits amd.com/gpu": 4},
     ),
     ({"actor": {"image": {"reference": IMAGE}}}, {"main/actor image": IMAGE}),
+    (
+        {
+            "actor": {"gpus": 0},
+            "trainer": {"gpus": 0},
+            "images": {"variant": "cpu"},
+            "test": {"transferPair": {"enabled": True}},
+        },
+        {"main/transfer-test resources limits": {"memory": "8Gi"}, "main/transfer-test image": "pipelinerl/trainer:0.1.0-cpu"},
+    ),
     ({"actor": {"scheduleAfterTrainer": False}}, {"pod/actor spec affinity": None}),
     (
         {service: {"schedulerName": "volcano"} for service in SERVICES},

@@ -85,6 +85,13 @@ def test_what_the_values_take_away_does_not_pass() -> None:
     assert passes(rendered_case("no-policies"), "verifier", "nats", 4222)
 
 
+def test_the_pair_of_helm_test_reaches_itself_and_nothing_else() -> None:
+    rendered = rendered_case("everything")
+    pods = ("transfer-test", *(pod for pod in PODS if pod != "test"))
+    reached = [(a, b) for a in pods for b in pods if "transfer-test" in (a, b) and passes(rendered, a, b, ANY_PORT)]
+    assert reached == [("transfer-test", "transfer-test")]
+
+
 def _ports(rule: Object) -> list[int]:
     return [entry["port"] for entry in rule.get("ports", [])]
 

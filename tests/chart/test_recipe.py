@@ -36,7 +36,7 @@ def test_a_recipe_of_the_project_is_the_charts_and_loads_by_name_or_inline(name:
 
 def test_every_case_has_a_recipe_that_loads(rendered: Rendered, tmp_path: Path) -> None:
     recipe = recipe_of(rendered, tmp_path)
-    for job in rendered.of_kind("Job"):
+    for job in (item for item in rendered.of_kind("Job") if item["metadata"]["name"].endswith("-validation")):
         (checked,) = [item for item in rendered.of_kind("ConfigMap") if item["metadata"]["name"] == job["metadata"]["name"]]
         assert checked["metadata"]["annotations"]["helm.sh/hook"] == job["metadata"]["annotations"]["helm.sh/hook"]
         assert recipe_of(rendered, tmp_path, "validation") == recipe

@@ -11,10 +11,9 @@ from pipelinerl.errors import FieldError, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import split_host_port
 from pipelinerl.transfer.chunks import describe
-from pipelinerl.transfer.group import GroupStore, WeightGroup
+from pipelinerl.transfer.group import GroupStore, WeightGroup, transfer_backend
 from pipelinerl.transfer.manifest import GroupSpec
 from services.actor.weight_sync.worker import Receiver
-from services.trainer.policy_trainer import transfer_backend
 from services.trainer.weight_sync.sender import CollectiveGroup, WeightSender
 
 WEIGHTS = {"w": torch.arange(5000.0)}

@@ -176,11 +176,16 @@ readinessProbe:
 - {name: OMP_NUM_THREADS, value: {{ . | int | quote }}}
 - {name: MKL_NUM_THREADS, value: {{ . | int | quote }}}
 {{- end }}
-{{- with .root.Values.network.interface }}
+{{- include "pipelinerl.networkEnv" .root }}
+{{- end -}}
+
+{{/* The root context: what NCCL and Gloo read, each entry after a line break. */}}
+{{- define "pipelinerl.networkEnv" -}}
+{{- with .Values.network.interface }}
 - {name: NCCL_SOCKET_IFNAME, value: {{ . | quote }}}
 - {name: GLOO_SOCKET_IFNAME, value: {{ . | quote }}}
 {{- end }}
-{{- with .root.Values.network.infinibandDevices }}
+{{- with .Values.network.infinibandDevices }}
 - {name: NCCL_IB_HCA, value: {{ . | quote }}}
 {{- end }}
 {{- end -}}

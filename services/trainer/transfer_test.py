@@ -1,0 +1,125 @@
+"""`python -m services.trainer.transfer_test`: two pods send weights' bytes to each other as a trainer does to an actor.
+
+`helm test` runs it where `test.transferPair.enabled` asks for it: in two pods of the trainer's image, with a GPU each where the
+trainer has some. Both meet in a group of `pipelinerl.transfer` with the backend, network interface and chunk size of the run;
+pod 0 broadcasts, pod 1 compares what arrives. Each prints what it did, and what failed by name. No part of the run is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed import DistError, TCPStore
+
+from pipelinerl.errors import PipelineRLError, TransferError
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, on_device, transfer_backend
+from pipelinerl.transfer.manifest import Backend, GroupSpec
+
+TOTAL_BYTES = 2**30
+"""Sent in all: about ten seconds at 1 Gbit/s."""
+RECEIVED = "received"
+"""Key that pod 1 sets at the end: until then pod 0 is needed."""
+
+
+class StepError(PipelineRLError):
+    """A step that failed, by its name."""
+
+    def __init__(self, step: str, problem: str) -> None:
+        super().__init__(f"{step}: {problem}")
+
+
+def device(wanted: str, backend: str) -> tuple[Placement, Backend]:
+    """Where the bytes lie and how they travel. Raises `StepError`."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise StepError("GPU", "the pod has asked for one and sees none: look at the device plugin and the node's driver")
+    chosen = transfer_backend(backend, on_gpu=wanted == "cuda")
+    return (on_device(torch.device("cuda", 0)) if chosen == "nccl" else HOST), chosen
+
+
+def meet(
+    index: int, host: str, port: int, backend: Backend, own_host: str, placement: Placement, within_s: float
+) -> WeightGroup:
+    """The group of both pods. Raises `StepError` that names the other one."""
+    spec = GroupSpec(host, port, "pair", index, 2, backend, own_host)
+    try:
+        return WeightGroup.connect(spec, within_s, placement=placement)
+    except TransferError as error:
+        other = f"pod {1 - index}"
+        hint = f"does {other} run, and can both reach each other on any TCP port ({host}:{port} first)?"
+        raise StepError(f"meeting {other}", f"{error}; {hint}") from error
+
+
+def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int = TOTAL_BYTES) -> float:
+    """Broadcasts of `total_bytes` in all, or their comparison; GB/s. Raises `StepError`."""
+    end, sends = time.monotonic() + within_s, group.spec.rank == 0
+    began_at = time.monotonic()
+    rounds = max(total_bytes // chunk_bytes, 2)
+    with group.placement.scope():
+        wanted = torch.arange(chunk_bytes // 4, dtype=torch.int32, device=group.placement.device)
+        chunk = wanted.clone() if sends else torch.zeros_like(wanted)
+        for number in range(rounds):
+            try:
+                group.broadcast(chunk.add_(1) if sends else chunk, max(end - time.monotonic(), 0.001))
+            except TransferError as error:
+                raise StepError("transfer", f"broadcast {number} of {rounds}: {error}") from error
+            if not sends and not torch.equal(chunk, wanted.add_(1)):
+                raise StepError("transfer", f"broadcast {number} of {rounds} arrived with other bytes than were sent")
+    return rounds * chunk_bytes / (time.monotonic() - began_at) / 1e9
+
+
+def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
+    """Pod 1 says that it has all; pod 0 waits for that. Raises `StepError`."""
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=within_s))
+        if index:
+            store.set(RECEIVED, "")
+        else:
+            store.wait([RECEIVED], timedelta(seconds=within_s))
+    except (DistError, RuntimeError) as error:
+        raise StepError("end", f"pod {1 - index} has not said that it is done: its log says why") from error
+
+
+def pair(options: argparse.Namespace) -> None:
+    """As pod `options.index`. Raises `StepError`, `FieldError`."""
+    say = partial(print, flush=True)
+    recipe = load_recipe(options.recipe)
+    placement, backend = device(options.device, recipe.weights.backend)
+    index, port, within_s = options.index, options.port, options.within
+    say(f"ok      device: {placement.device}, backend {backend}")
+    store = GroupStore(options.own_host, port) if index == 0 else None
+    host = store.host if store else options.host
+    group = meet(index, host, port, backend, options.own_host, placement, within_s)
+    say(f"ok      meeting pod {1 - index}")
+    rate = send(group, int(recipe.weights.chunk_mib * 2**20), within_s)
+    say(f"ok      transfer: {rate:.2f} GB/s")
+    acknowledge(index, host, port, within_s)
+    group.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.transfer_test", description=__doc__)
+    parser.add_argument("--index", type=int, choices=(0, 1), required=True, help="which pod this one is; 0 sends")
+    parser.add_argument("--host", required=True, help="name of pod 0")
+    parser.add_argument("--own-host", required=True, metavar="ADDRESS", help="of this pod")
+    parser.add_argument("--port", type=int, default=29400, help="of pod 0, where both meet")
+    parser.add_argument("--recipe", type=Path, default=Path("/etc/pipelinerl/recipe/recipe.yaml"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True, help="what the pod has asked for")
+    parser.add_argument("--within", type=float, default=300.0, metavar="SECONDS", help="for meeting, and again for sending")
+    options = parser.parse_args(arguments)
+    try:
+        pair(options)
+    except (PipelineRLError, OSError) as error:
+        print(f"FAILED  {error}", flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
