@@ -71,13 +71,11 @@ async def stage(case: Case, threads: ThreadPlan) -> AsyncIterator[Stage]:
         run_dir = create_run_dir(case.recipe.name, datetime.now(), path=folder / "run")
         run_dir.recipe.write_text(recipe_yaml(case.recipe), encoding="utf-8")
         launches = ServiceLaunches(case.recipe, run_dir, threads, dict(os.environ))
+        verifier = await stack.enter_async_context(verifying(launches))
         model_dir = await initial_model(case.recipe, launches, process, lambda text: print(text, file=sys.stderr))
-        started = await stack.enter_async_context(process(launches.verifier()))
-        address = await started.ready(START_S)
         engine = await stack.enter_async_context(start_engine(case.recipe, model_dir))
         await engine.llm.update_weight_version(str(VERSION))
         bus = await stack.enter_async_context(streams(run_dir))
-        verifier = await stack.enter_async_context(VerifierClient(address.grpc))
         yield Stage(case, case.groups(run_dir.name, model_dir), engine, bus, verifier)
 
 
@@ -88,6 +86,17 @@ async def process(launch: Launch) -> AsyncIterator[ServiceProcess]:
         yield started
     finally:
         await started.terminate(STOP_S)
+
+
+@asynccontextmanager
+async def verifying(launches: ServiceLaunches) -> AsyncIterator[VerifierClient]:
+    """A verifier, in a process of its own with the login of a local run."""
+    credentials = launches.run_dir.credentials
+    credentials.make(launches.run_dir.name)
+    async with process(launches.verifier()) as started:
+        address = await started.ready(START_S)
+        async with VerifierClient(address.grpc, tls_dir=credentials.tls_dir) as client:
+            yield client
 
 
 @asynccontextmanager

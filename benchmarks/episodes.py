@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from benchmarks.actor_overhead import START_S, process
+from benchmarks.actor_overhead import verifying
 from benchmarks.episode_cases import CASES, OBSERVATION_WORDS, PROMPT_WORDS, TURNS, build_model, episode_recipe, words
 from benchmarks.generation_rounds import KEEP_ALIVE_S, VERSION
 from benchmarks.observed_actor import cpu_s
@@ -280,13 +280,11 @@ async def stage(case: str, threads: ThreadPlan) -> AsyncIterator[Stage]:
         run_dir = create_run_dir(recipe.name, datetime.now(), path=folder / "run")
         run_dir.recipe.write_text(recipe_yaml(recipe), encoding="utf-8")
         launches = ServiceLaunches(recipe, run_dir, threads, os.environ | {"PIPELINERL_MAX_EPISODES": str(MAX_EPISODES)})
-        started = await stack.enter_async_context(process(launches.verifier()))
-        address = await started.ready(START_S)
+        verifier = await stack.enter_async_context(verifying(launches))
         engine = await stack.enter_async_context(start_engine(recipe, str(folder / "model")))
         gc.freeze()  # as the service does
         await engine.llm.update_weight_version(str(VERSION))
         server = stack.enter_context(NatsServer(run_dir.nats_store, log_file=run_dir.log("nats")))
-        verifier = await stack.enter_async_context(VerifierClient(address.grpc))
         yield Stage(load, recipe, engine, verifier, server.url)
 
 

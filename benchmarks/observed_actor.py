@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.actor_cases import Case
-from benchmarks.actor_overhead import START_S, process, streams
+from benchmarks.actor_overhead import process, streams, verifying
 from benchmarks.generation_rounds import VERSION, Round, actor_round, renamed
 from benchmarks.observed_trainer import GOAL, Unmeasured
 from benchmarks.page_client import fetched
 from benchmarks.samples import spread
 from pipelinerl.local.services import ServiceLaunches, ThreadPlan, initial_model
-from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import create_run_dir
 from pipelinerl.service.http import health_app, serve_http
@@ -87,12 +86,10 @@ async def in_turn(case: Case, threads: ThreadPlan, pairs: int, order: Sequence[s
         run_dir = create_run_dir(case.recipe.name, datetime.now(), path=folder / "run")
         run_dir.recipe.write_text(recipe_yaml(case.recipe), encoding="utf-8")
         launches = ServiceLaunches(case.recipe, run_dir, threads, dict(os.environ))
+        verifier = await stack.enter_async_context(verifying(launches))
         model = await initial_model(case.recipe, launches, process, lambda text: print(text, file=sys.stderr))
-        started = await stack.enter_async_context(process(launches.verifier()))
-        address = await started.ready(START_S)
         sides = {side: await open_side(stack, case, model, observed=side == "observed") for side in order}
         bus = await stack.enter_async_context(streams(run_dir))
-        verifier = await stack.enter_async_context(VerifierClient(address.grpc))
         groups = case.groups(run_dir.name, model)
         for number in range(-1, pairs):
             for name in SIDES if number % 2 else reversed(SIDES):
