@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from deploy.images import requirements
@@ -96,6 +97,25 @@ def test_every_line_is_an_exact_pin_of_the_environment_that_is_tested(service: s
     allowed = requirements.CUDA_DIFFERS if flavour == "cuda" else {}
     differing = {name: pin for name, pin in image.items() if name in known and known[name].lower() != pin.lower()}
     assert set(differing) <= set(allowed), differing
+
+
+@pytest.mark.parametrize(("service", "flavour"), FLAVOURS)
+def test_the_pins_of_an_image_are_what_its_distributions_ask_of_each_other(service: str, flavour: str) -> None:
+    """As `pip check` would say in the image, of all distributions that are installed here: those of CUDA builds are not."""
+    pins = {name: Requirement(pin) for name, pin in pins_of(file_of(service, flavour).read_text()).items()}
+    requires, problems, asked = requirements.Installed(), [], 0
+    for name in pins:
+        for one in requires[name]:
+            wanted = canonicalize_name(one.name)
+            if wanted in requirements.LEFT_OUT or (one.marker and not one.marker.evaluate({"extra": ""})):
+                continue
+            asked += 1
+            version = next(iter(pins[wanted].specifier)).version if wanted in pins else "none"
+            specifier = SpecifierSet(str(one.specifier).replace("+cpu", ""))  # which build it is, install_torch.sh sees to
+            if version == "none" or not specifier.contains(version, prereleases=True):
+                problems.append(f"{name} requires {one}, and the image has {version}")
+    assert asked > 50
+    assert problems == []
 
 
 LACKS = {
