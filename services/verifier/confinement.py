@@ -2,32 +2,116 @@
 
 Bounds are on address space and CPU time. This is no jail: the code is the user's and is trusted not to attack the machine; what
 is not trusted is how long it runs and how much it takes on a model's output. The same means end such a process from outside
-and, from inside, what its code left behind.
+and, from inside, what its code left behind. Code in a sandbox, which may be at a model's orders, has a process above it that
+also bounds what it starts (`keep_in_bounds`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import faulthandler
+import fcntl
 import os
 import resource
+import select
 import signal
+import socket
+import struct
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
+MOST_PROCESSES, MOST_THREADS = 64, 512
+"""Of one sandboxed reward worker or episode; all threads of all its processes."""
+_RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
+"""SECCOMP_IOCTL_NOTIF_RECV and _SEND, of 80 and 24 bytes."""
+_GO_ON = 1
 MIB = 1024**2
 
 
 def attach_to_parent() -> None:
     """SIGKILL when the parent's thread that started this process ends; orphans of its children come here."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
-        if prctl(option, value, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def keep_in_bounds(child: int, handed: socket.socket, childs: socket.socket) -> NoReturn:
+    """Stays outside a sandbox while `child` is in it, and answers what its seccomp filter asks: whether one more process or
+    thread may be. The filter's listener comes on `handed`, whose other end is `childs`.
+
+    Waits for the child's end, or that of the process above this one, whichever comes first; kills what is left below it, and
+    ends as the child did. This process must have been attached to its parent.
+    """
+    code = 1
+    try:
+        code = _exit_code_of(child, handed, childs)
+        if code < 0:
+            faulthandler.disable()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if -code not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+    finally:
+        os._exit(code)  # whatever users' signal handlers raise: nothing of theirs goes on outside
+
+
+def _exit_code_of(child: int, handed: socket.socket, childs: socket.socket) -> int:
+    above = os.getppid()
+    ended, above_ended = os.pidfd_open(child), os.pidfd_open(above)
+    _prctl(_PR_SET_PDEATHSIG, 0)  # what is below has no such signal: it ends by this process
+    childs.close()
+    _, listeners, _, _ = socket.recv_fds(handed, 1, 1)  # none when the child ended before
+    _close_all_but(2, ended, above_ended, *listeners)
+    waiting = select.poll()
+    for descriptor in (ended, above_ended, *listeners):
+        waiting.register(descriptor, select.POLLIN)
+    while os.getppid() == above:
+        ready = {descriptor for descriptor, _ in waiting.poll()}
+        if ready & {ended, above_ended}:
+            break
+        for listener in listeners:
+            _answer(listener, child)
+    kill_tree(child)
+    _, status = os.waitpid(child, 0)
+    while not clear_leftover_children():
+        pass
+    return os.waitstatus_to_exitcode(status)
+
+
+def _answer(listener: int, child: int) -> None:
+    call = bytearray(80)
+    with contextlib.suppress(FileNotFoundError):  # who asked was killed meanwhile
+        fcntl.ioctl(listener, _RECEIVE_CALL, call)
+        (number,) = struct.unpack_from("=Q", call)
+        processes = {child, *descendants(child)}
+        is_full = len(processes) >= MOST_PROCESSES or sum(map(_num_threads, processes)) >= MOST_THREADS
+        how = (-errno.EAGAIN, 0) if is_full else (0, _GO_ON)
+        fcntl.ioctl(listener, _ANSWER_CALL, struct.pack("=QqiI", number, 0, *how))
+
+
+def _num_threads(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}/task").st_nlink - 2
+    except OSError:  # it ended
+        return 0
+
+
+def _close_all_but(*kept: int) -> None:
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor not in kept:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 def take_pipes() -> tuple[Connection, Connection]:
@@ -80,7 +164,7 @@ def kill_tree(pid: int) -> None:
     Everything is stopped first, until a look finds nothing new, so that nothing is started behind our back.
     """
     stopped: set[int] = set()
-    while found := {pid, *_descendants(pid)} - stopped:
+    while found := {pid, *descendants(pid)} - stopped:
         for process in found:
             _signal(process, signal.SIGSTOP)
         stopped |= found
@@ -95,10 +179,11 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
+    """Children, their children, and so on."""
     for child in children(pid):
         yield child
-        yield from _descendants(child)
+        yield from descendants(child)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

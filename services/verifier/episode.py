@@ -269,17 +269,14 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
     if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:
         own["PIPELINERL_ROW"] = row
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
-    with os.fdopen(os.memfd_create("row"), "r+b") as given:  # in a sandbox there is no folder for one
-        given.write(row.encode())
-        given.seek(0)
-        program = subprocess.Popen(
-            shlex.split(command),
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PATH": path, **own},
-        )
-    printed, complained = _printed(program)
+    program = subprocess.Popen(
+        shlex.split(command),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PATH": path, **own},
+    )
+    printed, complained = _printed(program, row.encode())
     if program.returncode:
         why = (complained.strip().splitlines() or ["it wrote nothing to standard error"])[-1]
         how = f"exit code {program.returncode}" if program.returncode > 0 else f"signal {-program.returncode}"
@@ -287,19 +284,28 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
     return printed
 
 
-def _printed(program: subprocess.Popen[bytes]) -> tuple[str, str]:
+def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
     """All that the program prints until it ends, whoever else still holds its output then, and the end of its standard error,
-    all of which goes on to this process's."""
+    all of which goes on to this process's. `given`: its standard input, of which it need not read anything."""
+    assert program.stdin is not None
     assert program.stdout is not None
     assert program.stderr is not None
     ended, printed, complained = os.pidfd_open(program.pid), bytearray(), bytearray()
     texts = {program.stdout.fileno(): printed, program.stderr.fileno(): complained}
     with selectors.DefaultSelector() as ready:
+        ready.register(program.stdin, selectors.EVENT_WRITE)
+        os.set_blocking(program.stdin.fileno(), False)
         for descriptor in (*texts, ended):
             ready.register(descriptor, selectors.EVENT_READ)
             os.set_blocking(descriptor, descriptor == ended)
         while True:
-            has_ended = any(key.fd == ended for key, _ in ready.select())
+            found = {key.fd for key, _ in ready.select()}
+            has_ended = ended in found
+            if not program.stdin.closed and program.stdin.fileno() in found:
+                given = _left(program.stdin.fileno(), given)
+                if not given:
+                    ready.unregister(program.stdin)
+                    program.stdin.close()
             for descriptor, text in texts.items():
                 while chunk := _read_now(descriptor):
                     text += chunk
@@ -316,6 +322,14 @@ def _printed(program: subprocess.Popen[bytes]) -> tuple[str, str]:
     program.wait()
     os.close(ended)
     return printed.decode(errors="replace"), complained.decode(errors="replace")
+
+
+def _left(descriptor: int, given: bytes) -> bytes:
+    """What is left of it when as much is written as there is room for."""
+    try:
+        return given[os.write(descriptor, given) :]
+    except BrokenPipeError:  # nobody reads it
+        return b""
 
 
 def _read_now(descriptor: int) -> bytes | None:

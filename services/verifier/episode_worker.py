@@ -186,7 +186,8 @@ class Template:
             os._exit(0)  # nothing of the template's is tidied up, and no thread keeps the process
 
 
-def _is_confined(share: ProblemSet) -> bool:
+def is_confined(share: ProblemSet) -> bool:
+    """Whether the task's episodes run in a sandbox on this machine."""
     if share.reward.sandbox is None:  # an agent may do what it likes unless told otherwise; verifiers has servers of its own
         return share.task.source not in ("agent", "verifiers") and not confinement_missing()
     return share.reward.sandbox
@@ -194,16 +195,16 @@ def _is_confined(share: ProblemSet) -> bool:
 
 def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifier: Connection) -> None:
     """Consumes one request and produces its result."""
-    pid = os.getpid()
     request = EpisodeRequest.FromString(verifier.recv_bytes())
     share, play = tasks[request.task], plays[request.task]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lower_limit(resource.RLIMIT_AS, address_space() + share.reward.memory_mib * MIB)
     renew_cpu_limit(share.task.episode_timeout_s)
-    if _is_confined(share):
+    if is_confined(share):
         named = [Path(word).parent for word in shlex.split(share.task.command) if os.path.isfile(word)]
         confine([*filter(None, [share.task.path]), *named], urlsplit(request.base_url).port)
     random.seed(request.seed)  # else all episodes would draw the same from the template's state
+    pid = os.getpid()
 
     policy = Policy(request.base_url, lambda waits: verifier.send_bytes(WAITS if waits else WORKS))
     result = run_episode(play, request, policy)

@@ -19,6 +19,8 @@ CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELL
 LOSSES = ("timeout", "death", "retirement")
 """What ends a worker."""
 MEANS = ("bubblewrap", "landlock", "none")
+CODE = ("programs", "rewards", "episodes")
+"""A model's programs, functions of users, and environments, tools and agents."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 """A comparison of two strings takes a millisecond, a program in a sandbox up to `reward.timeout_s`."""
 _EPISODE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -55,7 +57,8 @@ class VerifierMetrics:
         self.worker_restarts = metrics.counter(
             "worker_restarts_total", "Workers replaced, by what ended them.", {"reason": LOSSES}, unit="processes"
         )
-        self.sandbox = metrics.gauge("sandbox", "1: it keeps programs of scorer `code` in.", {"means": MEANS}, unit="boolean")
+        kept = {"code": CODE, "means": MEANS}
+        self.sandbox = metrics.gauge("sandbox", "1: such means keep all code of the kind in.", kept, unit="boolean")
         self.timeouts = metrics.counter("timeouts_total", "Rewards and episodes killed at a deadline.", unit="items")
         self.episodes = metrics.gauge("episodes", "Episodes under way.", unit="episodes")
         self.episode_capacity = metrics.gauge("episode_capacity", "Episodes that may be under way.", unit="episodes")

@@ -10,8 +10,8 @@ read-only; within limits of wall-clock time, CPU time, memory and output. It use
     none         limits only: refused unless the caller says that it trusts the program
 
 With the first two, seccomp admits the system calls on a list and no others: none that opens a socket, starts a process or
-changes another one. `confine` puts the process that calls it under Landlock and seccomp for good. Nothing here protects
-from mistakes in the kernel itself: for that, run the verifier's pod under gVisor or Kata.
+changes another one. `confine` puts the process that calls it under Landlock and seccomp for good; such a process may start
+others, few at a time. Nothing here protects from mistakes in the kernel itself: for that, run the verifier's pod under Kata.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import os
 import resource
 import select
 import shutil
+import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -37,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import PipelineRLError
-from services.verifier.confinement import MIB
+from services.verifier.confinement import MIB, attach_to_parent, keep_in_bounds
 
 
 class Means(StrEnum):
@@ -95,20 +97,27 @@ _OWN_STATE = (
 )
 _PAIRS = "recvfrom recvmsg recvmmsg shutdown getsockopt setsockopt getsockname getpeername"
 _SIGNALS = "kill tkill tgkill"
-_PROCESSES = "fork vfork clone setsid setpgid pidfd_open prctl memfd_create"
+_SESSIONS = "setsid setpgid pidfd_open"
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
 """Duplicates, flags, locks and sizes of pipes; none that names a process to be signalled."""
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _STREAM, _SEQPACKET, _MSG_FASTOPEN = 1, 5, 0x20000000
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
+_ALLOW, _ASK, _REFUSE = 0x7FFF0000, 0x7FC00000, 0x00050000
 _NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
 _CLONE_THREAD = 0x10000
-_PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 15, 38
+_CLONE_ASIDE = 0x7E02_8000
+"""CLONE_PARENT, with which the child would be the parent's, and all namespaces."""
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PRCTL = (3, 15, 16, 23, _PR_SET_NO_NEW_PRIVS)
+"""Reads whether it is dumpable and what it may do, its name, and the flag that is set already."""
 _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
+_LISTENER, _WAIT_KILLABLE = 1 << 3, 1 << 5
 
 
+_FOLDER = "/.program"
+"""Of a program in bubblewrap: a name that no folder of Python's is below."""
 _NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl")
 
 
@@ -121,7 +130,8 @@ class _Comparison(ctypes.Structure):
 @cache
 def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
     """A seccomp program that admits listed system calls. All others fail with EPERM; clone3, whose flags no filter can read,
-    with ENOSYS, so that the C library takes clone. Raises `OSError` when libseccomp is not there or refuses."""
+    with ENOSYS, so that the C library takes clone. With `processes`, who listens is asked about each process and thread.
+    Raises `OSError` when libseccomp is not there or refuses."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_REFUSE | errno.EPERM)))
@@ -147,12 +157,17 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
             add(_ALLOW, "socketpair", (1, _MASKED_EQUAL, 0xF, kind))
         for name, flags in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)):  # MSG_FASTOPEN would connect
             add(_ALLOW, name, (flags, _MASKED_EQUAL, _MSG_FASTOPEN, 0))
-        add(_ALLOW, "prctl", (0, _EQUAL, _PR_SET_NAME, 0))
-        add(_ALLOW, "clone", (0, _MASKED_EQUAL, _CLONE_THREAD, _CLONE_THREAD))
+        for option in _PRCTL:
+            add(_ALLOW, "prctl", (0, _EQUAL, option, 0))
         if signals:
             add(_ALLOW, _SIGNALS)
         if processes:
-            add(_ALLOW, _PROCESSES)
+            add(_ALLOW, _SESSIONS)
+            add(_ALLOW, "prctl", (0, _EQUAL, _PR_SET_PDEATHSIG, 0), (1, _EQUAL, signal.SIGKILL, 0))
+            add(_ASK, "fork vfork")
+            add(_ASK, "clone", (0, _MASKED_EQUAL, _CLONE_ASIDE, 0))
+        else:
+            add(_ALLOW, "clone", (0, _MASKED_EQUAL, _CLONE_THREAD | _CLONE_ASIDE, _CLONE_THREAD))
         if connects:  # TCP of IPv4 and IPv6, which is what Landlock knows ports of
             add(_ALLOW, "connect")
             for family, protocol in product((2, 10), (0, 6)):
@@ -253,11 +268,12 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
-def _restrict_calls(program: bytes) -> None:
-    _call(
+def _restrict_calls(program: bytes, flags: int = 0) -> int:
+    """With `_LISTENER` among `flags`, the descriptor on which questions about calls arrive."""
+    return _call(
         317 if os.uname().machine == "x86_64" else 277,
         _SECCOMP_SET_MODE_FILTER,
-        0,
+        flags,
         ctypes.byref(_Program(len(program) // 8, program)),
     )
 
@@ -338,19 +354,32 @@ def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits
 
 
 def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None) -> None:
-    """Puts this process, and all that it starts, under Landlock and seccomp for good: it reads Python's files, what is on
+    """Puts what follows, and all that it starts, under Landlock and seccomp for good: it reads Python's files, what is on
     `sys.path` and `readable`, but not the run's own folder, and writes nothing. With `connect_port` it may connect to that TCP
     port, of any host.
 
-    For a process of one thread, as Landlock binds the thread that asks for it. Raises `NoSandbox`.
+    Returns in a child of the process that called it, attached to that one, which stays outside, bounds the child's processes
+    and ends as the child does. For a process of one thread, as Landlock binds the thread that asks for it. Raises `NoSandbox`.
     """
     if missing := confinement_missing():
         raise NoSandbox(missing)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise NoSandbox(f"{threads} threads run already; start them later than the module is imported")
+    outside, inside = socket.socketpair()
+    if child := os.fork():
+        keep_in_bounds(child, outside, inside)
+    outside.close()
+    attach_to_parent()
     shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)
+    calls = _filter(signals=True, processes=True, connects=connect_port is not None)
     _restrict_files(shared, connect_port)
-    _restrict_calls(_filter(signals=True, processes=True, connects=connect_port is not None))
+    try:
+        listener = _restrict_calls(calls, _LISTENER | _WAIT_KILLABLE)
+    except OSError as error:
+        raise NoSandbox(f"seccomp has no listener for calls of processes here: {error}") from error
+    with inside:
+        socket.send_fds(inside, [b"."], [listener])
+    os.close(listener)
 
 
 def confinement_missing() -> str:
@@ -387,10 +416,10 @@ def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits
             command += ["--tmpfs", private, "--remount-ro", private]
     for device in ("null", "zero", "urandom"):
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    command += ["--size", str(limits.folder_mib * MIB), "--tmpfs", "/work"]
+    command += ["--size", str(limits.folder_mib * MIB), "--tmpfs", _FOLDER]
     for name, descriptor in zip(names, files, strict=True):
-        command += ["--file", descriptor, f"/work/{name}"]
-    return [*command, "--remount-ro", "/", "--chdir", "/work", "--json-status-fd", status, "--seccomp", calls, "--"]
+        command += ["--file", descriptor, f"{_FOLDER}/{name}"]
+    return [*command, "--remount-ro", "/", "--chdir", _FOLDER, "--json-status-fd", status, "--seccomp", calls, "--"]
 
 
 def _in_memory(content: bytes = b"") -> Any:

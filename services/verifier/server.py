@@ -35,6 +35,7 @@ from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.episode_pool import NO_TEMPLATE, EpisodeLost, EpisodePool, run_episode_pool
+from services.verifier.episode_worker import is_confined
 from services.verifier.judge import Judge, JudgedPool, api_key
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
 from services.verifier.pool import NO_WORKER, QueueFull, RewardPool, run_pool
@@ -181,10 +182,6 @@ async def _servicer(
         if recipe.scored_tasks:
             rewards = run_pool(recipe, metrics, readiness.part(NO_WORKER), workers=workers, max_queue=max_queue)
             pool = scorers = await stack.enter_async_context(rewards)
-            if programs := [share.reward for share in recipe.problem_sets.values() if share.reward.scorer == "code"]:
-                means = "none" if any(reward.sandbox is False for reward in programs) else await _strongest_means()
-                metrics.sandbox.labels(means).set(1)
-                log.info("programs that the model writes run in: %s", means)
             judges = {
                 name: await stack.enter_async_context(Judge(share.reward, api_key(share.reward.judge), metrics))
                 for name, share in recipe.problem_sets.items()
@@ -192,7 +189,22 @@ async def _servicer(
             }
             if judges:
                 pool = JudgedPool(scorers, judges)
+        for code, means in (await _sandboxes(recipe)).items():
+            metrics.sandbox.labels(code, means).set(1)
+            log.info("%s run in: %s", code, means, extra={"sandbox": means})
         yield VerifierServicer(recipe, metrics, pool=pool, episodes=episodes)
+
+
+async def _sandboxes(recipe: Recipe) -> dict[str, str]:
+    """What keeps each kind of untrusted or users' code in that the recipe has: `none` where any of the kind is not kept in."""
+    sets, found = recipe.problem_sets.values(), dict[str, str]()
+    if programs := [share.reward.sandbox is not False for share in sets if share.reward.scorer == "code"]:
+        found["programs"] = await _strongest_means() if all(programs) else "none"
+    if rewards := [share.reward.sandbox for share in sets if share.reward.is_function and not share.task.is_episodic]:
+        found["rewards"] = "landlock" if all(rewards) else "none"
+    if episodes := [is_confined(share) for share in recipe.episodic_tasks.values()]:
+        found["episodes"] = "landlock" if all(episodes) else "none"
+    return found
 
 
 async def _strongest_means() -> str:

@@ -147,6 +147,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "main/transfer-test resources limits": {"memory": "8Gi", "nvidia.com/gpu": 1, "rdma/hca": 1},
         "env/transfer-test NCCL_SOCKET_IFNAME": "net1",
         "env/transfer-test NCCL_DEBUG": "INFO",
+        "pod/verifier spec runtimeClassName": EVERYWHERE["runtimeClassName"],
         "pod/actor spec affinity": EVERYWHERE["affinity"]
         | {"podAffinity": {REQUIRED: [TOGETHER, scheduled("0"), scheduled("1")]}},
     },

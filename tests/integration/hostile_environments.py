@@ -61,3 +61,9 @@ async def divide(a: float, b: float = 1.0) -> float:
 def repeat(text: str, times: int) -> str:
     """The text, so many times."""
     return text * times
+
+
+def run(program: str) -> str:
+    """Runs a program."""
+    exec(program, {})
+    return "it ran"

@@ -25,13 +25,13 @@ from pipelinerl.messages.verification import VerifierAway, VerifierClient, statu
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier import episode_worker
-from services.verifier.confinement import children
+from services.verifier.confinement import children, descendants
 from services.verifier.episode_pool import EpisodePool, Template
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.sandbox import confinement_missing
 from tests.support.chat_endpoint import endpoint
 from tests.support.fake_endpoint import FakeEndpoint, calls, fake_endpoint, refuses, says
-from tests.support.hostile_programs import ESCAPES, MAY, surroundings_in
+from tests.support.hostile_programs import ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
 from tests.support.machine import ends_within
 from tests.support.verifier import HERE, ROOT, START_S, Verifier, sample, serving, verifier
 
@@ -73,6 +73,14 @@ def episode(endpoint: FakeEndpoint, row: dict[str, Any], number: int = 0, **fiel
 async def run(address: str, *requests: EpisodeRequest) -> list[VerifyResult]:
     async with VerifierClient(address) as client:
         return await asyncio.gather(*(client.run_episode(request, START_S) for request in requests))
+
+
+async def run_few_at_once(hostile: Verifier, policy: FakeEndpoint, programs: list[str]) -> list[VerifyResult]:
+    """Each in an environment's reply, whose time to answer is short."""
+    requests = [episode(policy, {"in_reply": f"run {program}"}, number) for number, program in enumerate(programs)]
+    return [
+        one for start in range(0, len(requests), 4) for one in await run(hostile.address.grpc, *requests[start : start + 4])
+    ]
 
 
 # --- what an environment gets and gives
@@ -177,9 +185,24 @@ async def test_processes_an_environment_started_end_with_its_episode(
 async def test_an_environment_gets_out_no_more_than_a_program(hostile: Verifier, policy: FakeEndpoint, tmp_path: Path) -> None:
     with surroundings_in(tmp_path) as surroundings:
         escapes = [surroundings.filled(program, hostile.process.pid) for name, program in ESCAPES.items() if name not in MAY]
-        results = await run(hostile.address.grpc, *(episode(policy, {"in_reply": f"run {escape}"}) for escape in escapes))
+        results = await run_few_at_once(hostile, policy, escapes)
         assert surroundings.untouched
     assert [(status_name(result.status), result.message) for result in results] == [("ok", "")] * len(escapes)
+
+
+@pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
+async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier, policy: FakeEndpoint) -> None:
+    pid = hostile.process.pid
+    misdeeds = [*HOGS.values(), *(program.format(parent=pid) for program in LEAVERS.values())]
+    results = await run_few_at_once(hostile, policy, misdeeds)
+    assert not any(each.message.endswith("got out") for each in results)
+    assert await sample(hostile.address, 'sandbox{code="episodes",means="landlock"}') == 1
+    assert "episodes run in: landlock" in hostile.log
+    (good,) = await run(hostile.address.grpc, episode(policy, {}))
+    assert (status_name(good.status), good.reward) == ("ok", 0.75)
+    async with asyncio.timeout(START_S):
+        while left_by(pid) or len(list(descendants(pid))) != 1:  # the template
+            await asyncio.sleep(0.02)
 
 
 async def test_a_call_that_is_cancelled_ends_its_episode(hostile: Verifier) -> None:
@@ -286,6 +309,7 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
             calls("multiply", "[6"),
             calls("add", "{}"),
             calls("repeat", '{"text": "\\ud800", "times": 300000}'),
+            *([] if confinement_missing() else [calls("run", json.dumps({"program": ESCAPES["has memory without a name"]}))]),
             says("It is #42"),
         ]
     )
@@ -293,7 +317,7 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         "source": "tools",
         "name": "sums",
         "path": "unused.jsonl",
-        "tools": [f"hostile_environments:{name}" for name in ("multiply", "divide", "repeat")],
+        "tools": [f"hostile_environments:{name}" for name in ("multiply", "divide", "repeat", "run")],
         "system_prompt": "You have tools.",
         "instruction": "Write # before the answer.",
     }
@@ -308,7 +332,7 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         {"role": "system", "content": "You have tools."},
         {"role": "user", "content": "6 * 7?\nWrite # before the answer."},
     ]
-    assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide", "repeat"]
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide", "repeat", "run"]
     answers = [message for message in last["messages"] if message["role"] == "tool"]
     assert {message["tool_call_id"] for message in answers} == {"call-1"}
     assert [message["content"] for message in answers] == [
@@ -316,8 +340,9 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         "error: ZeroDivisionError: division by zero",
         "error: $.a: 'six' is not of type 'integer'",
         "error: JSONDecodeError: Expecting ',' delimiter: line 1 column 3 (char 2)",
-        "error: there is no tool 'add'; use multiply, divide, repeat",
+        "error: there is no tool 'add'; use multiply, divide, repeat, run",
         "\ufffd" * 262_144 + "\n[cut: these are 262144 of 300000 characters]",
+        *([] if confinement_missing() else ["error: PermissionError: [Errno 1] Operation not permitted"]),
     ]
 
 

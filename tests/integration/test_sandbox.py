@@ -71,7 +71,8 @@ UNSAFE_WITHOUT_SANDBOX = {
     "traces its parent", "writes to Python's library", "takes its parent's priority",
     "moves its parent to one core", "leaves System V memory", "connects by a protocol without ports to Landlock",
     "connects with its first data", "opens a ring that opens sockets", "has a terminal",
-    "sends by UDP", "takes namespaces",
+    "sends by UDP", "takes namespaces", "takes namespaces by a child", "makes a child of its parent's",
+    "starts a hundred processes",
 }  # fmt: skip
 """What would hurt this process or outlast the test, or what a machine may forbid by itself."""
 

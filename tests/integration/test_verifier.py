@@ -32,11 +32,11 @@ from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
-from services.verifier.confinement import children
+from services.verifier.confinement import children, descendants
 from services.verifier.sandbox import confinement_missing, strongest_means
 from tests.support.certificates import Authority
 from tests.support.chat_endpoint import endpoint
-from tests.support.hostile_programs import BESIDE, ESCAPES, HOGS, MAY, surroundings_in
+from tests.support.hostile_programs import BESIDE, ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
 from tests.support.machine import ends_within
 from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifier, sample, serving, verifier
 
@@ -146,6 +146,21 @@ async def test_a_reward_in_a_sandbox_gets_out_no_more_than_a_program(tmp_path: P
     assert scored[0].reward == scored[-1].reward == 1.0
 
 
+@pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
+async def test_what_a_reward_in_a_sandbox_takes_or_leaves_is_bounded(tmp_path: Path) -> None:
+    """A good item after each, and no process but the workers at the end."""
+    with verifier(tmp_path / "verifier", recipe(sandbox=True)) as running:
+        pid = running.wait_until_serving().process.pid
+        misdeeds = [*HOGS.values(), *(program.format(parent=pid) for program in LEAVERS.values())]
+        scored = await outcomes(running, [text for each in misdeeds for text in (f"run {each}", "say 1")])
+        assert [(status_name(each.status), each.reward) for each in scored[1::2]] == [("ok", 1.0)] * len(misdeeds)
+        assert not any(each.reward for each in scored[::2])
+        assert await sample(running.address, 'sandbox{code="rewards",means="landlock"}') == 1
+        async with asyncio.timeout(START_S):
+            while left_by(pid) or sum(1 for _ in descendants(pid)) != 4:  # two workers, each below what keeps it in bounds
+                await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize("number", [24, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
 async def test_honest_programs_are_scored_among_hostile_ones(tmp_path: Path, number: int) -> None:
     """Every fourth program is right."""
@@ -168,7 +183,7 @@ async def test_honest_programs_are_scored_among_hostile_ones(tmp_path: Path, num
                 expected = [float(index % 4 == 0) for index in range(start, start + len(scored))]
                 assert [(status_name(each.status), each.reward) for each in scored] == [("ok", value) for value in expected]
         assert surroundings.untouched
-        assert await sample(running.address, f'sandbox{{means="{strongest_means()}"}}') == 1
+        assert await sample(running.address, f'sandbox{{code="programs",means="{strongest_means()}"}}') == 1
 
 
 # --- misdeeds
@@ -341,7 +356,8 @@ async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_alo
         while await sample(address, 'calls_total{code="RESOURCE_EXHAUSTED"}') == 0:
             assert not waiting.done()
         leaving.cancel()
-        await asyncio.wait([leaving])
+        while await sample(address, 'calls_total{code="CANCELLED"}') == 0:
+            await asyncio.wait([leaving])
         (tmp_path / "left").touch()
         assert [outcome.reward for outcome in await waiting] == [2.0] * 4
     assert "4 items do not fit: 3 of max_queue = 4 are waiting" in caplog.text

@@ -13,6 +13,14 @@ from pathlib import Path
 
 _SYSCALL = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 
+_CLONE = (
+    _SYSCALL
+    + """
+import os
+clone = lambda flags: libc.syscall(56 if os.uname().machine == 'x86_64' else 220, flags, 0, 0, 0, 0)
+"""
+)
+
 ESCAPES = {
     "connects by TCP": "import socket\nsocket.create_connection(('127.0.0.1', {port}), 2).sendall(b'x')\nprint('escaped')",
     "sends by UDP": """
@@ -76,6 +84,14 @@ import socket
 socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 print('escaped')""",
     "takes namespaces": _SYSCALL + "if libc.unshare(0x10000000) == 0: print('escaped')",
+    "takes namespaces by a child": _CLONE + "if (pid := clone(0x10000011)) == 0: os._exit(0)\nif pid > 0: print('escaped')",
+    "makes a child of its parent's": _CLONE + "if (pid := clone(0x8011)) == 0: os._exit(0)\nif pid > 0: print('escaped')",
+    "lets go of its orphans": _SYSCALL + "if libc.prctl(36, 0, 0, 0, 0) == 0: print('escaped')",
+    "starts a hundred processes": """
+import os, time
+for _ in range(100):
+    if os.fork() == 0: time.sleep(100); os._exit(0)
+print('escaped')""",
     "outlives its parent": _SYSCALL + "if libc.prctl(1, 0, 0, 0, 0) == 0: print('escaped')",
     "has a terminal": "open('/dev/tty', 'w').write('x')\nprint('escaped')",
     "has memory without a name": "import os\nos.memfd_create('x')\nprint('escaped')",
@@ -84,8 +100,27 @@ print('escaped')""",
 BESIDE = "print(open('{run_dir}/../beside').read())"
 """Prints `escaped` where the folder that the run's is in can be read."""
 
-MAY = {"lists processes", "starts a process", "starts a program", "outlives its parent", "has memory without a name"}
+MAY = {"lists processes", "starts a process", "starts a program"}
 """What users' code may do in its sandbox, since the verifier ends all that it started."""
+
+LEAVERS = {
+    how: f"""
+import ctypes, os
+ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+for _ in range(4):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork(): os._exit(0)
+        os.execv('/bin/sleep', ['sleep', '600.{{parent}}'])
+{ending}"""
+    for how, ending in {
+        "leaves processes": "print('left')",
+        "leaves processes and ends": "os._exit(0)",
+        "leaves processes and crashes": "ctypes.string_at(0)",
+        "leaves processes and hangs": "while True: pass",
+    }.items()
+}
+"""In sessions of their own, without a parent; `left_by` finds them."""
 
 HOGS = {
     "forks without end": "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
@@ -122,6 +157,16 @@ while True:
     "raises with a huge text": "raise ValueError('x' * (1 << 28))",
     "closes all it has": "import os\nos.closerange(0, 256)\nwhile True: pass",
 }
+
+
+def left_by(parent: int) -> list[int]:
+    """Processes that `LEAVERS` left, which were filled in with `parent`."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if f"sleep\0600.{parent}\0" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(int(pid))
+    return found
 
 
 @dataclass
