@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.commands.recipe_arguments import add_recipe_arguments
+from pipelinerl.commands import add_recipe_arguments
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:

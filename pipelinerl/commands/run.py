@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.commands.recipe_arguments import add_recipe_arguments
+from pipelinerl.commands import add_recipe_arguments
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:

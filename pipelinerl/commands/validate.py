@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.commands.recipe_arguments import add_recipe_arguments
+from pipelinerl.commands import add_recipe_arguments
 from pipelinerl.errors import FieldError, Lacking
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from pipelinerl.page import REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.rl.reasons import MEANINGS
+from pipelinerl.rl.ledger import MEANINGS
 from pipelinerl.run_dir import RunDir, read_json, trainer_starts, write_json
 from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR

@@ -21,8 +21,8 @@ import grpc.aio
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.processes import Service, ServiceDied, ServiceProcess
 from pipelinerl.local.progress import RunState
-from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.service.grpc import open_channel
+from pipelinerl.service.settings import ServiceAddress, read_address
 from pipelinerl.service.tls import Certificates
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from pipelinerl.v1.actor_pb2 import ActorState

@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.processes import living_names, service_of
 from pipelinerl.run_dir import RunDir, write_json
-from pipelinerl.service.address import host_port, read_address
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
+from pipelinerl.service.settings import host_port, read_address
 from pipelinerl.telemetry.metrics import MetricSet
 
 NAME = "runner"

@@ -28,10 +28,10 @@ from typing import TypeVar
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import RunDir
-from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR, MISTAKE
 from pipelinerl.service.logs import printable
 from pipelinerl.service.retry import Backoff
+from pipelinerl.service.settings import ServiceAddress, read_address
 
 _log = logging.getLogger(__name__)
 _PROC = Path("/proc")

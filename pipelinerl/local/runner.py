@@ -52,9 +52,9 @@ from pipelinerl.run_dir import (
     write_whole,
 )
 from pipelinerl.run_summary import is_finished, read_jsonl
-from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.lifecycle import EXIT_FAILURE
 from pipelinerl.service.logs import printable
+from pipelinerl.service.settings import ServiceAddress
 from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 

@@ -24,7 +24,7 @@ from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.run_dir import RunDir
-from pipelinerl.service.address import ServiceAddress, split_host_port
+from pipelinerl.service.settings import ServiceAddress, split_host_port
 
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _POLL_S = 0.2

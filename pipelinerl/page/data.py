@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from pipelinerl.rl.groups import LAG_BUCKETS
-from pipelinerl.rl.reasons import MEANINGS
+from pipelinerl.rl.ledger import MEANINGS
 from pipelinerl.run_summary import add_ended, stale_shares
 
 Item = TypeVar("Item")

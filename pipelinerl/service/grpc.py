@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pipelinerl.errors import ServiceError, UserError
-from pipelinerl.service.address import host_port
+from pipelinerl.service.settings import host_port
 from pipelinerl.service.tls import CA, CERTIFICATE, Certificates, read_certificates
 
 log = logging.getLogger(__name__)

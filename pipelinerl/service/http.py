@@ -27,8 +27,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.service.address import host_port
 from pipelinerl.service.lifecycle import Readiness
+from pipelinerl.service.settings import host_port
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEALTH = "/healthz"

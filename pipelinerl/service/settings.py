@@ -1,5 +1,7 @@
 """Where a process of a run is placed: addresses, ports, folders. The one place where the environment is read.
 
+Also `host:port` texts, and the address file: how a process started on port 0 tells its runner where it listens.
+
 In a container every field is an environment variable `PIPELINERL_<FIELD>`; the local runner sets the same ones. An error
 says, by variable, what is missing or wrong. What is trained is not here: that is the recipe, a file whose path is one of
 these fields.
@@ -7,7 +9,10 @@ these fields.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -15,7 +20,8 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pipelinerl.errors import UserError
+from pipelinerl.errors import ServiceError, UserError
+from pipelinerl.run_dir import write_json
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
@@ -159,3 +165,43 @@ class StreamsSettings(BaseSettings):
     nats_url: str = Field("", description="NATS servers of the run, separated by commas; empty = none is known.")
     nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
     nats_tls_dir: Path | None = Field(None, description="Folder with ca.crt, and tls.crt and tls.key where needed.")
+
+
+@dataclass(frozen=True)
+class ServiceAddress:
+    """`grpc` and `http` are `host:port`; `pid` is the process that listens there."""
+
+    grpc: str
+    http: str
+    pid: int
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, as everything that takes an address reads it: an IPv6 address in brackets. Pure."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """The reverse. Raises `ValueError` for a text without a port. Pure."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def announce(settings: ServiceSettings, grpc_port: int, http_port: int) -> ServiceAddress:
+    """Where others reach this process, written to the address file where the settings name one."""
+    host = settings.advertise_host
+    address = ServiceAddress(host_port(host, grpc_port), host_port(host, http_port), os.getpid())
+    if settings.address_file is not None:
+        write_json(settings.address_file, asdict(address))
+    return address
+
+
+def read_address(path: Path) -> ServiceAddress:
+    """Raises `ServiceError` when the file is absent or is not an address file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return ServiceAddress(grpc=str(data["grpc"]), http=str(data["http"]), pid=int(data["pid"]))
+    except OSError as error:
+        raise ServiceError(f"address file {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServiceError(f"address file {path} does not hold {{grpc, http, pid}}: {error!r}") from error

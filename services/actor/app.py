@@ -41,12 +41,11 @@ from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.groups import EVALUATION_SLOTS
-from pipelinerl.service.address import announce, host_port
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, StartStopped, watch_loop
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.settings import ActorSettings
+from pipelinerl.service.settings import ActorSettings, announce, host_port
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes as a

@@ -16,13 +16,12 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.address import announce
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, StartStopped, unless_stopped, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.service.settings import RankSettings, TrainerSettings
+from pipelinerl.service.settings import RankSettings, TrainerSettings, announce
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.run_state import Start, find_start, write_lineage

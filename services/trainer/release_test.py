@@ -22,9 +22,8 @@ from pipelinerl.bus.jetstream import connect
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.kube.client import COMPLETION, TRAINER, in_cluster
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.address import split_host_port
 from pipelinerl.service.grpc import explained, open_channel
-from pipelinerl.service.settings import TrainerSettings, read_settings
+from pipelinerl.service.settings import TrainerSettings, read_settings, split_host_port
 
 ANSWER_S = 15.0
 """For one call. The run has started, or the check of that says so."""

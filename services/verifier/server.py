@@ -23,12 +23,11 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.address import announce
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, watch_loop
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.settings import VerifierSettings
+from pipelinerl.service.settings import VerifierSettings, announce
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry

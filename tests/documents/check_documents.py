@@ -16,8 +16,7 @@ from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.fields import Recipe, section_of
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.groups import StaleReason
-from pipelinerl.rl.ledger import Outcome
-from pipelinerl.rl.reasons import MEANINGS
+from pipelinerl.rl.ledger import MEANINGS, Outcome
 from pipelinerl.run_dir import RunDir
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyStatus
 
@@ -155,14 +154,14 @@ def test_every_outcome_and_reason_is_described() -> None:
     assert [name for name in fixed if f"`{name}`" not in text] == []
     given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/rl/groups.py").read_text())
     assert len(given) >= 2
-    given += re.findall(r'^REASON = "(\w+)"', (ROOT / "services/trainer/data/quarantine.py").read_text(), re.MULTILINE)
+    given += re.findall(r'^QUARANTINED = "(\w+)"', (ROOT / "services/trainer/data/intake.py").read_text(), re.MULTILINE)
     assert len(given) >= 3
     assert [reason for reason in given if reason not in MEANINGS] == []
     assert [name for name in (*bad_rewards, *StaleReason) if name not in MEANINGS] == []
     table = text.partition("| reason | given by | meaning |")[2].partition("\n\n")[0]
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", table).replace("`", "")
     rows = re.findall(r"^\| (.+?) \| \w+ \| (.+) \|$", plain, re.MULTILINE)
-    assert dict(rows) == MEANINGS, "the table of docs/errors.md has the words of pipelinerl.rl.reasons"
+    assert dict(rows) == MEANINGS, "the table of docs/errors.md has the words of pipelinerl.rl.ledger"
 
 
 def span_names() -> set[str]:

@@ -43,7 +43,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.prometheus_server import Prometheus, prometheus_server, run_targets
 from deploy.dashboards.all import BOARDS
 from deploy.dashboards.board import Board
-from pipelinerl.service.address import read_address
+from pipelinerl.service.settings import read_address
 from tests.chart.rendering import NAMESPACE
 from tests.faults.slow import talks
 from tests.monitoring.catalogue import groups, names_in, samples, shown_alerts

@@ -15,8 +15,8 @@ from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.errors import ServiceError
 from pipelinerl.run_dir import RunDir
-from pipelinerl.service.address import read_address
 from pipelinerl.service.grpc import open_channel
+from pipelinerl.service.settings import read_address
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 LOOK_S = 0.005

@@ -16,9 +16,9 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.messages.sequences import FinishReason, PolicyVersion, Sequence, VersionSpan
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.service.address import host_port
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import serve_http
+from pipelinerl.service.settings import host_port
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor import app
 from services.actor.engine import Generation, GenerationRequest

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.rl.reasons import MEANINGS
+from pipelinerl.rl.ledger import MEANINGS
 from services.trainer.reporting.page import PageBoard
 from tests.support.tools import tool
 from tests.unit.test_page import record, sample, served

@@ -29,8 +29,8 @@ from pipelinerl.local.progress import Display, RunState, rows
 from pipelinerl.recipe.fields import AlgorithmConfig, RewardConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import write_json
-from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.service.retry import Backoff
+from pipelinerl.service.settings import ServiceAddress, read_address
 from tests.support.local_run import FAKES, SERVICES, Run, recipe, running, until, until_pid_changes
 
 

@@ -12,7 +12,7 @@ import yaml
 from pipelinerl.kube import deletion_cost
 from pipelinerl.kube.client import PATCH_PODS, TRAINER, KubeBackoff, KubeClient, KubeError
 from pipelinerl.kube.deletion_cost import ANNOTATION, MOST, keep_deletion_costs, worth_telling
-from pipelinerl.service.address import read_address
+from pipelinerl.service.settings import read_address
 from services.actor.hand_over import HeldGroups
 from services.actor.membership import work_in_hand
 from services.trainer.data.evaluation import ActorClient

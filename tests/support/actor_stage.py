@@ -18,8 +18,8 @@ from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import kill_session
 from pipelinerl.messages.sequences import SamplingParams, Sequence, decode_sequence, encode_group
-from pipelinerl.service.address import read_address
 from pipelinerl.service.grpc import serve_grpc
+from pipelinerl.service.settings import read_address
 from tests.support.exposition import metric
 from tests.support.verifier import ScriptedVerifier
 from tests.unit.builders import make_group

@@ -22,8 +22,8 @@ from pipelinerl.bus.protocol import Subjects
 from pipelinerl.commands.streams import streams_in_folder
 from pipelinerl.local.credentials import Credentials
 from pipelinerl.run_dir import RunDir
-from pipelinerl.service.address import read_address
 from pipelinerl.service.grpc import open_channel
+from pipelinerl.service.settings import read_address
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 REFUSED_WITHIN_S = 20.0

@@ -16,9 +16,8 @@ import grpc
 import yaml
 from grpc import aio
 
-from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.settings import VerifierSettings
+from pipelinerl.service.settings import ServiceAddress, VerifierSettings, read_address
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyRequest, VerifyResponse, VerifyResult
 from services.verifier.confinement import children

@@ -14,7 +14,7 @@ from pipelinerl.tasks.source import Problem
 from pipelinerl.v1 import sequence_pb2
 from services.actor.finishing import FinishedSample, verify_item
 from services.trainer.data.feeder import EncodedProblem, answer_end, encode, prompt_text
-from services.trainer.data.quarantine import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, Quarantine, bound_of
+from services.trainer.data.intake import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, Quarantine, bound_of
 from services.trainer.warmstart.supervised import character_tokenizer
 from services.verifier.rewards.compose import ComposedReward
 from services.verifier.rewards.item import Score

@@ -31,12 +31,11 @@ from pipelinerl.errors import FieldError, NotPermitted, ServiceError, UserError
 from pipelinerl.local.processes import http_status
 from pipelinerl.run_dir import write_json
 from pipelinerl.service import http, tls
-from pipelinerl.service.address import ServiceAddress, host_port, read_address, split_host_port
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, exit_code, stop_event, watch_loop
 from pipelinerl.service.logs import ContextFormatter, LogContext, take_over
-from pipelinerl.service.settings import ServiceSettings, read_settings
+from pipelinerl.service.settings import ServiceAddress, ServiceSettings, host_port, read_address, read_settings, split_host_port
 from pipelinerl.service.tls import RenewedCertificates
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from tests.support.certificates import Authority

@@ -15,9 +15,8 @@ from pipelinerl.local.runner import grace_s
 from pipelinerl.local.services import ServiceLaunches, ThreadPlan, available_cores, keep_to_quota, plan_threads
 from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir
-from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.retry import Backoff
-from pipelinerl.service.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings
+from pipelinerl.service.settings import ActorSettings, ServiceAddress, ServiceSettings, TrainerSettings, VerifierSettings
 
 NATS, VERIFIER = "nats://127.0.0.1:4000", "127.0.0.1:5000"
 

@@ -9,7 +9,7 @@ import torch
 
 from pipelinerl.errors import FieldError, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.service.address import split_host_port
+from pipelinerl.service.settings import split_host_port
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore, WeightGroup, transfer_backend
 from pipelinerl.transfer.manifest import GroupSpec

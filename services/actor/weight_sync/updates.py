@@ -23,8 +23,8 @@ from pipelinerl.messages.control import (
     decode_control,
 )
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.service.address import split_host_port
 from pipelinerl.service.retry import retry_forever
+from pipelinerl.service.settings import split_host_port
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import Trace, before_ns, child, headers_of, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted

@@ -30,7 +30,7 @@ from pipelinerl.page import LIVE_ASSETS, asset
 from pipelinerl.page.data import RunHistory
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
-from pipelinerl.rl.reasons import MEANINGS
+from pipelinerl.rl.ledger import MEANINGS
 from pipelinerl.service.http import LOCAL_NAMES, PROBED, bracketed, guard_hosts, is_loopback
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState

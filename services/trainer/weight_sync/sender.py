@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.service.address import host_port
+from pipelinerl.service.settings import host_port
 from pipelinerl.transfer.chunks import (
     ReusedMemory,
     checksum,
