@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from pipelinerl.bus.jetstream import connect
+from pipelinerl.bus.permissions import ACTOR, TRAINER
 from pipelinerl.kube.client import COMPLETION, PATCH_PODS, SCALE_TRAINER
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.settings import TrainerSettings
@@ -15,6 +16,7 @@ from services.trainer import release_test
 from services.trainer.release_test import OBJECTS, checks, failures, options_of
 from tests.chart.rendering import ROOT
 from tests.kube.api_server import ApiServer
+from tests.support.guarded_nats import guarded
 
 NAMES = [
     *("recipe", "volume", "NATS", "actor's login to NATS", "trainer's Service", "verifier's Service", "actor's Service"),
@@ -28,10 +30,8 @@ def unused() -> str:
 
 
 @pytest.fixture
-async def settings(
-    nats_url: str, run_name: str, api: ApiServer, account: Callable[[str], Path], tmp_path: Path
-) -> AsyncIterator[TrainerSettings]:
-    """Of a release that works: a real NATS with the run's streams, and servers that answer."""
+async def settings(api: ApiServer, account: Callable[[str], Path], tmp_path: Path) -> AsyncIterator[TrainerSettings]:
+    """Of a release that works: a real NATS with the run's users and streams, and servers that answer."""
 
     async def healthy(_: web.Request) -> web.Response:
         return web.Response(text="ok")
@@ -42,24 +42,26 @@ async def settings(
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with (
-        connect(nats_url, run_name) as bus,
-        serve_grpc(lambda server: None, [], "127.0.0.1", 0, stop_grace_s=0.1) as verifier,
-    ):
-        await bus.create_streams()
-        yield TrainerSettings(
-            run=run_name,
-            recipe=ROOT / "recipes" / "repeated-addition.yaml",
-            instance="test",
-            nats_url=nats_url,
-            verifier=f"127.0.0.1:{verifier}",
-            pod_namespace=api.namespace,
-            service_account_dir=account("trainer-token"),
-            run_dir=tmp_path / "runs" / run_name,
-            rendezvous="127.0.0.1:29500",
-            http_port=runner.addresses[0][1],
-        )
-        await bus.delete_streams()
+    logins = tmp_path / "logins"
+    with guarded(logins, "demo") as nats:
+        async with (
+            connect(nats.url, "demo", credentials=logins / TRAINER) as bus,
+            serve_grpc(lambda server: None, [], "127.0.0.1", 0, stop_grace_s=0.1) as verifier,
+        ):
+            await bus.create_streams()
+            yield TrainerSettings(
+                run="demo",
+                recipe=ROOT / "recipes" / "repeated-addition.yaml",
+                instance="test",
+                nats_url=nats.url,
+                nats_credentials=logins / TRAINER,
+                verifier=f"127.0.0.1:{verifier}",
+                pod_namespace=api.namespace,
+                service_account_dir=account("trainer-token"),
+                run_dir=tmp_path / "runs" / "demo",
+                rendezvous="127.0.0.1:29500",
+                http_port=runner.addresses[0][1],
+            )
     await runner.cleanup()
 
 
@@ -73,8 +75,9 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
 ) -> None:
     monkeypatch.setattr(release_test, "ANSWER_S", 3.0)
 
-    login = tmp_path / "login"
-    login.write_text("actor:x")
+    assert settings.nats_credentials is not None
+    login, wrong = settings.nats_credentials.with_name(ACTOR), tmp_path / "wrong"
+    wrong.write_text("actor:of-another-release")
     answering, open_port = f"127.0.0.1:{settings.http_port}", f"127.0.0.1:{api.port}"
 
     async def failed(options: Sequence[str] = (), **changed: object) -> list[str]:
@@ -100,6 +103,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
         ({"recipe": tmp_path / "file"}, "recipe", "file"),
         ({"run_dir": Path("/proc/runs/x")}, "volume", "look at the claim's volume"),
         ({"options": ["--actor-login=/nowhere"]}, "actor's login to NATS", "/nowhere"),
+        ({"options": [f"--actor-login={wrong}"]}, "actor's login to NATS", "refuses the login"),
         ({"options": [f"--actor={unused()}"]}, "actor's Service", "is an actor ready, and does its Service select it?"),
         ({"options": [f"--episodes={unused()}"]}, "episodes", "takes no connections"),
         ({"http_port": int(unused().rpartition(":")[2])}, "trainer's Service", "is the trainer ready, and does its Service"),

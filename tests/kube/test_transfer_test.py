@@ -42,11 +42,12 @@ async def test_two_pods_send_each_other_the_bytes() -> None:
 def test_a_pod_that_is_alone_or_has_no_gpu_says_so_within_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     for index, device, what in (
         (0, "cpu", "meeting pod 1: weight group pair: the meeting of 2 ranks, of which [1] have not come, took longer than 1."),
-        (1, "cpu", "meeting pod 0: weight group pair: the meeting of 2 ranks took longer than 1.0 s; does pod 0 run,"),
+        (1, "cpu", "meeting pod 0: weight group pair: "),  # in one of three ways, by torch's random pauses
         (0, "cuda", "GPU: the pod has asked for one and sees none"),
     ):
         address = unused()
         assert main(arguments(index, address, device, within_s=1)) == 1
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
         assert what in line
-        assert device == "cuda" or f"on any TCP port ({address} first)?" in line
+        asked = f"; does pod {1 - index} run, and can both reach each other on any TCP port ({address} first)?"
+        assert device == "cuda" or line.endswith(asked)
