@@ -78,7 +78,9 @@ def stamped_name(recipe_name: str, now: datetime) -> str:
     return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
 
 
-def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None) -> RunDir:
+def create_run_dir(
+    recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None, *, first_checkpoint_bytes: int = 0
+) -> RunDir:
     """Makes the folder of a new run: `path` if given, else `runs/<name>`, the name stamped with `now` unless given, and
     writes into it which run it belongs to. Only its owner can read it, but one that was there keeps its mode.
 
@@ -87,7 +89,7 @@ def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, pat
     """
     if name is not None:
         check_run_name(name, "--name")
-    check_space(RunDir(path or Path("runs"), ""), "--run-dir")
+    check_space(RunDir(path or Path("runs"), ""), "--run-dir", first_checkpoint_bytes)
     if path is not None:
         run = RunDir(path, name or stamped_name(recipe_name, now))
     elif name is not None:
@@ -106,9 +108,9 @@ LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
 """What a run needs to start beside room for a checkpoint, and what it leaves free: other programs use the disk, too."""
 
 
-def free_bytes(run: RunDir) -> int:
+def free_bytes(folder: Path) -> int:
     """Of the disk that the folder is on, or will be."""
-    folder = run.path.resolve()
+    folder = folder.resolve()
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -124,16 +126,16 @@ def checkpoint_bytes(run: RunDir) -> int:
         return 0
 
 
-def next_checkpoint_bytes(run: RunDir, keep: int) -> int:
-    """Room that the next checkpoint takes, beside `keep` others: as much as the newest. 0 while one is being written, or an old
-    one removed: as much is free again then."""
+def next_checkpoint_bytes(run: RunDir, keep: int, first_bytes: int = 0) -> int:
+    """Room that the next checkpoint takes, beside `keep` others: as much as the newest, or `first_bytes`. 0 while one is being
+    written, or an old one removed: as much is free again then."""
     is_under_way = any(run.checkpoints.glob(".*")) or len(resumable(run.path)) > keep
-    return 0 if is_under_way else checkpoint_bytes(run)
+    return 0 if is_under_way else checkpoint_bytes(run) or first_bytes
 
 
-def check_space(run: RunDir, option: str) -> None:
+def check_space(run: RunDir, option: str, first_checkpoint_bytes: int) -> None:
     """Raises `FieldError` where the run's disk has too little room to begin."""
-    free, needed = free_bytes(run), LEAST_FREE_BYTES + checkpoint_bytes(run)
+    free, needed = free_bytes(run.path), LEAST_FREE_BYTES + (checkpoint_bytes(run) or first_checkpoint_bytes)
     if free < needed:
         what = f"its disk has {free / 1e6:,.0f} MB free, and a run needs {needed / 1e6:,.0f} MB at least"
         raise FieldError(option, str(run.path), f"{what}: free some, or give a folder on another disk")

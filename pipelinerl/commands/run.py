@@ -92,27 +92,29 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     from datetime import datetime
 
     from pipelinerl.recipe.loading import load_recipe, understood
+    from pipelinerl.recipe.model_folder import known_parameters
     from pipelinerl.recipe.preflight import check_environment, doubts
+    from pipelinerl.rl.memory import checkpoint_bytes
     from pipelinerl.run_dir import create_run_dir, locked
 
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or go on with a run by --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
     warnings = [f"warning: {doubt}" for doubt in doubts(recipe, check_environment(recipe, args.reward_rows).sources)]
-    run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir)
+    first = checkpoint_bytes(recipe, known_parameters(recipe.model))
+    run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)
     stack.enter_context(locked(run_dir))
     return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}", *understood(overrides), *warnings]
 
 
 def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
     from pipelinerl.local.resume import find_run, resume
-    from pipelinerl.run_dir import check_space, locked
+    from pipelinerl.run_dir import locked
 
     for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
         if value is not None:
             raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
     run_dir = find_run(args.resume)
     stack.enter_context(locked(run_dir))
-    check_space(run_dir, "--resume")
     recipe, notes = resume(run_dir, args.recipe, overrides, args.reward_rows)
     return recipe, run_dir, notes

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.commands import add_recipe_arguments
@@ -197,13 +196,13 @@ def gib_of(text: str) -> float:
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
     """The recipe's model of so many parameters; None: as its files or its name say. Raises `FieldError`."""
     from pipelinerl.commands.plan import size_of
-    from pipelinerl.recipe.model_folder import parameters_in
+    from pipelinerl.recipe.model_folder import known_parameters
     from pipelinerl.rl.memory import Model
 
     if parameters is not None:
         return Model.of(recipe, size_of(parameters))
     name = recipe.model.name or recipe.model.source
-    if recipe.model.source == "path" and (held := parameters_in(Path(name))):
+    if held := known_parameters(recipe.model):
         return Model.of(recipe, held)
     named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
     if not named:

@@ -188,7 +188,7 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
         ("actor stall", _stall_text(state)),
         ("sequences", _sequences_text(state.sequences)),
         ("actors", "; ".join(actors) or "-"),
-        ("now", silence(state, elapsed_s).partition(" | ")[0] or state.phase + _restarts_text(state)),
+        ("now", silence(state, elapsed_s) or state.phase + _restarts_text(state)),
         ("live page", state.page or "-"),
     ]
 

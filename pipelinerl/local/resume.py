@@ -13,8 +13,10 @@ from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import living
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import Change, check_resumable, load_recipe, read_recipe, recipe_from_data
+from pipelinerl.recipe.model_folder import known_parameters
 from pipelinerl.recipe.preflight import check_environment, doubts
-from pipelinerl.run_dir import RunDir, missing_from, newest_checkpoint, newest_state, read_json, run_name
+from pipelinerl.rl.memory import checkpoint_bytes
+from pipelinerl.run_dir import RunDir, check_space, missing_from, newest_checkpoint, newest_state, read_json, run_name
 from pipelinerl.run_summary import is_finished
 
 OPTION = "--resume"
@@ -39,6 +41,7 @@ def resume(
     version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)
     warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new, reward_rows).sources)]
+    check_space(run_dir, OPTION, checkpoint_bytes(new, known_parameters(new.model)))
     for name in ("logs", "addresses"):
         (run_dir.path / name).mkdir(exist_ok=True)
     for stale in (run_dir.path / "addresses").glob("*.json"):

@@ -38,7 +38,9 @@ from pipelinerl.local.progress import Display, RunState
 from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
+from pipelinerl.recipe.model_folder import known_parameters
 from pipelinerl.rl.groups import narrow_clip_range
+from pipelinerl.rl.memory import checkpoint_bytes
 from pipelinerl.rl.throughput import too_small_max_lag
 from pipelinerl.run_dir import (
     MOST_ACTORS,
@@ -199,9 +201,10 @@ class LocalRun:
 
     async def _watch_disk(self) -> None:
         """Runs until cancelled. Raises `ServiceError` when the disk has no room left for one more checkpoint."""
+        first = checkpoint_bytes(self.recipe, known_parameters(self.recipe.model))
         while True:
-            needed = self.reserve_bytes + next_checkpoint_bytes(self.run_dir, self.recipe.checkpoint.keep)
-            free = free_bytes(self.run_dir)
+            needed = self.reserve_bytes + next_checkpoint_bytes(self.run_dir, self.recipe.checkpoint.keep, first)
+            free = free_bytes(self.run_dir.path)
             if free < needed:
                 raise ServiceError(
                     f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, and the next checkpoint needs "

@@ -1,4 +1,4 @@
-"""What a folder with a Hugging Face model lacks, how many parameters it holds, and how its tokenizer counts.
+"""What a folder with a Hugging Face model lacks, how many parameters a recipe's model has, and how its tokenizer counts.
 
 Reads the headers of weight files and no tensor: seconds of a model of hundreds of GB. Whether the weights are those of the
 architecture is found when they are loaded.
@@ -18,6 +18,7 @@ from pipelinerl.recipe.fields import ModelConfig
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "spiece.model", "vocab.json", "vocab.txt")
 """One of them is in every folder of a tokenizer."""
+_SMOLLM2_PARAMETERS = 134_515_008
 _COUNTED = 64
 """Of so many texts, the longest by characters, tokens are counted: the longest by tokens is among them, but for oddities."""
 
@@ -93,6 +94,20 @@ def parameters_in(folder: Path) -> int:
         except ValueError as error:
             raise FieldError("model.name", str(folder), f"{path.name} {error}") from None
     return parameters
+
+
+def known_parameters(model: ModelConfig) -> int:
+    """Of the recipe's model, before anything is loaded; 0 where that is not known. Raises `FieldError`."""
+    if model.source == "path":
+        return parameters_in(Path(model.name))
+    if model.source == "smollm2":
+        return _SMOLLM2_PARAMETERS
+    if model.source == "warmstart":  # but for a vocabulary of some dozens, and norms
+        made = model.warmstart
+        assert made is not None
+        attention, feed_forward = 4 * made.num_heads * made.head_dim, 3 * made.intermediate_size
+        return made.num_layers * made.hidden_size * (attention + feed_forward)
+    return 0
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:

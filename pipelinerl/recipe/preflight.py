@@ -23,10 +23,11 @@ from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError
-from pipelinerl.recipe.model_folder import problems_in
+from pipelinerl.recipe.model_folder import known_parameters, problems_in
 from pipelinerl.recipe.rehearsal import Call, rehearse
 from pipelinerl.recipe.rules import unreached_learning_rate
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
+from pipelinerl.run_dir import free_bytes
 
 if TYPE_CHECKING:
     from pipelinerl.tasks.source import FileSource, Source
@@ -186,6 +187,11 @@ def _cache(recipe: Recipe) -> Iterator[FieldError]:
         return
     if why := why_unwritable(cache / "models"):
         yield Lacking("PIPELINERL_CACHE", str(cache), f"{why}, and initial models are kept there; name another folder")
+        return
+    free, needed = free_bytes(cache), 4 * known_parameters(recipe.model)  # float32, whatever it is loaded as
+    if free < needed:
+        what = f"its disk has {free / 1e6:,.0f} MB free, and the initial model takes {needed / 1e6:,.0f} MB there"
+        yield Lacking("PIPELINERL_CACHE", str(cache), f"{what}; free some, or name a folder on another disk")
 
 
 def _gpu(recipe: Recipe) -> Iterator[FieldError]:

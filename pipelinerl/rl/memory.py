@@ -127,6 +127,15 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
     return model.parameters * ((model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments)
 
 
+def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
+    """On disk: the model and, unless adapters are trained, float32 weights and moments beside it."""
+    weights = Model.of(recipe, parameters).weights_bytes
+    if recipe.trainer.lora is not None:
+        return int(weights)
+    moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
+    return int(weights) + parameters * (4 + moments)
+
+
 def fewest_ranks(recipe: Recipe, model: Model, memory_gib: float) -> int:
     """That share one copy of the states, and have room for activations beside it."""
     return math.ceil(state_bytes(recipe, model) / (memory_gib * MODEL_STATE_SHARE * GIB))

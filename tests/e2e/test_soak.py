@@ -54,6 +54,14 @@ async def test_an_engine_hit_in_every_phase_comes_back(
     assert summary["membership"]["evictions"] >= len(PHASES)
 
 
+def test_the_recipe_of_programs_learns(tmp_path: Path) -> None:
+    with started_run("code", tmp_path / "run") as run:
+        assert run.process.wait(1500) == 0, run.said
+        summary = run.summary()
+    assert summary["heldout_accuracy_first"] <= 0.8
+    assert summary["heldout_accuracy_last"] >= 0.9
+
+
 async def test_the_default_recipe_learns_with_one_actor_then_three_then_one(tmp_path: Path) -> None:
     """One of the three is killed on the way. Steps enough for engines that start slowly; the accuracy is the recipe's."""
     with started_run("arithmetic", tmp_path / "run", *settings(trainer__steps=400)) as run:

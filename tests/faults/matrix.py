@@ -97,7 +97,7 @@ async def local_run(
 ) -> AsyncIterator[tuple[RunDir, asyncio.Task[Ending], StringIO]]:
     """A run under the local runner, in this process; it is interrupted where the block ends before the run does."""
     recipe = load_recipe(str(recipe_file))
-    run_dir = create_run_dir(recipe.name, datetime.now(), path=folder / "run")
+    run_dir = create_run_dir(recipe.name, datetime.now(), path=folder / "Läufe 数" / "run")
     out = StringIO()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with open_display(out) as display:

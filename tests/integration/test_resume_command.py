@@ -26,6 +26,7 @@ Outcome = tuple[int, str]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a recipe, and a package `services` of stand-ins."""
+    (tmp_path := tmp_path / "Läufe 数").mkdir()
     for kind in ("verifier", "trainer", "actor"):
         package = tmp_path / "stand-ins" / "services" / kind
         package.mkdir(parents=True)

@@ -404,7 +404,7 @@ async def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
 
 
 async def test_actors_are_added_and_taken_away_while_the_run_goes_on(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(steps=100_000), {})
+    run = Run(tmp_path / "Läufe 数", recipe(steps=100_000), {})
     async with running(run) as ending:
         first = (await run.until_step(1))["actor-0"]
         for count, stays in ((2, True), (1, True), (0, False), (1, False)):

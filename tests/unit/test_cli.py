@@ -225,11 +225,38 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
 
 
 def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command) -> None:
-    code, printed, _ = pipelinerl("validate", "smollm2", "--set", "algorithm.max_lag=0")
+    overrides = ("--set", "algorithm.max_lag=0", "--set", "reward.answer_pattern=#(.*)$", "--set", "reward.format_pattern=")
+    code, printed, _ = pipelinerl("validate", "smollm2", *overrides)
     assert code == 0
+    understood = ["algorithm.max_lag = 0", 'reward.answer_pattern = "#(.*)$"', 'reward.format_pattern = ""']
+    assert [line for line in printed.splitlines() if "set:" in line] == [f"  set: {line}" for line in understood]
     assert "largest lag  1 for a mean length of 16, 4 for a mean length of 4 tokens" in printed  # H = B = 32
     assert "algorithm.max_lag = 0: is below the largest lag" in printed
     assert "below" not in pipelinerl("validate", "smollm2")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("ro", "disk cannot be written to, and initial models are kept there; name another folder"),
+        ("size=2m", "has 2 MB free, and the initial model takes 538 MB there; free some, or name a folder on another disk"),
+    ],
+)
+def test_a_cache_that_cannot_take_the_initial_model_is_told(
+    pipelinerl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, said: str
+) -> None:
+    """Root may write whatever a mode says, so it is a file system that does not let it."""
+    (disk := tmp_path / "disk").mkdir()
+    mounted = subprocess.run(("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)), capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+    try:
+        monkeypatch.setenv("PIPELINERL_CACHE", str(disk))
+        _, printed, _ = pipelinerl("validate", "smollm2")
+    finally:
+        subprocess.run(("umount", "--lazy", str(disk)), check=True)
+    (line,) = [line for line in printed.splitlines() if "PIPELINERL_CACHE" in line]
+    assert line.endswith(said)
 
 
 def test_models_of_the_cache_are_listed_and_cleared(

@@ -163,6 +163,7 @@ def test_json_schema_of_the_recipe(answer: str | None, value: float) -> None:
 
 PAIRS = [{"input": "2 3", "output": "5"}, {"input": "4\n4", "output": "8\n"}]
 ADDS = "import sys\nprint(sum(map(int, sys.stdin.read().split())))"
+SOLUTION = "class Solution:\n    def add(self, a, b):\n        return a + b"
 FUNCTION = "def add(a, b):\n    return a + b"
 
 
@@ -179,6 +180,8 @@ FUNCTION = "def add(a, b):\n    return a + b"
         ({"tests": PAIRS[:1]}, "while True: pass", 0.0, "took more than 1 s"),
         ({"tests": json.dumps({"inputs": ["2 3", ["4", "4"]], "outputs": ["5", "8"]})}, ADDS, 1.0, ""),
         ({"tests": {"fn_name": "add", "inputs": [[2, 3], [[1], [2]]], "outputs": [5, [1, 2]]}}, FUNCTION, 1.0, ""),
+        ({"tests": {"fn_name": "add", "inputs": [[2, 3]], "outputs": [[5]]}}, SOLUTION, 1.0, ""),
+        ({"tests": {"fn_name": "add", "inputs": [[2, 3]], "outputs": [[6]]}}, SOLUTION, 0.0, "returns 5, not [6]"),
         ({"tests": ["assert add(2, 3) == 5", "assert add(2, 3) == 6"]}, FUNCTION, 0.5, "test 2 of 2: AssertionError"),
         ({"tests": "def check(candidate):\n    assert candidate(2, 3) == 5", "entry_point": "add"}, FUNCTION, 1.0, ""),
         ({"tests": ["assert add(2, 3) == 5"]}, "raise SystemExit(0)", 0.0, "it ends too soon"),
@@ -190,6 +193,19 @@ def test_code_is_worth_the_tests_that_it_passes(row: dict[str, Any], answer: str
     score = scorer(RewardInput("", answer, answer, {"row": row}))
     assert score.value == value
     assert reason in score.reason
+
+
+def test_code_takes_the_tests_of_a_parquet_files_rows(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"prompt": "Add.", "tests": PAIRS}, {"prompt": "Add again.", "tests": PAIRS[:1]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    source = make_source(TaskConfig(source="jsonl", path=str(tmp_path / "p.parquet"), answer_field="", heldout_problems=1), 0)
+    scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=60.0, timeout_s=60.0))
+    for reference in (source.problem(split, 0).reference for split in (Split.TRAIN, Split.HELDOUT)):
+        reference = json.loads(json.dumps(reference))  # as it travels
+        assert [scorer(RewardInput("", program, program, reference)).value for program in (ADDS, "print(6)")] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("tests", [None, [], "", "[", 7, [7], {"inputs": ["1"], "outputs": []}, [{"input": "1"}]])

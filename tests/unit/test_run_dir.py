@@ -88,9 +88,13 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pyt
     (run.checkpoints / "step-3" / "resume" / "run.json").write_text("{}")
     (run.checkpoints / "step-3" / "weights").write_bytes(bytes(5000))
     assert (checkpoint_bytes(run), next_checkpoint_bytes(run, keep=1), next_checkpoint_bytes(run, keep=0)) == (5002, 5002, 0)
+    unsaved = RunDir(Path("runs/unsaved"), "unsaved")
+    assert [next_checkpoint_bytes(each, keep=1, first_bytes=9) for each in (run, unsaved)] == [5002, 9]
     (partial := run.checkpoints / ".step-4.partial-7").mkdir()
     assert next_checkpoint_bytes(run, keep=1) == 0, "its room is taken from what is free"
     partial.rmdir()
+    with pytest.raises(FieldError, match="and a run needs 1,000,000,000,268 MB"):
+        create_run_dir("arithmetic", NOW, first_checkpoint_bytes=10**18)
     monkeypatch.setattr("pipelinerl.run_dir.LEAST_FREE_BYTES", 10**18)
     for given in ({}, {"name": "new"}, {"path": Path("deep/new")}):
         with pytest.raises(

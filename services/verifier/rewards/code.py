@@ -4,7 +4,8 @@ A problem's tests are in the forms of common data sets:
 
     [{"input": "2 3", "output": "5"}, ...]                        standard input and what must be printed for it
     {"inputs": ["2 3", ...], "outputs": ["5", ...]}               the same (APPS, TACO), as JSON in a text too
-    {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]}        arguments and result of a function
+    {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]}        arguments and result of a function or of a method of the class
+                                                                  Solution (LeetCode); [[5]] means the same (APPS)
     ["assert add(2, 3) == 5", ...], or one text                   statements that must not raise (MBPP)
     "def check(candidate): ..."  beside  entry_point: "add"       a function that checks it (HumanEval)
 
@@ -42,6 +43,14 @@ def tested(passed=sys.stdin.readline()):
 tested()
 """
 """Says the word that it was given when the program and its tests have run to their end."""
+
+
+_CALL = """\
+import json
+called = globals().get({0!r}) or getattr(globals()["Solution"](), {0!r})
+result, expected = json.loads(json.dumps(called(*json.loads({1!r})))), json.loads({2!r})
+assert expected in (result, [result]), f"returns {{result!r:.80}}, not {{expected!r:.80}}"
+"""
 
 
 @dataclass(frozen=True)
@@ -122,8 +131,7 @@ def _tests(given: Any, entry_point: str) -> list[Test]:
     if isinstance(given, Mapping):
         pairs = list(zip(given["inputs"], given["outputs"], strict=True))
         if name := given.get("fn_name"):
-            call = "import json\nassert json.loads(json.dumps({}(*json.loads({!r})))) == json.loads({!r})"
-            return [Test(statements=call.format(name, json.dumps(put), json.dumps(got))) for put, got in pairs]
+            return [Test(statements=_CALL.format(str(name), json.dumps(put), json.dumps(got))) for put, got in pairs]
         return [Test(_text(put), _text(got)) for put, got in pairs]
     return [
         Test(statements=each) if isinstance(each, str) else Test(_text(each["input"]), _text(each["output"]))
