@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from pipelinerl import __version__
-from pipelinerl.commands import audit, cache, dead_letters, plan, report, run, scale, validate
+from pipelinerl.commands import cache, plan, run, scale, validate
+from pipelinerl.commands.run_folder import AUDIT, DEAD_LETTERS, REPORT
 from pipelinerl.errors import PipelineRLError, UserError
 
-COMMANDS = (run, scale, validate, plan, report, audit, dead_letters, cache)
+COMMANDS = (run.COMMAND, scale.COMMAND, validate.COMMAND, plan.COMMAND, REPORT, AUDIT, DEAD_LETTERS, cache.COMMAND)
 
 FAILED, WRONG_USE, INTERRUPTED, UNREAD = 1, 2, 130, 141
 
@@ -25,10 +26,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pipelinerl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in COMMANDS:
-        command = commands.add_parser(module.NAME, help=module.HELP, description=module.HELP)
-        module.add_arguments(command)
-        command.set_defaults(execute=module.execute)
+    for name, text, add_arguments, execute in COMMANDS:
+        command = commands.add_parser(name, help=text, description=text)
+        add_arguments(command)
+        command.set_defaults(execute=execute)
     return parser
 
 

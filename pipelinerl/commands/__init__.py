@@ -1,13 +1,23 @@
-"""What `pipelinerl <command>` does, one module for each command. Importing them is light; executing may not be.
+"""What `pipelinerl <command>` does, by module. Importing them is light; executing may not be.
 
-Here: the arguments of commands that take a recipe, and what a shell completes them to.
+Here: what a command is, the arguments of those that take a recipe, and what a shell completes them to.
 """
 
 from __future__ import annotations
 
 import argparse
 import glob
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Command(NamedTuple):
+    """`execute` returns the exit code, and raises `UserError` for a mistake in the arguments."""
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    execute: Callable[[argparse.Namespace], int]
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:

@@ -6,10 +6,8 @@ import argparse
 from datetime import datetime
 from pathlib import Path
 
+from pipelinerl.commands import Command
 from pipelinerl.errors import FieldError
-
-NAME = "cache"
-HELP = "list the initial models that are kept for the next run, or remove them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,3 +45,6 @@ def execute(args: argparse.Namespace) -> int:
 
 def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+COMMAND = Command("cache", "list the initial models that are kept for the next run, or remove them", add_arguments, execute)

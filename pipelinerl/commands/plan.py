@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.commands import add_recipe_arguments
+from pipelinerl.commands import Command, add_recipe_arguments
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from pipelinerl.rl.planner import Machine, Plan
     from pipelinerl.rl.throughput import Lengths, Split
 
-NAME = "plan"
-HELP = "share accelerators between actors and trainer (modelled, nothing runs)"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 
@@ -268,3 +266,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "simulated_share": plan.share,
         "reasons": list(plan.reasons),
     }
+
+
+COMMAND = Command("plan", "share accelerators between actors and trainer (modelled, nothing runs)", add_arguments, execute)

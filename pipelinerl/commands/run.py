@@ -8,15 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.commands import add_recipe_arguments
+from pipelinerl.commands import Command, add_recipe_arguments
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
     from pipelinerl.run_dir import RunDir
-
-NAME = "run"
-HELP = "train a recipe on this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,3 +115,6 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
     stack.enter_context(locked(run_dir))
     recipe, notes = resume(run_dir, args.recipe, overrides, args.reward_rows)
     return recipe, run_dir, notes
+
+
+COMMAND = Command("run", "train a recipe on this machine", add_arguments, execute)

@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelinerl.commands import Command
 from pipelinerl.errors import FieldError, ServiceError
 
 if TYPE_CHECKING:
     from pipelinerl.run_dir import RunDir
 
-NAME = "scale"
-HELP = "change the number of actors of a running local run (in a cluster: kubectl scale)"
 _LOOK_S = 0.5
 
 
@@ -68,3 +67,8 @@ async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
         raise ServiceError(
             f"{count} actors do not all serve after {timeout_s:g} s: {shown}. The run goes on; look at its logs"
         ) from None
+
+
+COMMAND = Command(
+    "scale", "change the number of actors of a running local run (in a cluster: kubectl scale)", add_arguments, execute
+)

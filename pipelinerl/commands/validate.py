@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipelinerl.commands import add_recipe_arguments
+from pipelinerl.commands import Command, add_recipe_arguments
 from pipelinerl.errors import FieldError, Lacking
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pipelinerl.rl.memory import Model
     from pipelinerl.tasks.source import Source
 
-NAME = "validate"
-HELP = "check a recipe and print a summary of it"
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
 _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
@@ -235,3 +233,6 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
             f"activations and what is gathered (trainer.nproc = {trainer.nproc}: set it to the ranks of all nodes)",
         ),
     ]
+
+
+COMMAND = Command("validate", "check a recipe and print a summary of it", add_arguments, execute)

@@ -19,7 +19,7 @@ from nats.aio.client import Client
 from nats.js.api import StreamConfig
 
 from pipelinerl.bus.protocol import Subjects
-from pipelinerl.commands.streams import streams_in_folder
+from pipelinerl.commands.run_folder import streams_in_folder
 from pipelinerl.local.credentials import Credentials
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.grpc import open_channel

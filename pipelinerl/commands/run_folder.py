@@ -1,0 +1,267 @@
+"""What a run left, or holds while it goes on: `pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`.
+
+`report` writes report.html again from what the run directory holds. `audit` derives the run's ledger again and says whether
+everything adds up. `dead-letters` lists the prompt groups that were given up, with the reason. None of them changes a stream,
+starts a run or puts a group back.
+
+A command names the folder of a local run, or a NATS server and a run's name; in a pod of a run neither need be given, since the
+environment of its service names the NATS server. A local run that goes on has its own nats-server. The stored streams of a
+run that has ended are copied and served by a temporary nats-server, so that the run directory stays as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl.commands import Command
+from pipelinerl.errors import FieldError
+from pipelinerl.run_dir import NAMED_IN, RunDir, run_name
+
+if TYPE_CHECKING:
+    from pipelinerl.bus.jetstream import Bus
+    from pipelinerl.messages.sequences import DeadLetter
+
+_COLUMNS = ("TIME", "GROUP", "DELIVERIES", "ACTOR", "REASON", "PROMPT")
+_REASON_CHARACTERS, _PROMPT_CHARACTERS = 60, 40
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run, finished or not")
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Prints the report's path. Raises `FieldError` when the folder is not a run's."""
+    from pipelinerl.local.ending import write_report
+
+    print(write_report(args.run_dir))
+    return 0
+
+
+def _add_audit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a current, finished or crashed run")
+    _add_server_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--versions", action="store_true", help="list every version, not only unusual ones")
+
+
+def _audit(args: argparse.Namespace) -> int:
+    """Exit code: 0 all adds up, 1 something does not. Raises `FieldError` for a folder that is not a run's.
+
+    Where neither the folder nor the environment says anything of streams, the files alone are judged.
+    """
+    import asyncio
+    import json
+
+    from pipelinerl.audit.audit import audit_run
+    from pipelinerl.audit.report import as_json, lines
+    from pipelinerl.local.processes import living_names
+
+    run = run_name(args.run_dir)
+    if not any((args.run_dir / file).is_file() for file in NAMED_IN):
+        what = "has neither run.json nor lineage.json: give the folder of a run"
+        raise FieldError("RUN_DIR", str(args.run_dir), what)
+    streams = _streams_of(args, run)
+    elsewhere = streams is not None and (args.nats or not _holds_streams(args.run_dir))
+    at_work = (lambda: True) if elsewhere else (lambda: "trainer" in living_names(RunDir(args.run_dir, "")))
+    audit = asyncio.run(audit_run(run, args.run_dir, streams, at_work))
+    if args.json:
+        print(json.dumps(as_json(audit, args.versions), indent=2))
+    else:
+        print("\n".join(lines(audit, args.versions)))
+    return 0 if audit.ok else 1
+
+
+def _add_dead_letters_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not")
+    _add_server_arguments(parser)
+    parser.add_argument("--run", metavar="NAME", default="", help="name of that run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the whole prompt")
+
+
+def _dead_letters(args: argparse.Namespace) -> int:
+    """Raises `FieldError` for a place without streams, `BusError` when NATS does not answer."""
+    import asyncio
+    import json
+
+    letters, unreadable = asyncio.run(_read(args))
+    if unreadable:
+        print(f"{unreadable} messages are no dead letters of this run and are left out", file=sys.stderr)
+    if args.json:
+        for letter in letters:
+            print(json.dumps(letter))
+    elif letters:
+        print(_table([_row(letter) for letter in letters]))
+    else:
+        print("no prompt group was given up", file=sys.stderr)
+    return 0
+
+
+async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """Each dead letter as JSON, the oldest first, and how many messages cannot be read."""
+    from pipelinerl.errors import MessageError
+    from pipelinerl.messages.sequences import decode_dead_letter
+
+    folder, where = args.run_dir, "give the folder of a run, or --nats URL --run NAME"
+    opened = None if folder and args.nats else _streams_of(args, args.run or (run_name(folder) if folder else ""))
+    if opened is None:
+        what = "" if args.nats or not folder else "holds no streams of a run; "
+        raise FieldError("RUN_DIR", str(folder or ""), f"{what}{where}")
+    letters, unreadable = [], 0
+    async with opened() as bus:
+        for payload in await bus.dead_letters():
+            try:
+                letters.append(_described(decode_dead_letter(payload, expected_run=bus.run)))
+            except MessageError:
+                unreadable += 1
+    return letters, unreadable
+
+
+def _described(letter: DeadLetter) -> dict[str, Any]:
+    """As JSON, with what its prompt group says where that can be read. Pure."""
+    import base64
+
+    from pipelinerl.bus.protocol import group_id_of
+    from pipelinerl.errors import MessageError
+    from pipelinerl.messages.sequences import decode_group
+
+    shown: dict[str, Any] = {
+        "time": _date(letter.at_s),
+        "group_id": group_id_of(letter.msg_id),
+        "msg_id": letter.msg_id,
+        "deliveries": letter.deliveries,
+        "actor": letter.actor,
+        "reason": letter.reason,
+        "bytes": len(letter.prompt_group),
+    }
+    try:
+        group = decode_group(letter.prompt_group)
+    except MessageError:
+        return shown | {"prompt_group_base64": base64.b64encode(letter.prompt_group).decode()}
+    return shown | {
+        "task": group.task,
+        "problem_index": group.problem_index,
+        "num_samples": group.num_samples,
+        "done_samples": list(group.done_samples),
+        "issued_version": group.issued_version,
+        "prompt_text": group.prompt_text,
+        "prompt_token_ids": group.prompt_token_ids.tolist(),
+        "reference_json": group.reference_json,
+    }
+
+
+def _date(at_s: float) -> str:
+    """UTC; "?" beyond what a calendar holds."""
+    from datetime import UTC, datetime
+
+    try:
+        return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def _row(letter: dict[str, Any]) -> tuple[str, ...]:
+    prompt = _cut(letter.get("prompt_text", f"({letter['bytes']} bytes that are no prompt group)"), _PROMPT_CHARACTERS)
+    reason = _cut(letter["reason"], _REASON_CHARACTERS)
+    return (letter["time"], letter["group_id"] or "?", str(letter["deliveries"]), letter["actor"], reason, prompt)
+
+
+def _cut(text: str, length: int) -> str:
+    """One line of at most `length` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1] + "…"
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Columns as wide as their longest entry. Pure."""
+    lines = [_COLUMNS, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(line.rstrip() for line in padded)
+
+
+# Where the streams are
+
+OpenStreams = Callable[[], AbstractAsyncContextManager["Bus"]]
+"""A connected bus; raises `BusError` when NATS does not answer."""
+_STORE = "jetstream"
+"""What nats-server calls the folder of its streams."""
+
+
+def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nats",
+        metavar="URL",
+        default="",
+        help="NATS server of a run elsewhere: nats://host:4222; in a pod of the run: that pod's",
+    )
+    parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
+    parser.add_argument(
+        "--tls-dir", metavar="DIR", type=Path, help="folder with ca.crt, and tls.crt and tls.key if the server requires them"
+    )
+
+
+def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
+    """Of `run`: on the server that the arguments name, else in the folder, else on the environment's server. None where none of
+    them says where they are. Raises `FieldError` for what is no run's name."""
+    from pipelinerl.bus.jetstream import connect
+    from pipelinerl.bus.protocol import check_run_name
+    from pipelinerl.service.settings import StreamsSettings
+
+    if args.nats:
+        return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
+    if args.run_dir and _holds_streams(args.run_dir):
+        return partial(streams_in_folder, args.run_dir)
+    found = StreamsSettings()
+    if not found.nats_url:
+        return None
+    run = check_run_name(run or found.run, "--run")
+    return partial(connect, found.nats_url, run, credentials=found.nats_credentials, tls_dir=found.nats_tls_dir)
+
+
+def _holds_streams(run_dir: Path) -> bool:
+    """Whether it is the folder of a run on this machine, which keeps its streams there."""
+    return (run_dir / "nats" / _STORE).is_dir()
+
+
+@asynccontextmanager
+async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
+    """A connected bus. Raises `FieldError` when the folder does not say where they are."""
+    import asyncio
+    import json
+    import shutil
+    import tempfile
+
+    from pipelinerl.bus.jetstream import connect
+    from pipelinerl.bus.permissions import ADMIN
+    from pipelinerl.local.credentials import Credentials
+    from pipelinerl.local.nats import NatsServer
+    from pipelinerl.local.processes import living_names
+
+    run, run_dir = run_name(folder), RunDir(folder, "")
+    credentials = run_dir.credentials
+    with ExitStack() as stack:
+        if living_names(run_dir):
+            file = run_dir.address("nats")
+            try:
+                url = str(json.loads(file.read_bytes())["url"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                fix = f"does not say where the run's nats-server is: {error!r}"
+                raise FieldError("RUN_DIR", str(file), fix) from error
+        else:
+            copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
+            await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, copy / _STORE)
+            credentials = Credentials(copy / "secrets")
+            url = stack.enter_context(NatsServer(copy, extra={"authorization": credentials.make(run)})).url
+        async with connect(url, run, credentials=credentials.nats(ADMIN)) as bus:
+            yield bus
+
+
+REPORT = Command("report", "rebuild report.html of a run", _add_report_arguments, _report)
+AUDIT = Command("audit", "derive a run's ledger again from its journal, checkpoints and streams", _add_audit_arguments, _audit)
+DEAD_LETTERS = Command("dead-letters", "list a run's abandoned prompt groups", _add_dead_letters_arguments, _dead_letters)
