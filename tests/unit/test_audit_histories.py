@@ -161,30 +161,15 @@ def tear(journal: Path) -> None:
     journal.write_bytes(kept[: end + (len(kept) - end) // 2])
 
 
-async def train_a_version(one: Life) -> None:
-    await one.idle()
-    for _ in range(2):
-        await answer_next(one)
-    await one.idle()
-    assert await one.step()
-
-
 @asynccontextmanager
 async def after_a_restart(folder: Path) -> AsyncIterator[tuple[Life, MemoryBus]]:
     """A second incarnation that has trained a version, with sequences in flight in every place where they can be."""
     async with streams() as bus:
         async with life(folder, bus) as one:
-            await one.idle()
-            for _ in range(3):
-                await answer_next(one)
-            await one.idle()
-            assert await one.step()
+            await one.train_a_version(answers=3)
             await one.checkpoint()
         async with life(folder, bus) as again:
-            await again.idle()
-            await answer_next(again)
-            await again.idle()
-            assert await again.step()
+            await again.train_a_version(answers=1)
             await answer_next(again)
             await answer_next(again, samples=1)
             await again.idle()
@@ -261,7 +246,7 @@ async def acknowledge_without_storing(bus: MemoryBus) -> str:
 @pytest.mark.parametrize("at_work", [True, False])
 async def test_a_sequence_in_flight_that_is_lost(tmp_path: Path, at_work: bool) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
-        await train_a_version(one)
+        await one.train_a_version()
         lost = await acknowledge_without_storing(bus)
         await one.idle()
         one.journal.flush()
@@ -288,7 +273,7 @@ async def test_groups_that_a_dead_trainer_did_not_publish_wait_for_the_next(tmp_
 
 async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
-        await train_a_version(one)
+        await one.train_a_version()
         await one.idle()
         number = one.feeder.next_group
         one.journal.write({"event": "reserve", "groups": number + 2})
@@ -306,7 +291,7 @@ async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) 
 async def test_what_moved_between_two_looks_is_not_called_lost(tmp_path: Path) -> None:
     """What seems lost at the first look was trained, and purged, by the second."""
     async with streams() as bus, life(tmp_path, bus) as one:
-        await train_a_version(one)
+        await one.train_a_version()
         one.journal.flush()
         for _ in range(2):
             await answer_next(one)

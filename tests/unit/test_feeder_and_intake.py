@@ -109,19 +109,6 @@ async def test_stale_sequences_are_dropped_and_their_group_is_issued_again() -> 
         assert len(await one.take_issued()) == 5
 
 
-async def test_one_stale_token_is_enough() -> None:
-    async with desk() as one:
-        group = (await one.take_issued())[0]
-        one.serve(2)
-        await one.publish(make_sequence(group, 0, spans=(VersionSpan(0, 0, 1), VersionSpan(2, 1, 2))))
-        await one.publish(make_sequence(group, 1, version=2, reward=0.0))
-        await one.answer((await one.take_issued())[0], version=2)
-        batch = await one.intake.take_batch(version=2)
-        assert [len(group.sequences) for group in batch] == [1, 2]
-        assert batch[0].sequences[0].sequence_id == group.sequence_id(1)
-        assert batch[0].advantages.tolist() == [-1.0]
-
-
 async def test_failed_sequences_are_counted_by_reason_and_their_siblings_train() -> None:
     async with desk(sampling={"group_size": 4, "max_tokens": 16}) as one:
         group = (await one.take_issued())[0]
@@ -145,6 +132,7 @@ async def test_an_episode_ends_once_as_all_its_branches_are() -> None:
         await one.publish(make_episode(group, 3, version=2, completion_token_ids=np.array([20], np.int32)))
         batch = await one.intake.take_batch(version=2)
         assert [(s.sample_index, len(s.branches)) for s in batch[0].sequences] == [(0, 1)]
+        assert batch[0].advantages.tolist() == [1.0], "the stale one's reward is in the baseline"
         assert one.failed() == {"longer than the context": 1, "token outside the vocabulary": 1}
         assert one.tracker.ledger.reasons(Outcome.DROPPED_STALE) == {"lag above max_lag": 1}
         assert one.tracker.tokens == {"trained": 0, "dropped_stale": 4, "dropped_filtered": 0, "failed": 8}

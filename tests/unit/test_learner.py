@@ -67,13 +67,17 @@ from tests.support.learner import (
 from tests.unit.builders import make_recipe
 
 
+@pytest.mark.parametrize("normalization", ["token", "sequence", "batch"])
 @pytest.mark.parametrize("mask", ["none", "icepop", "sequence", "off_policy_sequence"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_is_the_same_packed(loss: str, mask: str) -> None:
+def test_every_loss_is_the_same_packed_into_one_micro_batch_or_several(loss: str, mask: str, normalization: str) -> None:
     model = model_of("llama-tied")
     group = near_policy(model, LENGTHS)
-    config = AlgorithmConfig(loss=loss, mask=mask, mask_low=0.9, mask_high=1.1, mask_kl=0.05)
-    assert_same(plain_gradients(model, group, config), packed_gradients(wrap_model(model), group, config))
+    bounds = {"mask_low": 0.9, "mask_high": 1.1, "mask_kl": 0.05}
+    config = AlgorithmConfig(loss=loss, normalization=normalization, mask=mask, **bounds)
+    expected, policy = plain_gradients(model, group, config), wrap_model(model)
+    for budget in (128, 24):
+        assert_same(expected, packed_gradients(policy, group, config, budget))
 
 
 def parts_of(draw: st.DrawFn) -> tuple[int, ...]:
@@ -176,18 +180,6 @@ def test_any_lengths_pack_without_changing_gradients(lengths: list[tuple[int, in
     actual = packed_gradients(wrap_model(model), group, AlgorithmConfig(normalization="token"), budget=64)
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("normalization", ["token", "sequence", "batch"])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("mask", ["none", "sequence"])
-def test_the_number_of_micro_batches_never_changes_gradients(normalization: str, loss: str, mask: str) -> None:
-    model = model_of("llama-untied")
-    group = near_policy(model, LENGTHS)
-    policy = wrap_model(model)
-    config = AlgorithmConfig(loss=loss, normalization=normalization, mask=mask, mask_low=0.9, mask_high=1.1)
-    one = packed_gradients(policy, group, config, budget=128)
-    assert_same(one, packed_gradients(policy, group, config, budget=24))
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])

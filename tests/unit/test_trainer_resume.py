@@ -87,6 +87,14 @@ class Life:
         self.feeder.look_again()
         return [group.sequences[0].group_id for group in taking.result()]
 
+    async def train_a_version(self, answers: int = 2) -> None:
+        """A step on what so many answers make ready."""
+        await self.idle()
+        for _ in range(answers):
+            await answer_next(self)
+        await self.idle()
+        assert await self.step()
+
     async def checkpoint(self) -> None:
         await self.loop.checkpoints.write(anew=True)
 
@@ -143,11 +151,7 @@ async def streams(server: MemoryServer | None = None) -> AsyncIterator[MemoryBus
 async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> None:
     async with streams() as bus:
         async with life(tmp_path, bus) as one:
-            await one.idle()
-            for _ in range(3):
-                await answer_next(one)
-            await one.idle()
-            assert await one.step()
+            await one.train_a_version(answers=3)
             await one.checkpoint()
             counts = one.tracker.ledger.counts
         async with life(tmp_path, bus) as again:
@@ -156,10 +160,7 @@ async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> No
             assert again.start.saved_at_s == again.start.folder.stat().st_mtime
             assert again.intake.num_ready == 1  # the third group, complete and not trained
             assert again.published_again == 0
-            await again.idle()
-            await answer_next(again)
-            await again.idle()
-            assert await again.step()
+            await again.train_a_version(answers=1)
 
 
 async def test_an_actor_answers_only_for_groups_that_it_was_handed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -246,10 +247,7 @@ async def test_sequences_of_undone_versions_are_dropped_and_their_groups_issued_
         async with life(tmp_path, bus) as one:
             await one.idle()
             await one.checkpoint()
-            for _ in range(2):
-                await answer_next(one)
-            await one.idle()
-            assert await one.step()
+            await one.train_a_version()
             await answer_next(one, version=1)
             await answer_next(one, version=0)
         async with life(tmp_path, bus) as again:
@@ -372,11 +370,7 @@ def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path:
 @pytest.mark.parametrize("lost", ["lineage.json", "ledger.jsonl", "half of ledger.jsonl", "checkpoints"])
 async def test_a_folder_that_lacks_something_is_not_taken_for_a_new_run(tmp_path: Path, lost: str) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
-        await one.idle()
-        for _ in range(2):
-            await answer_next(one)
-        await one.idle()
-        assert await one.step()
+        await one.train_a_version()
         await one.checkpoint()
     if lost == "checkpoints":
         shutil.rmtree(tmp_path / lost)
