@@ -17,11 +17,13 @@ from pipelinerl.run_dir import RunDir
 from tests.documents.check_documents import described
 from tests.faults.matrix import RANK_1, SURVIVE_WITHIN_S, Fault, interrupt, local_run, run_under_fire, some_faults, write_recipe
 from tests.support import stranger
+from tests.support.lying_actor import LIAR
 from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, write_tiny_recipe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 LIGHT = {**COMMANDS, "actor": (sys.executable, "-m", "benchmarks.light_actor")}
+WITH_A_LIAR = {**COMMANDS, "actor": (sys.executable, "-m", "tests.support.lying_actor")}
 TWO_RANKS = {"nproc": 2, "tokens_per_microbatch": 256}
 
 
@@ -72,10 +74,11 @@ LONGER = {
 }
 
 
-async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_two_ranks_stop_together(
+async def test_conventional_mode_freezes_the_behaviour_policy_and_a_liar_is_quarantined_and_two_ranks_stop_together(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     changes = {
+        "actor": {"count": 2},
         "algorithm": {"max_lag": None, "conventional_g": 4},
         "weights": {"chunk_mib": 0.1, "probe_every": 2, "verify_logprobs": 0.01},
         "trainer": {**TWO_RANKS, "steps": 100_000},
@@ -84,9 +87,9 @@ async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_tw
         "evaluation": {"samples": 2, "temperature": 1.0, "sets": [LONGER]},
     }
     recipe = write_tiny_recipe(tiny_model, tmp_path, changes, mode="conventional")
-    async with local_run(tmp_path, recipe, LIGHT) as (run_dir, running, out):
+    async with local_run(tmp_path, recipe, WITH_A_LIAR) as (run_dir, running, out):
         async with asyncio.timeout(SURVIVE_WITHIN_S):
-            while len(records_of(run_dir)) < 9:
+            while len(records := records_of(run_dir)) < 9 or not records[-1]["sequences"]["failed"]:  # of the liar
                 assert not running.done(), out.getvalue()
                 await asyncio.sleep(0.1)
                 if records_of(run_dir) and not (tmp_path / "stranger").exists():
@@ -111,5 +114,7 @@ async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_tw
     assert not any("7" in one["completion"] or "7" in (one["tokens"] or [])[:-1] for one in samples)
     assert (run_dir.path / "checkpoint" / "config.json").is_file()
     audit(run_dir.path)
-    assert "quarantined" not in run_dir.log("trainer").read_text(), "an honest actor, by 1 % of its tokens of lag 0"
+    said = run_dir.log("trainer").read_text()
+    assert f"'{LIAR}' is quarantined" in said
+    assert "'actor-0' is quarantined" not in said, "the honest one, by 1 % of its tokens of lag 0"
     await stranger.done_to_a_copy(run_dir)
