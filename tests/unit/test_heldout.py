@@ -11,6 +11,7 @@ import pytest
 
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion, sampling_from_proto
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import accuracy_of
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT, VerifyResult
 from services.trainer.data import evaluation
@@ -47,6 +48,14 @@ async def evaluate(
 ) -> HeldoutResult:
     async with serving(**(actors or {"a": FakeActor()})) as addresses:
         return await evaluator(addresses, verifier, count, timeout_s).evaluate(version)
+
+
+async def evaluate_by(recipe: Recipe, asked: list[EncodedProblem], actor: FakeActor, **outcomes: VerifyResult) -> HeldoutResult:
+    updater: Any = FakeUpdater()
+    verifier: Any = FakeVerifier(outcomes)
+    async with serving(a=actor) as addresses:
+        updater.serve(addresses)
+        return await Evaluator(recipe, asked, 20, updater, verifier, incarnation=1).evaluate(0)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +124,9 @@ async def test_what_has_no_verdict_is_left_out_and_counted_and_wrong_in_the_lowe
 
 
 async def test_completions_end_as_in_training() -> None:
-    recipe, updater, actor = (
-        make_recipe(sampling={"group_size": 2, "max_tokens": 16, "stop": ["\n"], "stop_token_ids": [7, 9]}),
-        FakeUpdater(),
-        FakeActor(),
-    )
-    asked = [replace(problem, stop_token_ids=(9, 11)) for problem in problems(2)]
-    verifier: Any = FakeVerifier()
-    async with serving(a=actor) as addresses:
-        updater.serve(addresses)
-        await Evaluator(recipe, asked, 20, updater, verifier, incarnation=1).evaluate(0)  # type: ignore[arg-type]
+    recipe = make_recipe(sampling={"group_size": 2, "max_tokens": 16, "stop": ["\n"], "stop_token_ids": [7, 9]})
+    asked, actor = [replace(problem, stop_token_ids=(9, 11)) for problem in problems(2)], FakeActor()
+    await evaluate_by(recipe, asked, actor)
     (request,) = actor.requests
     trained = sampling_of(recipe, asked[0])  # temperature 1
     assert (trained.stop, trained.stop_token_ids, trained.temperature) == (("\n",), (7, 9, 11), 1.0)
@@ -132,14 +134,10 @@ async def test_completions_end_as_in_training() -> None:
 
 
 async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_missing() -> None:
-    evaluation = {"timeout_s": 10.0, "samples": 2, "temperature": 1.0}
-    recipe, updater, actor = make_recipe(evaluation=evaluation), FakeUpdater(), FakeActor()
+    recipe, actor = make_recipe(evaluation={"timeout_s": 10.0, "samples": 2, "temperature": 1.0}), FakeActor()
     outcomes = {"h000001": verdict("h000001", answer=0.0), "h000003": verdict("h000003", VERIFY_STATUS_TIMEOUT)}
-    verifier: Any = FakeVerifier(outcomes)
     asked = [replace(problem, prompt_token_ids=np.array([one], np.int32)) for one, problem in enumerate(problems(2))]
-    async with serving(a=actor) as addresses:
-        updater.serve(addresses)
-        result = await Evaluator(recipe, asked, 20, updater, verifier, incarnation=1).evaluate(0)  # type: ignore[arg-type]
+    result = await evaluate_by(recipe, asked, actor, **outcomes)
     sent = [(prompt.id, prompt.prompt_token_ids[0]) for prompt in actor.requests[0].prompts]
     assert sent == [("h000000", 0), ("h000001", 0), ("h000002", 1), ("h000003", 1)]
     assert (result.accuracy, result.lower_bound, result.num_unanswered) == (0.75, 0.5, 1)  # (1/2 + 1) / 2; 2 of 4
@@ -150,14 +148,11 @@ async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_m
 
 
 async def test_each_task_and_set_has_its_limit_its_reward_and_its_accuracy_and_sets_do_not_count_with_the_tasks() -> None:
-    updater, actor = FakeUpdater(), FakeActor()
-    verifier: Any = FakeVerifier()  # every answer earns 1
+    actor = FakeActor()
     strict: dict[str, Any] = {"name": "strict", "task": {}, "max_tokens": 9, "reward": {"correct": 2.0}}
     recipe = make_recipe(task=None, tasks=[{"task": {}}, strict], evaluation={"sets": [strict | {"name": "further"}]})
     asked = [*problems(3), make_problem(**strict), make_problem(**strict | {"name": "further"})]
-    async with serving(a=actor) as addresses:
-        updater.serve(addresses)
-        result = await Evaluator(recipe, asked, 20, updater, verifier, incarnation=1).evaluate(0)  # type: ignore[arg-type]
+    result = await evaluate_by(recipe, asked, actor)  # every answer earns 1
     sent = [(len(request.prompts), request.sampling.max_tokens) for request in actor.requests]
     assert sorted(sent) == [(1, 9), (1, 9), (3, 16)]
     assert result.accuracy == 0.75
