@@ -127,7 +127,7 @@ const PrlSamples = (() => {
 
   /* How chat formats of common families begin a message, by its role's name or a word for it, and a tool's result, which some write into
    * a user's message. */
-  const HEADER = "(?:<\\|im_start\\|>|<\\|start_header_id\\|>|<start_of_turn>|<\\|turn>|\\]~b\\])(\\w+)(?:<\\|end_header_id\\|>)?"
+  const HEADER = "(?:<\\|im_start\\|>|<\\|start_header_id\\|>|<start_of_turn>|<\\|turn>|\\]~b\\])(\\w{1,32})(?:<\\|end_header_id\\|>)?"
     + "|<[|｜](?:im_|message_|hy_)?(system|developer|user|assistant|model|tool|observation)(?::\\w+)?[|｜]>|\\[(INST|SYSTEM_PROMPT)\\]";
   const RESULT = "<\\|?tool_(?:response|result)s?\\b[^>]*>|<｜tool▁outputs▁begin｜>|\\[TOOL_RESULTS\\]|## Return of";
   const MESSAGE = new RegExp(`(?:(?:${HEADER})(?:\\w*<\\|im_middle\\|>)?\\s*)?(?<=^|[>\\]\\n]\\s*)(${RESULT})|${HEADER}`, "giu");
@@ -139,7 +139,7 @@ const PrlSamples = (() => {
   function messages(text) {
     const begins = [...text.matchAll(MESSAGE)].map((found) => {
       const result = found[4], role = result ? "tool" : found.slice(5).find((name) => name).toLowerCase();
-      return { role: ROLES[role] || role, at: found.index };
+      return { role: Object.hasOwn(ROLES, role) ? ROLES[role] : role, at: found.index };
     });
     if (begins.length && begins[begins.length - 1].role === "assistant") begins.pop();
     if (!begins.length || !ONLY_MARKS.test(text.slice(0, begins[0].at))) begins.unshift({ role: "", at: 0 });

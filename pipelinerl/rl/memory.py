@@ -128,12 +128,10 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
-    """On disk: the model and, unless adapters are trained, float32 weights and moments beside it."""
-    weights = Model.of(recipe, parameters).weights_bytes
-    if recipe.trainer.lora is not None:
-        return int(weights)
-    moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
-    return int(weights) + parameters * (4 + moments)
+    """On disk: the model and, unless adapters are trained, weights and two moments in float32 beside it, whatever they are in
+    memory."""
+    weights = int(Model.of(recipe, parameters).weights_bytes)
+    return weights if recipe.trainer.lora is not None else weights + parameters * (4 + 8)
 
 
 def fewest_ranks(recipe: Recipe, model: Model, memory_gib: float) -> int:

@@ -27,6 +27,7 @@ from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, watch_loop
 from pipelinerl.service.logs import LogContext
+from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import VerifierSettings, announce
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry import attributes as a
@@ -131,7 +132,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             return ended
         assert self._pool is not None, "there are workers for what is judged"
         ended.task = request.task
-        (result,) = await self._pool.score([ended], lambda _: None)
+        scoring = partial(self._pool.score, [ended], lambda _: None)
+        (result,) = await retry_forever(scoring, "score an episode's answer", retried=lambda full: isinstance(full, QueueFull))
         result.answer, result.seconds = ended.completion_text, time.perf_counter() - started_s
         return result
 

@@ -405,18 +405,21 @@ async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, poli
     assert [pid for pid in pids if not ends_within(pid, START_S)] == []
 
 
-async def test_a_judge_scores_the_answers_of_tools_and_agents(tmp_path: Path, users_code: None, policy: FakeEndpoint) -> None:
-    """Once their process has ended, and not those of one that failed, nor of one that was cut where that earns nothing."""
+async def test_a_judge_scores_the_answers_of_tools_and_agents(
+    tmp_path: Path, users_code: None, policy: FakeEndpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once their process has ended, and not those of one that failed, nor of one that was cut where that earns nothing. One
+    that finds the judge's queue full waits, and is not run again."""
     (tmp_path / "agent.py").write_text(AGENT)
     judge = {"model": "big", "template": "{prompt} {reference} {completion}", "pattern": r"SCORE: (\S+)", "full_marks": 10.0}
     several = [
         {"task": {"source": "tools", "name": "sums", "path": "p.jsonl", "tools": ["hostile_environments:multiply"]}},
         {"task": {"source": "agent", "name": "asking", "path": "p.jsonl", "command": f"python {tmp_path}/agent.py"}},
     ]
-    with endpoint("Well. SCORE: 7", "SCORE: 9", (403, "no")) as judging:
+    with endpoint("Well. SCORE: 7", "SCORE: 9", (403, "no"), "SCORE: 5") as judging:
         reward = {"scorer": "judge", "judge": judge | {"url": judging.url}}
         several[0]["reward"] = reward | {"truncated": "zero"}
-        async with serving(tmp_path, recipe() | {"task": None, "tasks": several, "reward": reward}) as address:
+        async with serving(tmp_path, recipe() | {"task": None, "tasks": several, "reward": reward}, max_queue=1) as address:
             about = {"answer": "half", "prompt_text": "Half?"}
             row = {"prompt": "Half?", "question": "Half?"}
             asked = [
@@ -430,14 +433,26 @@ async def test_a_judge_scores_the_answers_of_tools_and_agents(tmp_path: Path, us
             (cut,) = await run(address.grpc, episode(policy, row, 4, task="sums", **about))
             async with VerifierClient(address.grpc) as client:
                 (unasked,) = await client.verify([VerifyItem(sequence_id="t.1", task="sums", reference_json="{}")])
+            policy.answer = lambda _: says("1")
+            judging.slow.clear()
+            late = asyncio.create_task(
+                run(address.grpc, *(episode(policy, row, n, task="sums", **about | {"prompt_text": str(n)}) for n in (5, 6)))
+            )
+            async with asyncio.timeout(START_S):
+                while "max_queue = 1 await their judge" not in caplog.text:
+                    await asyncio.sleep(0.02)
+            judging.slow.set()
+            waited = [(status_name(one.status), one.reward) for one in await late]
     assert [(status_name(one.status), one.reward) for one in (*results, cut, unasked)] == [
         ("ok", 0.7), ("ok", 0.9), ("crashed", 0), ("crashed", 0), ("ok", 0), ("unknown_task", 0),
     ]  # fmt: skip
+    assert waited == [("ok", 0.5)] * 2
     assert [one.answer for one in results] == ["0.5", "0.5\n", "xxx\n0.5\n", ""]
     assert results[0].message == "the judge says: Well. SCORE: 7"
     assert [one.message.partition(":")[0] for one in results[2:]] == ["the judge refuses", "the agent ended with exit code 3"]
     texts = [body["messages"][0]["content"] for _, _, body in judging.asked]
-    assert texts == ["Half? half 0.5", "Half? half 0.5\n", "Half? half xxx\n0.5\n"]
+    assert texts[:3] == ["Half? half 0.5", "Half? half 0.5\n", "Half? half xxx\n0.5\n"]
+    assert sorted(texts[3:]) == ["5 half 1", "6 half 1"]
 
 
 async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: Path, users_code: None) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.rl.memory import GIB, Model, actor_problem, kv_cache_gib, trainer_problem, update_shortage
+from pipelinerl.rl.memory import GIB, Model, actor_problem, checkpoint_bytes, kv_cache_gib, trainer_problem, update_shortage
 from services.actor.weight_sync import loaders
 from services.trainer.loading import check_memory
 
@@ -61,7 +61,11 @@ def test_ranks_that_share_the_states() -> None:
     of_four = str(trainer_problem(load_recipe("gsm", ["trainer.shard_ranks=2"]), SEVEN_B, 80.0, ranks=2))
     assert of_four.startswith("trainer.shard_ranks = 2: 63.7 GiB")
     assert of_four.endswith("use at least 4 ranks"), "three do not divide the recipe's four"
-    assert trainer_problem(load_recipe("gsm", ["trainer.optimizer=adamw_8bit"]), SEVEN_B, 80.0, ranks=2) is None
+    in_8_bits = load_recipe("gsm", ["trainer.optimizer=adamw_8bit"])
+    assert trainer_problem(in_8_bits, SEVEN_B, 80.0, ranks=2) is None
+    assert checkpoint_bytes(in_8_bits, 1000) == checkpoint_bytes(recipe, 1000) == 1000 * (2 + 4 + 8), (
+        "moments are float32 there"
+    )
 
 
 def test_an_engine_that_leaves_too_little_beside_it_is_named_with_what_to_set() -> None:

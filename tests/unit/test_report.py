@@ -277,6 +277,7 @@ def test_texts_that_tell_no_role_or_no_call_are_left_as_they_are() -> None:
             ["tool", "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n"],
             ["tool", "<tool_response>\n2\n</tool_response>"],
         ],
+        "<|im_start|>constructor\na": [["constructor", ...]],
         "[INST] a [/INST]": [["user", ...]],
         "<|assistant|>": [["", ...]],
         "": [["", ""]],

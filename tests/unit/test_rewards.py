@@ -182,6 +182,7 @@ FUNCTION = "def add(a, b):\n    return a + b"
         ({"tests": {"fn_name": "add", "inputs": [[2, 3], [[1], [2]]], "outputs": [5, [1, 2]]}}, FUNCTION, 1.0, ""),
         ({"tests": {"fn_name": "add", "inputs": [[2, 3]], "outputs": [[5]]}}, SOLUTION, 1.0, ""),
         ({"tests": {"fn_name": "add", "inputs": [[2, 3]], "outputs": [[6]]}}, SOLUTION, 0.0, "returns 5, not [6]"),
+        ({"tests": {"fn_name": "add", "inputs": [[2, 3], [[1], [2]]], "outputs": [[5], [1, 2]]}}, FUNCTION, 0.5, "5, not [5]"),
         ({"tests": ["assert add(2, 3) == 5", "assert add(2, 3) == 6"]}, FUNCTION, 0.5, "test 2 of 2: AssertionError"),
         ({"tests": "def check(candidate):\n    assert candidate(2, 3) == 5", "entry_point": "add"}, FUNCTION, 1.0, ""),
         ({"tests": ["assert add(2, 3) == 5"]}, "raise SystemExit(0)", 0.0, "it ends too soon"),

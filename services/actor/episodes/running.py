@@ -103,7 +103,7 @@ class EpisodeRunner:
             with self._book.running(episode) as key:
                 request.base_url = f"http://{self._address}{base_path(key)}"
                 try:
-                    return await self._verifier.run_episode(request, timeout_s)
+                    return await self._verifier.run_episode(request, timeout_s * 2**lost)  # it may await its judge
                 except VerifierAway as error:
                     tries, lost = tries + 1, lost + bool(episode.record.num_asked_for)
                     self._tell(error)
