@@ -270,7 +270,11 @@ def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Sour
 
 def _code(share: ProblemSet) -> Iterator[FieldError]:
     """What the verifier imports or starts."""
-    task, scorer = share.task, share.reward.scorer
+    task, scorer, judge = share.task, share.reward.scorer, share.reward.judge
+    if judge is not None and judge.api_key_env and not os.environ.get(judge.api_key_env):
+        yield Lacking(
+            "reward.judge.api_key_env", judge.api_key_env, "there is no such variable here; set it where the run starts"
+        )
     imported = [("reward.scorer", scorer)] if ":" in scorer else []
     imported += [("task.tools", path) for path in task.tools]
     imported += [("task.name", task.name)] if task.source in ("environment", "verifiers") else []
@@ -287,6 +291,14 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
             yield FieldError(field, path, str(error))
     if task.source == "agent" and find_program(shlex.split(task.command)[0]) is None:
         yield Lacking("task.command", task.command, "there is no such program here; give its path, or install it")
+    elif task.source == "agent" and (file := _missing_script(task.command)):
+        yield Lacking("task.command", task.command, f"{file} is no file here; start the run in the folder that holds it")
+
+
+def _missing_script(command: str) -> str:
+    """What an interpreter would not find, where its first argument looks like a file."""
+    first = next(iter(shlex.split(command)[1:]), "")
+    return first if Path(first).suffix in (".py", ".js", ".ts", ".sh") and not Path(first).is_file() else ""
 
 
 def find_program(name: str) -> str | None:

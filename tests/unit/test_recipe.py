@@ -712,11 +712,15 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "tools", "tools": ["json:dumps", "json:dunps"], **file}, {"task.tools": "did you mean dumps?"}),
         ({"source": "agent", "command": "python -m agent", **file}, {}),
         ({"source": "agent", "command": "no-such-program x", **file}, {"task.command": "no such program"}),
+        ({"source": "agent", "command": "python my_agent.py", **file}, {"task.command": "my_agent.py is no file here"}),
         ({"source": "verifiers", "name": "wordle"}, {"task.source": "run make verifiers"}),
     ):
         said = {field: text for field, (text, _) in found(task=task).items()}
         assert said.keys() == expected.keys()
         assert all(words in said[field] for field, words in expected.items())
+    judge = {"url": "http://a/v1", "model": "m", "template": "{completion}", "pattern": "(.)", "api_key_env": "NO_SUCH_KEY"}
+    judged = found(task={"source": "agent", "command": "python -m agent", **file}, reward={"scorer": "judge", "judge": judge})
+    assert judged.keys() == {"reward.judge.api_key_env"}
 
 
 @pytest.mark.parametrize(
