@@ -103,6 +103,7 @@ EPISODES = {"set": {"task": {"source": "environment", "name": "a.b:C"}, "actor":
 """Of which each actor keeps 128 under way."""
 SCRAPED = {"metrics": {"scrapedOtherwise": True}}
 NO_HUB = {"networkPolicy": {"hub": {"enabled": False}}}
+NO_WAY_OUT = {**NO_HUB, "kubernetesApi": {"enabled": False}}
 JUDGE = {
     "scorer": "judge",
     "judge": {"url": "https://judge.example.com/v1", "model": "m", "template": "{completion}", "pattern": r"(\d+)"},
@@ -206,31 +207,36 @@ REFUSED: dict[str, dict[str, Any]] = {
     "networkPolicy.verifierEgress: is empty, so that no verifier would reach the recipe's judge (https://": {
         "recipe": {"set": {"reward": JUDGE}}
     },
-    "would reach the recipe's judge (https://judge.example.com/v1); add a rule": {
+    "would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address, even if a policy of your own": {
         "recipe": {"set": {"evaluation": {"sets": [{"name": "a"}, {"name": "b", "reward": JUDGE}]}}}
     },
-    "networkPolicy.extraEgress: is empty and networkPolicy.hub.enabled is false, so that the trainer would not reach s3://": {
+    "networkPolicy.extraEgress: is empty, so that the trainer would not reach s3://a/b while networkPolicy.hub.enabled is": {
         "recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}},
-        **NO_HUB,
+        **NO_WAY_OUT,
     },
-    "so that the trainer would not reach hf://a/first/checkpoints/latest; add a rule to the store's address": {
+    "would not reach hf://a/first/checkpoints/latest while networkPolicy.hub.enabled is false; add a rule to the store's": {
         "model": {"source": "hf://a/first/checkpoints/latest"},
-        **NO_HUB,
+        "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"cidrs": ["10.0.0.1/32", "fd00::1/128"]}},
+    },
+    "so that the trainer would not reach gs://a/b": {
+        "recipe": {"set": {"checkpoint": {"upload": "gs://a/b"}}},
+        "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"ports": [6443]}},
     },
     "images.variant: cuda has no use for actor.gpus = 0; set actor.gpus and trainer.gpus to null, or images.variant to cpu": {
         "actor": {"gpus": 0},
         "trainer": {"gpus": 0},
     },
-    "trainer.expectedActors: 1 is more than actor.replicas = 0": {"actor": {"replicas": 0}},
-    "networkPolicy.monitoring.from: is empty, and actor.autoscaling follows a metric that no Prometheus could collect": {
+    "networkPolicy.monitoring.from: is empty, so that no Prometheus could collect the metric that actor.autoscaling follows": {
         "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}},
         "networkPolicy": {"monitoring": {"from": []}},
         **SCRAPED,
     },
-    "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page": {
+    "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods, even": {
         "trainer": {"page": {"enabled": True, "ingress": {"enabled": True, "host": "a.b", "withoutLogin": True, "from": []}}}
     },
-    "networkPolicy.dns.to: is empty, so that no pod could resolve a name": {"networkPolicy": {"dns": {"to": []}}},
+    "resolve a name; name the pods or addresses that answer DNS, even if a policy of your own allows it": {
+        "networkPolicy": {"dns": {"to": []}}
+    },
     "actor.strategy.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced": {
         "actor": {"strategy": {"rollingUpdate": {"maxUnavailable": "0%"}}}
     },
@@ -291,7 +297,11 @@ def test_values_that_contradict_each_other_are_refused_by_name(message: str) -> 
         {"model": {"source": "s3://a/b/latest"}, "networkPolicy": NO_HUB["networkPolicy"] | {"extraEgress": TO_ANYWHERE}},
         {"model": {"name": "a/b"}, "actor": {"cache": {"existingClaim": "models"}}, **NO_HUB},
         {"actor": {"strategy": {"type": "Recreate", "rollingUpdate": {"maxUnavailable": 0}}}},
-        {"actor": {"replicas": 0}, "trainer": {"expectedActors": 0}},
+        {"recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}}, **NO_HUB},
+        {"recipe": {"set": {"checkpoint": {"upload": "file:///data/up"}}}, **NO_WAY_OUT},
+        {"model": {"source": "file:///data/first"}, **NO_WAY_OUT},
+        {"actor": {"podAnnotations": {"limits": "x", "requests": "y"}}},
+        {"actor": {"replicas": 0}},
         {service: {"serviceAccount": {"create": False, "name": "theirs"}} for service in ("actor", "trainer", "verifier")},
         {"nats": {"enabled": False, "url": "nats://n:4222", "serviceAccount": {"name": "pipelinerl-actor"}}},
     ],

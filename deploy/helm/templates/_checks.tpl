@@ -45,13 +45,13 @@
 {{- $actors := .Values.actor -}}
 {{- $rolling := eq $actors.strategy.type "RollingUpdate" | ternary (default dict $actors.strategy.rollingUpdate) dict -}}
 {{- $expected := int .Values.trainer.expectedActors -}}
-{{- $counted := not (or $actors.autoscaling.enabled (kindIs "invalid" $actors.replicas)) -}}
 {{- $scaler := or (and $actors.autoscaling.enabled "actor") (and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") "verifier") -}}
 {{- $policies := .Values.networkPolicy -}}
 {{- $hasEpisodes := include "pipelinerl.hasEpisodes" . -}}
 {{- $judges := include "pipelinerl.judges" $recipe -}}
-{{- $store := list (dig "checkpoint" "upload" "" $recipe) (default "" $recipe.model.source) (default "" $recipe.model.name) | join " " | regexFind "[a-z0-9]+://[^ ]+" -}}
-{{- $encrypts := or .Values.tls.grpc.enabled .Values.tls.nats.enabled -}}
+{{- $api := .Values.kubernetesApi.enabled | ternary $policies.kubernetesApi dict -}}
+{{- $networks := and (has "443" (join " " $api.ports | splitList " ")) (regexReplaceAll "[0-9.]+/32|[^ ]+/128" (join " " $api.cidrs) "" | trim) -}}
+{{- $store := and (not $networks) (include "pipelinerl.storeWithoutRule" .) -}}
 {{- include "pipelinerl.refuse" (list
   (list (and .Values.nats.enabled .Values.nats.url)
     (printf "nats.url: %s is not used while nats.enabled is true; set nats.enabled to false, or leave the url empty" .Values.nats.url))
@@ -59,7 +59,7 @@
     (printf "nats.tlsSecret: %s is not used while nats.enabled is true; set tls.nats.enabled and tls.secrets.nats for the chart's own NATS" .Values.nats.tlsSecret))
   (list (and .Values.tls.nats.enabled (not .Values.nats.enabled))
     "tls.nats.enabled: encrypts the chart's own NATS, and nats.enabled is false; for yours write tls:// in nats.url and name its CA in nats.tlsSecret")
-  (list (and (not $encrypts) (or .Values.tls.certManager.enabled (.Values.tls.secrets | values | compact)))
+  (list (and (not .Values.tls.grpc.enabled) (not .Values.tls.nats.enabled) (or .Values.tls.certManager.enabled (.Values.tls.secrets | values | compact)))
     "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled, tls.nats.enabled or both")
   (list (and .Values.tracing.headersSecret (not .Values.tracing.endpoint))
     (printf "tracing.headersSecret: %s is not used while tracing.endpoint is empty; set the endpoint of your collector" .Values.tracing.headersSecret))
@@ -67,25 +67,27 @@
     "huggingface.token: huggingface.existingSecret is set too; keep one of them")
   (list (and $actors.autoscaling.enabled (gt $expected (int $actors.autoscaling.minReplicas)))
     (printf "trainer.expectedActors: %d is more than actor.autoscaling.minReplicas = %d, and the autoscaler adds none before the first step; make them equal" $expected (int $actors.autoscaling.minReplicas)))
-  (list (and $counted (gt $expected (int $actors.replicas)))
+  (list (and (not $actors.autoscaling.enabled) $actors.replicas (gt $expected (int $actors.replicas)))
     (printf "trainer.expectedActors: %d is more than actor.replicas = %d, so that the first step would wait for ever; make them equal" $expected (int $actors.replicas)))
   (list (and (dig "maxSurge" "25%" $rolling | toString | regexMatch "^0+%?$") (dig "maxUnavailable" "25%" $rolling | toString | regexMatch "^0+%?$"))
     "actor.strategy.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced, which Kubernetes refuses; raise one of them")
   (list (and $scaler (not .Values.metrics.podMonitor.enabled) (not .Values.metrics.scrapedOtherwise))
     (printf "metrics.podMonitor.enabled: is false, and %s.autoscaling follows a metric that nobody would collect; set it, or metrics.scrapedOtherwise where your Prometheus finds the pods without" (toString $scaler)))
-  (list (and $policies.enabled $scaler (not $policies.monitoring.from))
-    (printf "networkPolicy.monitoring.from: is empty, and %s.autoscaling follows a metric that no Prometheus could collect; name its peers" (toString $scaler)))
-  (list (and $policies.enabled .Values.trainer.page.ingress.enabled (not .Values.trainer.page.ingress.from))
-    "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods")
-  (list (and $policies.enabled (not $policies.dns.to))
-    "networkPolicy.dns.to: is empty, so that no pod could resolve a name; name the pods or addresses that answer DNS")
-  (list (and $policies.enabled $judges (not $policies.verifierEgress))
-    (printf "networkPolicy.verifierEgress: is empty, so that no verifier would reach the recipe's judge (%s); add a rule to its address" $judges))
-  (list (and $policies.enabled $store (not $policies.hub.enabled) (not $policies.extraEgress))
-    (printf "networkPolicy.extraEgress: is empty and networkPolicy.hub.enabled is false, so that the trainer would not reach %s; add a rule to the store's address" $store))
   (list (and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") (not $hasEpisodes))
     (printf "verifier.autoscaling.kind: %s scales on episodes, and the recipe has none; set it to cpu" .Values.verifier.autoscaling.kind))
 ) -}}
+{{- range $policies.enabled | ternary (list
+  (list (and $scaler (not $policies.monitoring.from)) "networkPolicy.monitoring.from"
+    (printf "no Prometheus could collect the metric that %v.autoscaling follows; name its peers" $scaler))
+  (list (and .Values.trainer.page.ingress.enabled (not .Values.trainer.page.ingress.from)) "trainer.page.ingress.from" "no Ingress controller would reach the page; name its pods")
+  (list (not $policies.dns.to) "networkPolicy.dns.to" "no pod could resolve a name; name the pods or addresses that answer DNS")
+  (list (and $judges (not $policies.verifierEgress)) "networkPolicy.verifierEgress"
+    (printf "no verifier would reach the recipe's judge (%s); add a rule to its address" $judges))
+  (list $store "networkPolicy.extraEgress"
+    (printf "the trainer would not reach %v while networkPolicy.hub.enabled is false; add a rule to the store's address" $store))
+) list -}}
+{{- include "pipelinerl.refuse" (list (list (first .) (printf "%s: is empty, so that %s, even if a policy of your own allows it" (index . 1) (last .)))) -}}
+{{- end -}}
 {{- $way = .Values.networkPolicy.tracing -}}
 {{- if and .Values.tracing.endpoint .Values.networkPolicy.enabled $way.to -}}
 {{- $address := regexReplaceAll "^https?://([^/]*).*$" .Values.tracing.endpoint "${1}" -}}
@@ -112,7 +114,7 @@
 {{- range $name, $part := .values -}}
 {{- $at := printf "%s.%s" $.at $name -}}
 {{- if kindIs "map" $part -}}
-{{- range $resource, $limit := $part.limits -}}
+{{- range $resource, $limit := hasSuffix "resources" (lower $name) | ternary $part.limits nil -}}
 {{- $request := get (default dict $part.requests) $resource -}}
 {{- if and $request (gt (include "pipelinerl.quantity" $request | float64) (include "pipelinerl.quantity" $limit | float64)) -}}
 {{- include "pipelinerl.fail" (printf "%s.limits.%s: %v is less than %s.requests.%s = %v, which Kubernetes refuses; lower the request too" $at $resource $limit $at $resource $request) -}}
@@ -132,8 +134,7 @@
 
 {{/* dict field, ports, port (text), of: a policy's ports hold that of an address. */}}
 {{- define "pipelinerl.checkPort" -}}
-{{- $open := list -}}
-{{- range .ports -}}{{- $open = append $open (int . | toString) -}}{{- end -}}
+{{- $open := join " " .ports | splitList " " -}}
 {{- if not (has .port $open) -}}
 {{- include "pipelinerl.fail" (printf "%s: [%s] lacks port %s of %s, so that nothing would get there; add it, beside the port of the pods where a Service maps it to another" .field (join ", " $open) .port .of) -}}
 {{- end -}}

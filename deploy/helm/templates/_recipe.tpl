@@ -72,6 +72,15 @@
 {{- $found | compact | uniq | join ", " -}}
 {{- end -}}
 
+{{/* URL of a store of checkpoints to which no rule lets the trainer out, as networkPolicy.hub and extraEgress do; nothing without one. */}}
+{{- define "pipelinerl.storeWithoutRule" -}}
+{{- $policies := .Values.networkPolicy -}}
+{{- if and $policies.enabled (not $policies.hub.enabled) (not $policies.extraEgress) -}}
+{{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
+{{- list (dig "checkpoint" "upload" "" $recipe) (default "" $recipe.model.source) (default "" $recipe.model.name) | join " " | regexFind "(s3|gs|hf)://[^ ]+" -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Number of actors as far as the values say it: the most that an autoscaler makes, actor.replicas, or where those are scaled by hand
      as many as the first step waits for. */}}
 {{- define "pipelinerl.actor.count" -}}
