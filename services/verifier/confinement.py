@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import faulthandler
 import fcntl
 import os
 import resource
@@ -28,7 +27,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
-"""Of one sandboxed reward worker or episode; all threads of all its processes."""
+"""Of one sandboxed reward worker or episode; all threads of all its processes. Calls that are under way at once may go a few
+beyond: what one of them makes is not counted until it is there."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and _SEND, of 80 and 24 bytes."""
 _GO_ON = 1
@@ -55,21 +55,29 @@ def keep_in_bounds(child: int, handed: socket.socket, childs: socket.socket) -> 
     """
     code = 1
     try:
+        _ignore_signals()
         code = _exit_code_of(child, handed, childs)
         if code < 0:
-            faulthandler.disable()
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            if -code != signal.SIGKILL:
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
     finally:
-        os._exit(code)  # whatever users' signal handlers raise: nothing of theirs goes on outside
+        os._exit(code)
+
+
+def _ignore_signals() -> None:
+    """All but what ends or stops a process in any case, and without users' handlers, which would go on outside: what a timer of
+    theirs sends ends nothing here, and no child is reaped behind our back."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _exit_code_of(child: int, handed: socket.socket, childs: socket.socket) -> int:
     above = os.getppid()
     ended, above_ended = os.pidfd_open(child), os.pidfd_open(above)
-    _prctl(_PR_SET_PDEATHSIG, 0)  # what is below has no such signal: it ends by this process
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # not SIGKILL: this process ends what is below, also when it has been stopped
     childs.close()
     _, listeners, _, _ = socket.recv_fds(handed, 1, 1)  # none when the child ended before
     _close_all_but(2, ended, above_ended, *listeners)

@@ -164,7 +164,7 @@ def left_by(parent: int) -> list[int]:
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if f"sleep\0600.{parent}\0" in Path(f"/proc/{pid}/cmdline").read_text():
+            if f"sleep\x00600.{parent}\0" in Path(f"/proc/{pid}/cmdline").read_text():
                 found.append(int(pid))
     return found
 
