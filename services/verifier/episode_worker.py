@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import ProblemSet, Recipe
-from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, EpisodeRequest, VerifyItem
 from services.verifier.confinement import (
     MIB,
     address_space,
@@ -46,7 +46,8 @@ from services.verifier.confinement import (
     take_pipes,
 )
 from services.verifier.episode import Play, Policy, load_play, run_episode
-from services.verifier.sandbox import confine, confinement_missing
+from services.verifier.sandbox import NoSandbox, confine, confinement_missing
+from services.verifier.worker import failed
 
 ORDER = struct.Struct("!cQ")
 """What, and the number of an episode."""
@@ -202,7 +203,13 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
     renew_cpu_limit(share.task.episode_timeout_s)
     if is_confined(share):
         named = [Path(word).parent for word in shlex.split(share.task.command) if os.path.isfile(word)]
-        confine([*filter(None, [share.task.path]), *named], urlsplit(request.base_url).port)
+        try:
+            confine([*filter(None, [share.task.path]), *named], urlsplit(request.base_url).port)
+        except NoSandbox as error:
+            result = failed(VERIFY_STATUS_CRASHED, f"the episode has no sandbox: {error}")
+            result.sequence_id = request.sequence_id
+            verifier.send_bytes(result.SerializeToString())
+            return
     random.seed(request.seed)  # else all episodes would draw the same from the template's state
     pid = os.getpid()
 

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -113,7 +114,10 @@ _PRCTL = (3, 15, 16, 23, _PR_SET_NO_NEW_PRIVS)
 """Reads whether it is dumpable and what it may do, its name, and the flag that is set already."""
 _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
-_LISTENER, _WAIT_KILLABLE = 1 << 3, 1 << 5
+_LISTENER = 1 << 3 | 1 << 5
+"""SECCOMP_FILTER_FLAG_NEW_LISTENER and _WAIT_KILLABLE_RECV."""
+_ADMITS_ALL = struct.pack("=HBBI", 6, 0, 0, _ALLOW)
+"""A seccomp program: BPF_RET."""
 
 
 _FOLDER = "/.program"
@@ -361,9 +365,10 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     Returns in a child of the process that called it, attached to that one, which stays outside, bounds the child's processes
     and ends as the child does. For a process of one thread, as Landlock binds the thread that asks for it. Raises `NoSandbox`.
     """
+    threads = len(os.listdir("/proc/self/task"))  # before what is missing is tried in one more
     if missing := confinement_missing():
         raise NoSandbox(missing)
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+    if threads > 1:
         raise NoSandbox(f"{threads} threads run already; start them later than the module is imported")
     outside, inside = socket.socketpair()
     if child := os.fork():
@@ -373,25 +378,33 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)
     calls = _filter(signals=True, processes=True, connects=connect_port is not None)
     _restrict_files(shared, connect_port)
-    try:
-        listener = _restrict_calls(calls, _LISTENER | _WAIT_KILLABLE)
-    except OSError as error:
-        raise NoSandbox(f"seccomp has no listener for calls of processes here: {error}") from error
+    listener = _restrict_calls(calls, _LISTENER)
     with inside:
         socket.send_fds(inside, [b"."], [listener])
     os.close(listener)
 
 
+@cache
 def confinement_missing() -> str:
     """What this machine lacks for `confine`; empty when nothing. Processes that start others must be able to signal these and
-    nobody else, which Landlock tells apart from Linux 6.12 on."""
+    nobody else, which Landlock tells apart from Linux 6.12 on; and nobody else may be asked about their calls, as some runtimes
+    of containers are: Linux lets a process have one listener."""
     if landlock_version() < _SCOPED:
         return f"Landlock of Linux 6.12 or later is needed; its version here is {landlock_version()}, of {_SCOPED}"
     try:
         _filter(signals=True)
     except OSError as error:
         return f"libseccomp is needed: {error}"
+    with ThreadPoolExecutor(1) as thread:  # a filter is its thread's alone, and ends with it
+        if refusal := thread.submit(_listen).exception():
+            return f"seccomp must be able to ask about calls, which it cannot when a container runtime does so: {refusal}"
     return ""
+
+
+def _listen() -> None:
+    """Raises `OSError` where the calls of this thread can have no listener, or have one."""
+    _give_up_privileges()
+    os.close(_restrict_calls(_ADMITS_ALL, _LISTENER))
 
 
 def _nothing() -> None:

@@ -12,6 +12,8 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
-from services.verifier import episode_worker
+from services.verifier import episode_worker, sandbox
 from services.verifier.confinement import children, descendants
 from services.verifier.episode_pool import EpisodePool, Template
 from services.verifier.metrics import VerifierMetrics
@@ -203,6 +205,41 @@ async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier,
     async with asyncio.timeout(START_S):
         while left_by(pid) or len(list(descendants(pid))) != 1:  # the template
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
+async def test_where_calls_have_a_listener_already_environments_run_without_a_sandbox(
+    policy: FakeEndpoint, tmp_path: Path
+) -> None:
+    """As in some container runtimes: what a thread starts has its filter and listener."""
+
+    def listen() -> int:
+        sandbox._give_up_privileges()
+        return sandbox._restrict_calls(sandbox._ADMITS_ALL, sandbox._LISTENER)
+
+    with ExitStack() as stack, ThreadPoolExecutor(1) as runtime:
+        stack.callback(os.close, runtime.submit(listen).result())
+        running = runtime.submit(stack.enter_context, verifier(tmp_path, recipe())).result().wait_until_serving()
+        (result,) = await run(running.address.grpc, episode(policy, {}))
+        assert (status_name(result.status), result.reward, result.message) == ("ok", 0.5, "")
+        assert await sample(running.address, 'sandbox{code="episodes",means="none"}') == 1
+        assert f"environment {NAME} runs without a sandbox: seccomp must be able to ask about calls" in running.log
+
+
+@pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
+async def test_an_episode_that_cannot_be_put_in_a_sandbox_says_why(
+    policy: FakeEndpoint, tmp_path: Path, users_code: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "threaded.py").write_text("""
+import os, threading
+from hostile_environments import Hostile
+os.register_at_fork(after_in_child=lambda: threading.Thread(target=threading.Event().wait, daemon=True).start())
+""")
+    data = recipe(task={"name": "threaded:Hostile"})
+    (result,) = await served(tmp_path, data, episode(policy, {}, task="threaded:Hostile"))
+    assert status_name(result.status) == "crashed"
+    assert result.message.startswith("the episode has no sandbox: 2 threads run already")
 
 
 async def test_a_call_that_is_cancelled_ends_its_episode(hostile: Verifier) -> None:
