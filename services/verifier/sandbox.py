@@ -375,6 +375,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
         keep_in_bounds(child, outside, inside)
     outside.close()
     attach_to_parent()
+    signal.siginterrupt(signal.SIGCHLD, False)  # a fork awaits its answer: one child's end must not fail the next one's start
     shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)
     calls = _filter(signals=True, processes=True, connects=connect_port is not None)
     _restrict_files(shared, connect_port)

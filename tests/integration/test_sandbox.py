@@ -188,6 +188,24 @@ def test_users_signals_and_timers_have_no_effect_outside(none_left: None, at_imp
 
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
+def test_the_end_of_one_child_does_not_fail_the_start_of_the_next() -> None:
+    """Where SIGCHLD has a handler: a start waits for the answer of the process outside, and is interrupted meanwhile."""
+    program = (
+        "import os, signal\n"
+        "from services.verifier.confinement import attach_to_parent\n"
+        "from services.verifier.sandbox import confine\n"
+        "signal.signal(signal.SIGCHLD, lambda *_: None)\n"
+        "attach_to_parent()\n"
+        "confine()\n"
+        "for number in range(1500):\n"
+        "    if not os.fork(): os._exit(0)\n"
+        "    if number % 8 == 7:\n"
+        "        for _ in range(8): os.wait()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
 def test_what_is_confined_ends_with_the_process_above_also_when_it_has_been_stopped(none_left: None) -> None:
     program = CONFINED.format(at_import="", ending="signal.pause()")
     starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
