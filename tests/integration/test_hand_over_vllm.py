@@ -15,7 +15,8 @@ from services.trainer.warmstart.supervised import character_tokenizer
 from tests.support.actor_stage import PROMPT, actor_stage
 from tests.support.parity import TOLERANCE, change_strongly, engine_recipe, largest_difference, random_model, reference
 
-GROUPS, SAMPLES, MAX_TOKENS, STOP_AT = 2, 4, 96, 24
+GROUPS, SAMPLES, MAX_TOKENS, STOP_AT = 2, 4, 220, 24
+"""Long, so that the first actor, which looks every few milliseconds for one of `STOP_AT` tokens, finds one under way."""
 
 
 def saved(model: PreTrainedModel, folder: Path) -> Path:
