@@ -230,13 +230,13 @@ const PrlCharts = (() => {
     return known.map((points, i) => `${series[i].name} from ${format(points[0][1])} to ${format(points[points.length - 1][1])}`).join("; ");
   }
 
-  /* One bar for each of bars: [{label, value, note}]. */
+  /* One bar for each of bars: [{label, value, note}]; where value is null, its place is left free. */
   function bars(root, options) {
     const format = options.format || number;
     const figure = frame(root, options);
-    const given = options.bars.filter((bar) => bar.value !== null && bar.value !== undefined);
-    if (!given.length) return empty(figure, options.emptyText);
-    const [low, high] = extent(given.map((bar) => bar.value), options.yLow ?? 0, options.yHigh);
+    const given = options.bars, values = given.map((bar) => bar.value).filter((value) => value !== null);
+    if (!values.length) return empty(figure, options.emptyText);
+    const [low, high] = extent(values, options.yLow ?? 0, options.yHigh);
     const label = `${options.title}: ${given.map((bar) => `${bar.label} ${format(bar.value)}`).join(", ")}`;
     responsive(figure, label, (svg, width) => {
       const y = (v) => HEIGHT - PAD.bottom - ((v - low) / (high - low)) * (HEIGHT - PAD.top - PAD.bottom);
@@ -246,8 +246,8 @@ const PrlCharts = (() => {
       const every = Math.ceil(given.length / Math.max(1, (width - PAD.left) / 34));
       const positions = given.map((bar, i) => {
         const middle = PAD.left + slot * (i + 0.5);
-        const top = y(bar.value), base = HEIGHT - PAD.bottom, r = Math.min(4, wide / 2, Math.max(0, base - top));
-        svg.append(shape("path", { fill: options.color || "var(--series-1)", d: `M${middle - wide / 2},${base}V${top + r}q0,${-r} ${r},${-r}h${wide - 2 * r}q${r},0 ${r},${r}V${base}z` }));
+        const base = HEIGHT - PAD.bottom, top = bar.value === null ? base : y(bar.value), r = Math.min(4, wide / 2, Math.max(0, base - top));
+        if (top < base) svg.append(shape("path", { fill: options.color || "var(--series-1)", d: `M${middle - wide / 2},${base}V${top + r}q0,${-r} ${r},${-r}h${wide - 2 * r}q${r},0 ${r},${r}V${base}z` }));
         if (i % every === 0) svg.append(shape("text", { x: middle, y: base + 16, "text-anchor": "middle" }, bar.label));
         return { x: middle, at: `${options.xName || ""} ${bar.label}`, lines: [{ name: "", text: bar.note || format(bar.value) }] };
       });

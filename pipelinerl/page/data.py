@@ -122,11 +122,12 @@ class RunHistory:
         }
 
     def _totals(self) -> dict[str, Any]:
+        lags = LAG_BUCKETS[: max((i for i, one in enumerate(LAG_BUCKETS, 1) if self._ess_steps[one]), default=0)]
         return {
             "lag_totals": {str(lag): self._lags[lag] for lag in sorted(self._lags)},
             "stale_share_by_length": stale_shares(self._lengths),
             "parity": {"mismatch": self._mismatch, "failures": self._parity_failures},
-            "ess_by_lag": {one: self._ess[one] / self._ess_steps[one] for one in LAG_BUCKETS if self._ess_steps[one]},
+            "ess_by_lag": {one: self._ess[one] / steps if (steps := self._ess_steps[one]) else None for one in lags},
         }
 
     def _heldout_point(self, record: Record) -> dict[str, Any] | None:

@@ -122,9 +122,15 @@ const PrlViews = (() => {
     return sums;
   }
 
+  /* From 0 to the largest, those that no token has among them. */
+  const lagsTo = (...lags) => Array.from({ length: Math.max(-1, ...lags) + 1 }, (_, lag) => lag);
+
   function lagBars(sums) {
     const total = Object.values(sums).reduce((a, b) => a + b, 0) || 1;
-    return Object.entries(sums).map(([lag, n]) => ({ label: lag, value: n / total, note: `${percent(n / total)} (${number(n)} tokens)` }));
+    return lagsTo(...Object.keys(sums)).map((lag) => {
+      const n = sums[lag] || 0;
+      return { label: lag, value: n / total, note: `${percent(n / total)} (${number(n)} tokens)` };
+    });
   }
 
   function lagColumns(records, axis) {
@@ -139,8 +145,7 @@ const PrlViews = (() => {
       for (const lag of Object.keys(sums)) sums[lag] /= all || 1;
       columns.push({ x: axis.of(usable[i]), shares: sums });
     }
-    const most = rows.size ? Math.max(...rows) : -1;
-    return { columns, rows: Array.from({ length: most + 1 }, (_, lag) => lag) };
+    return { columns, rows: lagsTo(...rows) };
   }
 
   const sum = (...values) => values.reduce((total, value) => total + (value || 0), 0);

@@ -26,7 +26,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028
 def record(step: int, **more: Any) -> dict[str, Any]:
     return {
         "step": step, "time_s": 2.0 * step, "reward_mean": 0.1 * step, "ess": 0.9, "ess_by_lag": {"0": 1.0, "3-4": 0.5},
-        "lag": {"mean": 1.0, "p95": 2, "max": 3}, "lag_histogram": {"0": 10, "1": 30}, "loss": 1.0,
+        "lag": {"mean": 1.0, "p95": 2, "max": 3}, "lag_histogram": {"0": 10, "3": 30}, "loss": 1.0,
         "ended_by_length": {"16": [3, 0], "32": [3, 1]}, **more,
     }  # fmt: skip
 
@@ -193,6 +193,8 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     assert notes[-5:] == ["answer 0.5", "said 3", "answer: 41", "reference: 42", "one too few"]
     assert re.search(r"Cut short.{0,60}25%", body), "the tile"
     assert names.count("path") >= 7
+    assert "Token lag, whole run: 0 25%, 1 0%, 2 0%, 3 75%" in body
+    assert "Effective sample size by lag: 0 1, 1 –, 2 –, 3-4 0.5" in body
     assert body.count("&lt;img src=x onerror=alert(2)&gt;") >= 3
     tokens = [attributes for name, attributes in tags.seen if "token" in (attributes.get("class") or "").split()]
     assert [(one["data-index"], one.get("data-version")) for one in tokens] == [("0", "v1"), ("1", None), ("2", "v2")]
