@@ -8,6 +8,7 @@ looks whether the model, the data or a package is there.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
 import pipelinerl
@@ -108,7 +109,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """The field's path and the value of `a.b=value`, typed as in YAML; but text that YAML would take for nothing or for a
-    comment, such as `#(\\d+)$`, stays text in a field that holds text, and so does what is no YAML at all.
+    comment, such as `#(\\d+)$`, stays text in a field that takes text or a list of it, and so does what is no YAML at all.
 
     Raises `FieldError` when it has no `=`, an empty name, or a value that is not YAML.
     """
@@ -116,16 +117,30 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
         raise FieldError("--set", text, "write it as section.field=value, for example trainer.steps=50")
-    field = field_at(Recipe, names)
-    holds_text = field is not None and field.annotation is str
-    if holds_text and (not value.strip() or re.search(r"(^|\s)#", value)) and value.strip()[:1] not in ("'", '"'):
-        return names, value
+    kind = field.annotation if (field := field_at(Recipe, names)) else None
+    as_text = _as_taken(kind, value)
+    as_yaml = ("'", '"', "[") if isinstance(as_text, list) else ("'", '"')
+    if (not value.strip() or re.search(r"(^|\s)#", value)) and as_text is not None and not value.strip().startswith(as_yaml):
+        return names, as_text
     try:
-        return names, parse_yaml(value, f"--set {path}")
+        parsed = parse_yaml(value, f"--set {path}")
     except YamlError as error:
-        if holds_text:
+        if isinstance(as_text, str):
             return names, value
         raise FieldError("--set", text, f"the value is not YAML ({error.problem}); quote it") from error
+    if isinstance(parsed, str) and isinstance(as_text := _as_taken(kind, parsed), list):
+        return names, as_text
+    return names, parsed
+
+
+def _as_taken(kind: Any, text: str) -> str | list[str] | None:
+    """`text` by itself or as a list's only item (no item where it is empty), whichever a field of this type takes; None =
+    neither."""
+    for value in (text, [text] if text.strip() else []):
+        with contextlib.suppress(ValidationError):
+            TypeAdapter(kind).validate_python(value)
+            return value
+    return None
 
 
 def understood(overrides: Sequence[str]) -> list[str]:

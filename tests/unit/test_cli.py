@@ -225,10 +225,10 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
 
 
 def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command) -> None:
-    overrides = ("--set", "algorithm.max_lag=0", "--set", "reward.answer_pattern=#(.*)$", "--set", "reward.format_pattern=")
+    overrides = ("--set", "algorithm.max_lag=0", "--set", "reward.answer_pattern=#(.*)$", "--set", "sampling.stop=#")
     code, printed, _ = pipelinerl("validate", "smollm2", *overrides)
     assert code == 0
-    understood = ["algorithm.max_lag = 0", 'reward.answer_pattern = "#(.*)$"', 'reward.format_pattern = ""']
+    understood = ["algorithm.max_lag = 0", 'reward.answer_pattern = "#(.*)$"', 'sampling.stop = ["#"]']
     assert [line for line in printed.splitlines() if "set:" in line] == [f"  set: {line}" for line in understood]
     assert "largest lag  1 for a mean length of 16, 4 for a mean length of 4 tokens" in printed  # H = B = 32
     assert "algorithm.max_lag = 0: is below the largest lag" in printed

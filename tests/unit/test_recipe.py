@@ -146,6 +146,14 @@ def test_the_resolved_recipe_writes_out_every_field() -> None:
         (r"reward.answer_pattern=a #(\d+)$", ("reward", "answer_pattern"), r"a #(\d+)$"),
         (r"reward.answer_pattern=[(\d+)", ("reward", "answer_pattern"), r"[(\d+)"),
         ("reward.answer_pattern=", ("reward", "answer_pattern"), ""),
+        ("sampling.stop=#", ("sampling", "stop"), ["#"]),
+        ("sampling.stop=a #b", ("sampling", "stop"), ["a #b"]),
+        ("sampling.stop='#'", ("sampling", "stop"), ["#"]),
+        ("sampling.stop=END", ("sampling", "stop"), ["END"]),
+        ("sampling.stop=['a #b', c] # two", ("sampling", "stop"), ["a #b", "c"]),
+        ("sampling.stop=", ("sampling", "stop"), []),
+        ("trainer.lora.target_modules=#", ("trainer", "lora", "target_modules"), ["#"]),
+        ("trainer.lora.target_modules=all-linear", ("trainer", "lora", "target_modules"), "all-linear"),
         ("algorithm.max_lag=", ("algorithm", "max_lag"), None),
     ],
 )
@@ -153,7 +161,7 @@ def test_override_values_are_yaml(text: str, path: tuple[str, ...], value: objec
     assert parse_override(text) == (path, value)
 
 
-@pytest.mark.parametrize("text", ["trainer.steps", "=5", "trainer..steps=5", "trainer.steps={a"])
+@pytest.mark.parametrize("text", ["trainer.steps", "=5", "trainer..steps=5", "trainer.steps={a", "sampling.stop=[#]"])
 def test_unreadable_overrides_name_themselves(text: str) -> None:
     with pytest.raises(FieldError, match=r"^--set = "):
         parse_override(text)
