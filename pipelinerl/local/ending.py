@@ -79,12 +79,14 @@ EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended. `restarts`: by service, those that had any; `error`: what it failed of."""
+    """How a run ended. `wall_s`: since its last start, in which it went on from version `begun`; `restarts`: by service, those
+    that had any; `error`: what it failed of."""
 
     wall_s: float
     restarts: Mapping[str, int] = field(default_factory=dict)
     interrupted: bool = False
     error: PipelineRLError | None = None
+    begun: int = 0
 
     @property
     def how(self) -> str:
@@ -120,9 +122,10 @@ def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[st
 
 
 def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -> list[str]:
+    since = f" since it went on from step {number(ending.begun)}" if ending.begun else ""
     lines = [
         "",
-        f"{ending.how} after {duration(ending.wall_s)}: {number(summary.get('steps'))} optimizer steps",
+        f"{ending.how} after {duration(ending.wall_s)}{since}: {number(summary.get('steps'))} optimizer steps",
         *_figures(summary),
         *_losses(summary),
         f"  report             {run_dir.report}",

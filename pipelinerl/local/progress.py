@@ -276,12 +276,12 @@ PLAIN_EVERY_S = 5.0
 QUIET_S = 60.0
 """So long without a step is worth a line; the next one comes after twice the time."""
 _PHASE_EVERY_S = 2.0
-"""Plain lines of phases before the first step come at most this often."""
+"""Plain lines of phases before the first step of a start come at most this often."""
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Where progress is shown, in a with block: one line for a step, at most one every `every_s`; before the first step, what
-    the run is at."""
+    """Where progress is shown, in a with block: one line for a step, at most one every `every_s`; before the first step of a
+    start, what the run is at."""
 
     def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
@@ -298,8 +298,13 @@ class Display(contextlib.AbstractContextManager["Display"]):
         print(text, file=self._stream, flush=True)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
+        self._shown_step = min(self._shown_step, state.step)  # a restart undid steps: they are told again
+        due = elapsed_s - self._shown_at_s >= self._every_s or state.step >= state.total_steps
+        if state.step > self._shown_step and due:
+            self._shown_step, self._shown_at_s = state.step, elapsed_s
+            self.note(plain_line(state, elapsed_s))
         phase_due = elapsed_s - self._phase_at_s >= min(_PHASE_EVERY_S, self._every_s)
-        if state.step == 0 and state.phase != self._shown_phase and phase_due:
+        if not state.heard_s and state.phase != self._shown_phase and phase_due:
             self._shown_phase, self._phase_at_s = state.phase, elapsed_s
             self.note(state.phase)
         if state.moved_s != self._quiet_from_s:
@@ -307,11 +312,6 @@ class Display(contextlib.AbstractContextManager["Display"]):
         if elapsed_s - state.moved_s >= 2 * self._quiet_s and (told := silence(state, elapsed_s)):
             self._quiet_s = elapsed_s - state.moved_s
             self.note(told)
-        self._shown_step = min(self._shown_step, state.step)  # a restart undid steps: they are told again
-        due = elapsed_s - self._shown_at_s >= self._every_s or state.step >= state.total_steps
-        if state.step > self._shown_step and due:
-            self._shown_step, self._shown_at_s = state.step, elapsed_s
-            self.note(plain_line(state, elapsed_s))
 
 
 class LiveDisplay(Display):

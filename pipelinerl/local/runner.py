@@ -144,6 +144,10 @@ class LocalRun:
         write_whole(self.run_dir.recipe, recipe_yaml(self.recipe))
         self._authorization = self.run_dir.credentials.make(self.run_dir.name)
         self._certificates = read_certificates(self.run_dir.credentials.tls_dir, "client")
+        begun = newest_checkpoint(self.run_dir.path) or 0
+        for record in read_jsonl(self.run_dir.metrics) if begun else ():
+            if (record.get("step") or 0) <= begun:
+                self._state.on_step(record, None)
         work = asyncio.ensure_future(self._work())
         error: PipelineRLError | None = None
         with self._signals(work):
@@ -156,7 +160,7 @@ class LocalRun:
                 error = raised
             except ExceptionGroup as raised:
                 error = _only_ours(raised)
-        ending = Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error)
+        ending = Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error, begun)
         for record in read_jsonl(self.run_dir.metrics):  # steps that the trainer could no longer tell of
             if (record.get("step") or 0) > self._state.step:
                 self._state.on_step(record, ending.wall_s)

@@ -211,7 +211,8 @@ def test_plain_lines_tell_again_the_steps_that_a_restart_undid() -> None:
     display.show(run, 2.0)
     run.on_step(metrics(4), 3.0)
     display.show(run, 3.0)
-    assert [line.split(" | ")[0] for line in out.getvalue().splitlines()] == ["step 4/9", "step 5/9", "step 4/9"]
+    told = [line.split(" | ")[0] for line in out.getvalue().splitlines()]
+    assert told == ["step 4/9", "step 5/9", "starting", "step 4/9"], "and what the run is at in between"
 
 
 def test_when_no_step_comes_it_is_told_why_after_a_minute_and_then_more_rarely() -> None:
