@@ -170,6 +170,7 @@ class Template:
 
     def _become_episode(self, descriptor: int) -> NoReturn:
         """Runs in the new process."""
+        code = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -180,11 +181,12 @@ class Template:
             if os.getppid() == self._pid:
                 os.set_inheritable(descriptor, False)
                 _episode(self._tasks, self._plays, Connection(descriptor))
+            code = 0
         except BaseException:  # noqa: BLE001 - the process boundary
             traceback.print_exc()
         finally:
             sys.stdout.flush()
-            os._exit(0)  # nothing of the template's is tidied up, and no thread keeps the process
+            os._exit(code)  # nothing of the template's is tidied up, and no thread keeps the process
 
 
 def is_confined(share: ProblemSet) -> bool:

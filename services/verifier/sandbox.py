@@ -370,19 +370,24 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
         raise NoSandbox(missing)
     if threads > 1:
         raise NoSandbox(f"{threads} threads run already; start them later than the module is imported")
-    outside, inside = socket.socketpair()
-    if child := os.fork():
-        keep_in_bounds(child, outside, inside)
-    outside.close()
-    attach_to_parent()
-    signal.siginterrupt(signal.SIGCHLD, False)  # a fork awaits its answer: one child's end must not fail the next one's start
-    shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)
-    calls = _filter(signals=True, processes=True, connects=connect_port is not None)
-    _restrict_files(shared, connect_port)
-    listener = _restrict_calls(calls, _LISTENER)
-    with inside:
-        socket.send_fds(inside, [b"."], [listener])
-    os.close(listener)
+    try:
+        outside, inside = socket.socketpair()
+        if child := os.fork():
+            keep_in_bounds(child, outside, inside)
+        outside.close()
+        attach_to_parent()
+        signal.siginterrupt(
+            signal.SIGCHLD, False
+        )  # a fork awaits its answer: one child's end must not fail the next one's start
+        shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)
+        calls = _filter(signals=True, processes=True, connects=connect_port is not None)
+        _restrict_files(shared, connect_port)
+        listener = _restrict_calls(calls, _LISTENER)
+        with inside:
+            socket.send_fds(inside, [b"."], [listener])
+        os.close(listener)
+    except OSError as error:
+        raise NoSandbox(f"it cannot be set up: {error}") from error
 
 
 @cache

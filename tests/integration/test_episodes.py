@@ -227,19 +227,28 @@ async def test_where_calls_have_a_listener_already_environments_run_without_a_sa
 
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
+@pytest.mark.parametrize(
+    ("prepares", "said"),
+    [
+        ("lambda: threading.Thread(target=threading.Event().wait, daemon=True).start()", "2 threads run already"),
+        ("lambda: sys.path.append('loop')", "it cannot be set up: [Errno 40] Too many levels of symbolic links: "),
+    ],
+)
 async def test_an_episode_that_cannot_be_put_in_a_sandbox_says_why(
-    policy: FakeEndpoint, tmp_path: Path, users_code: None, monkeypatch: pytest.MonkeyPatch
+    policy: FakeEndpoint, tmp_path: Path, users_code: None, monkeypatch: pytest.MonkeyPatch, prepares: str, said: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "threaded.py").write_text("""
-import os, threading
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    Path("prepared.py").write_text(f"""
+import os, sys, threading
 from hostile_environments import Hostile
-os.register_at_fork(after_in_child=lambda: threading.Thread(target=threading.Event().wait, daemon=True).start())
+os.register_at_fork(after_in_child={prepares})
 """)
-    data = recipe(task={"name": "threaded:Hostile"})
-    (result,) = await served(tmp_path, data, episode(policy, {}, task="threaded:Hostile"))
+    data = recipe(task={"name": "prepared:Hostile"})
+    (result,) = await served(tmp_path, data, episode(policy, {}, task="prepared:Hostile"))
     assert status_name(result.status) == "crashed"
-    assert result.message.startswith("the episode has no sandbox: 2 threads run already")
+    assert result.message.startswith(f"the episode has no sandbox: {said}")
 
 
 async def test_a_call_that_is_cancelled_ends_its_episode(hostile: Verifier) -> None:
