@@ -46,9 +46,19 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def keep_in_bounds(child: int, handed: socket.socket, childs: socket.socket) -> NoReturn:
+def go_below_another() -> None:
+    """Returns in a child of the process that called it, attached to that one, which does nothing but outlive it: of two
+    processes that keep a sandbox in bounds either ends what is left when the other is killed. In a process group of its own,
+    as whoever finds the first one dead kills that one's."""
+    if child := os.fork():
+        keep_in_bounds(child)
+    os.setpgid(0, 0)
+    attach_to_parent()
+
+
+def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
     """Stays outside a sandbox while `child` is in it, and answers what its seccomp filter asks: whether one more process or
-    thread may be. The filter's listener comes on `handed`, whose other end is `childs`.
+    thread may be. The filter's listener comes on the first of `ends`, whose other end is the second; without them nobody asks.
 
     Waits for the child's end, or that of the process above this one, whichever comes first; kills what is left below it, and
     ends as the child did. This process must have been attached to its parent.
@@ -56,7 +66,7 @@ def keep_in_bounds(child: int, handed: socket.socket, childs: socket.socket) -> 
     code = 1
     try:
         _ignore_signals()
-        code = _exit_code_of(child, handed, childs)
+        code = _exit_code_of(child, *ends)
         if code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             if -code != signal.SIGKILL:
@@ -74,12 +84,15 @@ def _ignore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _exit_code_of(child: int, handed: socket.socket, childs: socket.socket) -> int:
+def _exit_code_of(child: int, *ends: socket.socket) -> int:
     above = os.getppid()
     ended, above_ended = os.pidfd_open(child), os.pidfd_open(above)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # not SIGKILL: this process ends what is below, also when it has been stopped
-    childs.close()
-    _, listeners, _, _ = socket.recv_fds(handed, 1, 1)  # none when the child ended before
+    listeners = list[int]()
+    if ends:
+        handed, childs = ends
+        childs.close()
+        _, listeners, _, _ = socket.recv_fds(handed, 1, 1)  # none when the child ended before
     _close_all_but(2, ended, above_ended, *listeners)
     waiting = select.poll()
     for descriptor in (ended, above_ended, *listeners):

@@ -162,9 +162,9 @@ class Template:
             if is_episode:
                 kill_group(ended.si_pid)  # before the process is reaped: nobody else has its number until then
             _, status = os.waitpid(ended.si_pid, 0)
+            for orphan in set(children(os.getpid())) - self._running.keys():
+                kill_tree(orphan)
             if is_episode:
-                for orphan in set(children(os.getpid())) - self._running.keys():
-                    kill_tree(orphan)
                 number = self._running.pop(ended.si_pid)
                 self._orders.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
 

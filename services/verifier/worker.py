@@ -28,6 +28,7 @@ from services.verifier.confinement import (
     address_space,
     attach_to_parent,
     clear_leftover_children,
+    go_below_another,
     lower_limit,
     renew_cpu_limit,
     take_pipes,
@@ -124,6 +125,7 @@ def main() -> int:
         tasks = recipe.scored_tasks
         rewards = {name: make_reward(share.reward, share.task) for name, share in tasks.items()}
         if any(share.reward.sandbox and share.reward.is_function for share in tasks.values()):
+            go_below_another()
             confine()
     except ImportError as error:  # of a scorer of ours; what the user's code lacks is a `UserError`
         results.send_bytes(f"reward.scorer: {error}; pip install 'pipelinerl[verifier]'".encode())

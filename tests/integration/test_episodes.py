@@ -202,7 +202,14 @@ async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier,
     assert "episodes run in: landlock" in hostile.log
     (good,) = await run(hostile.address.grpc, episode(policy, {}))
     assert (status_name(good.status), good.reward) == ("ok", 0.75)
+    hanging = asyncio.create_task(run_few_at_once(hostile, policy, [LEAVERS["leaves processes and hangs"].format(parent=pid)]))
     async with asyncio.timeout(START_S):
+        while len(left_by(pid)) < 4:
+            await asyncio.sleep(0.02)
+        (template,) = children(pid)
+        for outside in children(template):
+            os.kill(outside, signal.SIGKILL)  # alone, as the out-of-memory killer may do
+        assert [each.message for each in await hanging] == ["the episode died with signal SIGKILL"]
         while left_by(pid) or len(list(descendants(pid))) != 1:  # the template
             await asyncio.sleep(0.02)
 

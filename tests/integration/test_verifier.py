@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from pathlib import Path
@@ -148,7 +148,7 @@ async def test_a_reward_in_a_sandbox_gets_out_no_more_than_a_program(tmp_path: P
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
 async def test_what_a_reward_in_a_sandbox_takes_or_leaves_is_bounded(tmp_path: Path) -> None:
-    """A good item after each, and no process but the workers at the end."""
+    """A good item after each, and no process but the workers at the end, also where one of those above is killed alone."""
     with verifier(tmp_path / "verifier", recipe(sandbox=True)) as running:
         pid = running.wait_until_serving().process.pid
         misdeeds = [*HOGS.values(), *(program.format(parent=pid) for program in LEAVERS.values())]
@@ -156,9 +156,31 @@ async def test_what_a_reward_in_a_sandbox_takes_or_leaves_is_bounded(tmp_path: P
         assert [(status_name(each.status), each.reward) for each in scored[1::2]] == [("ok", 1.0)] * len(misdeeds)
         assert not any(each.reward for each in scored[::2])
         assert await sample(running.address, 'sandbox{code="rewards",means="landlock"}') == 1
-        async with asyncio.timeout(START_S):
-            while left_by(pid) or sum(1 for _ in descendants(pid)) != 4:  # two workers, each below what keeps it in bounds
-                await asyncio.sleep(0.02)
+        hangs = LEAVERS["leaves processes and hangs"].format(parent=pid)
+        for generation in range(3):
+            await until(lambda: not left_by(pid))
+            hanging = asyncio.create_task(outcomes(running, [f"run {hangs}"]))
+            await until(lambda: len(left_by(pid)) == 4)
+            left, killed = left_by(pid), children(pid)
+            for _ in range(generation):
+                killed = [child for each in killed for child in children(each)]
+            for each in killed:
+                os.kill(each, signal.SIGKILL)
+            try:
+                await until(lambda left=left: not {*left} & {*left_by(pid)})  # type: ignore[misc]
+            finally:
+                for each in {*left} & {*left_by(pid)}:
+                    os.kill(each, signal.SIGKILL)
+            await hanging
+        # two workers, each below two that keep it in bounds
+        await until(lambda: not left_by(pid) and sum(1 for _ in descendants(pid)) == 6)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Of processes of others: nothing to wait on."""
+    async with asyncio.timeout(START_S):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [24, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
