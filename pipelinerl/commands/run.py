@@ -97,7 +97,7 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or go on with a run by --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
-    warnings = [f"warning: {doubt}" for doubt in doubts(recipe, check_environment(recipe, args.reward_rows).sources)]
+    warnings = [f"warning: {doubt}" for doubt in doubts(recipe, check_environment(recipe, args.reward_rows))]
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)
     stack.enter_context(locked(run_dir))

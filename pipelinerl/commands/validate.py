@@ -77,7 +77,7 @@ def execute(args: argparse.Namespace) -> int:
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
         print(f"  {name:<11}  {value}")
-    warnings = [*doubts(recipe, examined.sources), *too_long]
+    warnings = [*doubts(recipe, examined), *too_long]
     for title, problems in (("warning", warnings), ("not runnable on this machine", examined.problems)):
         if lines := [f"  - {problem}" for problem in problems]:
             print(f"{title}:", *lines, sep="\n")

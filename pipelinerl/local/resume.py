@@ -40,7 +40,7 @@ def resume(
     _check_complete(run_dir, new)
     version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)
-    warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new, reward_rows).sources)]
+    warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new, reward_rows))]
     check_space(run_dir, OPTION, checkpoint_bytes(new, known_parameters(new.model)))
     for name in ("logs", "addresses"):
         (run_dir.path / name).mkdir(exist_ok=True)

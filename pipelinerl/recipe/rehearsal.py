@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _PACKAGES = {"math": ("math_verify",), "math_boxed": ("math_verify",), "json_schema": ("jsonschema",)}
 """By scorer, what it needs that may not be installed where a recipe is only checked."""
+_BARE = ("task", "exact", "math")
+"""Scorers to which a reference answer is a right one as it stands: no box, no instance of a schema, no program."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,17 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
     told.append(f"{1000 * statistics.median(seconds):.3g} ms a call in the median, {1000 * max(seconds):.3g} at most")
     told += [_failures(calls, failed)] if failed else []
     return f"{share.reward.scorer}: {'; '.join(told)}"
+
+
+def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
+    """A doubt where no reference answer of a set earns anything. Only those count that are answers by themselves: the scorer
+    takes the bare answer, and `answer_pattern` finds one."""
+    scorer, pattern = share.reward.scorer, share.reward.answer_pattern
+    answers = [call for call in calls if call.completion and call.status == "ok" and re.search(pattern, call.completion)]
+    if answers and (scorer in _BARE or ":" in scorer) and all(call.reward <= 0 for call in answers):
+        told = f"task {share.name}: {answers[0]}, {answers[0].completion!r:.60}, earns {answers[0].reward:g} as the completion"
+        fix = "correct the reward, its pattern or the answers, unless it asks for more than an answer"
+        yield FieldError(f"{place}reward.scorer", scorer, f"{told}, and none of the {len(answers)} tried earns more; {fix}")
 
 
 def _between(values: list[float]) -> str:

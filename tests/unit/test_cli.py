@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -219,6 +220,11 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
     assert "sums.jsonl: 3 problems, 2 held out, the longest prompt of 8 tokens\n" in printed
     assert "repeated prompts: 1, the first in line 4; they are left out" in printed
     assert "rewards      task: reference answers (1) earn 1; empty ones (1) earn 0; " in printed
+    for pattern, is_doubtful in (("(1?)", True), ("#(1)", False)):  # finds nothing behind the 1; is not of a bare answer
+        _, printed, _ = pipelinerl("validate", "there.yaml", "--set", file, "--set", f"reward.answer_pattern={pattern}")
+        assert "reference answers (1) earn 0;" in printed
+        doubt = r"reward.scorer = 'task': task sums: the reference answer of line \d, '1', earns 0 as the completion, and none"
+        assert (re.search(doubt, printed) is not None) is is_doubtful
     short = ("--set", "model.max_context=16", "--set", "sampling.max_tokens=4", "--set", "task.instruction=" + "a " * 12)
     _, printed, _ = pipelinerl("validate", "there.yaml", "--set", file, *short)
     assert "its longest prompt, 18 tokens, leaves no room for an answer in model.max_context = 16" in printed

@@ -517,12 +517,12 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("\n".join(rows))
     task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
     recipe = recipe_from_data(minimal(task=task, trainer={"steps": 3, "warmup_steps": 4}), "x")
-    warmup, repeated, empty = map(str, doubts(recipe, examine(recipe).sources))
+    warmup, repeated, empty = map(str, doubts(recipe, examine(recipe)))
     assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps = 3: the learning rate never reaches 1e-06")
     assert "p.jsonl': repeated prompts: 1, the first in line 3, 1 of them with another answer; they are left out" in repeated
     assert "p.jsonl': empty answers: 1, the first in line 2, with which reward.scorer = 'task' fails" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
-    assert list(doubts(fine, {})) == []
+    assert list(doubts(fine, Examination())) == []
 
 
 def test_what_is_there_is_found(tmp_path: Path) -> None:
