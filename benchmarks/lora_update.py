@@ -96,7 +96,7 @@ async def block(trainer: Trainer, llm: Any, way: Way, versions: Any, groups: Any
     sender, client = trainer.sender(way), WeightUpdateClient(llm, bind_host=HOST, stall_timeout_s=TIMEOUT_S)
     await client.prepare(sender.manifest)
     epoch = next(groups)
-    spec = GroupSpec(HOST, trainer.store.port, f"epoch-{epoch}", 0, 2, "gloo", HOST)
+    spec = GroupSpec(trainer.store.own_address, f"epoch-{epoch}", 0, 2, "gloo", HOST)
     group, _ = await asyncio.gather(
         asyncio.to_thread(WeightGroup.connect, spec, TIMEOUT_S), client.join_group(replace(spec, rank=1), TIMEOUT_S)
     )

@@ -120,7 +120,7 @@ class PolicyArrivals:
 
         await self.close()
         self._groups += 1
-        spec = GroupSpec(HOST, self._store.port, f"epoch-{self._groups}", 0, 2, "gloo", HOST)
+        spec = GroupSpec(self._store.own_address, f"epoch-{self._groups}", 0, 2, "gloo", HOST)
         self._client = WeightUpdateClient(self._engine.llm, recompute_kv=recompute_kv, bind_host=HOST)
         await self._client.prepare(self._sender.manifest)
         self._group, _ = await asyncio.gather(

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.group import GroupStore, WeightGroup
+from pipelinerl.transfer.group import GroupStore, LocalStore, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from services.actor.weight_sync.worker import Receiver, StagingMemory
 from services.trainer.weight_sync.sender import WeightSender
@@ -50,14 +50,14 @@ class Peer:
     _stream: torch.Tensor
     """What the bare broadcast sends or fills: uint8[total_bytes]."""
 
-    def __init__(self, manifest: Manifest, rank: int, port: int) -> None:
-        self._manifest, self._rank, self.port = manifest, rank, port
+    def __init__(self, manifest: Manifest, rank: int, store: str, port: int) -> None:
+        self._manifest, self._rank, self._where, self.port = manifest, rank, store, port
         self._group: WeightGroup | None = None
         self._bare: Any = None
 
     def join(self, name: str) -> None:
-        """The product's group of two ranks."""
-        self._group = WeightGroup.connect(GroupSpec(HOST, self.port, name, self._rank, 2, "gloo", HOST), TIMEOUT_S)
+        """The product's group of two ranks, as in a run on one machine."""
+        self._group = WeightGroup.connect(GroupSpec(self._where, name, self._rank, 2), TIMEOUT_S)
 
     def join_bare(self, name: str) -> None:
         store = TCPStore(HOST, self.port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
@@ -77,11 +77,11 @@ class Peer:
 
 
 class SendingPeer(Peer):
-    """Rank 0. Hosts the store; `port` is where."""
+    """Rank 0. Hosts both stores, the product's and the bare one."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._store = GroupStore(HOST)
-        super().__init__(manifest, 0, self._store.port)
+        self._stores = LocalStore(), GroupStore(HOST)
+        super().__init__(manifest, 0, self._stores[0].address, self._stores[1].port)
         self._sender = WeightSender(manifest, stall_timeout_s=TIMEOUT_S)
         generator = torch.Generator().manual_seed(0)
         self._weights = {
@@ -90,8 +90,9 @@ class SendingPeer(Peer):
         }
         self._stream = self._sender.snapshot(PolicyVersion(0, 0), self._weights).stream
 
-    def address(self) -> int:
-        return self.port
+    def addresses(self) -> tuple[str, int]:
+        """The folder where the product's groups meet, and the port of the bare one's."""
+        return self._where, self.port
 
     def send(self, version: PolicyVersion) -> Moved:
         """A snapshot, then the product's broadcast; checksums are computed anew each time."""
@@ -115,8 +116,8 @@ class SendingPeer(Peer):
 class ReceivingPeer(Peer):
     """Rank 1."""
 
-    def __init__(self, manifest: Manifest, port: int) -> None:
-        super().__init__(manifest, 1, port)
+    def __init__(self, manifest: Manifest, store: str, port: int) -> None:
+        super().__init__(manifest, 1, store, port)
         self._memory = StagingMemory(BUFFERS)
         self._stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
 

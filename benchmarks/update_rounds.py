@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.decode_trace import DecodeTrace, Window
-from benchmarks.transfer_peers import HOST, Moved, RemotePeer
+from benchmarks.transfer_peers import Moved, RemotePeer
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from services.actor.weight_sync.client import WeightUpdateClient
@@ -56,16 +56,16 @@ class Block:
 class EngineRounds:
     """Updates of one running engine. Versions only grow."""
 
-    def __init__(self, llm: Any, manifest: Manifest, trainer: RemotePeer, store_port: int) -> None:
+    def __init__(self, llm: Any, manifest: Manifest, trainer: RemotePeer, store: str) -> None:
         self._llm, self._manifest, self._trainer = llm, manifest, trainer
-        self._store_port = store_port
+        self._store = store
         self._versions, self._groups = count(1), count(1)
         self.trace = DecodeTrace()
         self.trace.watch(llm.engine_core)
 
     async def block(self, way: Way, updates: int, quiet_s: float) -> Block:
         """The engine must be decoding."""
-        client = WeightUpdateClient(self._llm, bind_host=HOST, stall_timeout_s=TIMEOUT_S, force_paused=way == "paused")
+        client = WeightUpdateClient(self._llm, stall_timeout_s=TIMEOUT_S, force_paused=way == "paused")
         done = Block(way)
         try:
             done.mode = (await client.prepare(self._manifest)).mode
@@ -83,7 +83,7 @@ class EngineRounds:
 
     async def _join(self, client: WeightUpdateClient) -> None:
         number = next(self._groups)
-        group = GroupSpec(HOST, self._store_port, f"epoch-{number}", 1, 2)
+        group = GroupSpec(self._store, f"epoch-{number}", 1, 2)
         await asyncio.gather(self._trainer("join", group.name), client.join_group(group, TIMEOUT_S))
 
     async def _update(self, client: WeightUpdateClient, way: Way) -> Update:

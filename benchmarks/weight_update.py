@@ -87,11 +87,11 @@ async def measure(case: Case) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         case.build(case.recipe, Path(folder))
         manifest = manifest_of(Path(folder), case.chunk_bytes)
         with peer(SendingPeer, manifest) as trainer:
-            port = await trainer("address")
-            with peer(ReceivingPeer, manifest, port) as receiver:
+            store, port = await trainer("addresses")
+            with peer(ReceivingPeer, manifest, store, port) as receiver:
                 copies = await trainer("copy", COPIES)
                 alone, bare = await transfers(trainer, receiver, case.transfers)
-            blocks, steps = await engine_rounds(case, folder, manifest, trainer, port)
+            blocks, steps = await engine_rounds(case, folder, manifest, trainer, store)
             copies += await trainer("copy", COPIES)
     copy_ms = milliseconds(statistics.median(copies))
     rows = [update_row(case, manifest, blocks, steps, way, copy_ms) for way in WAYS]
@@ -130,13 +130,13 @@ def seconds_of(sent: Moved, taken: Moved) -> float:
 
 
 async def engine_rounds(
-    case: Case, folder: str, manifest: Manifest, trainer: RemotePeer, port: int
+    case: Case, folder: str, manifest: Manifest, trainer: RemotePeer, store: str
 ) -> tuple[list[Block], list[Step]]:
     from services.actor.vllm_engine import start_engine
 
     async with start_engine(case.recipe, folder) as engine:
         await engine.llm.update_weight_version(str(PolicyVersion(1, 0)))
-        rounds = EngineRounds(engine.llm, manifest, trainer, port)
+        rounds = EngineRounds(engine.llm, manifest, trainer, store)
         blocks: list[Block] = []
         async with decoding(engine.llm, case.in_progress, case.max_tokens, engine.vocab_size):
             for number in range(case.blocks):

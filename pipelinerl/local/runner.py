@@ -12,11 +12,13 @@ import asyncio
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count as numbers
+from pathlib import Path
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError
 from pipelinerl.local.ending import Ending
@@ -35,7 +37,7 @@ from pipelinerl.local.processes import (
     service_of,
 )
 from pipelinerl.local.progress import Display, RunState
-from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads
+from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads, private_files
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.recipe.model_folder import known_parameters
@@ -170,6 +172,8 @@ class LocalRun:
 
     async def _work(self) -> None:
         async with AsyncExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True))
+            self._launches.environment = private_files(self.environment, Path(folder))
             await stack.enter_async_context(background(self._refresh()))
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
             for kind in reversed(_RESERVED_S):

@@ -9,6 +9,8 @@ threads only feed kernels.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import getpass
 import math
 import os
 import sys
@@ -89,6 +91,16 @@ def _quota_cores() -> int:
         return 0
     quota, _, period = _CGROUP_QUOTA.read_text().strip().partition(" ")
     return 0 if quota == "max" else max(1, math.ceil(int(quota) / int(period or 100_000)))
+
+
+def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """`environment`, with temporary files and sockets of the services in `folder`. In /tmp other users could read some of them,
+    and put files of their own in the place of what torch compiles and keeps there; that is now in the user's cache."""
+    with contextlib.suppress(OSError, KeyError):  # nothing can be written there, or the user has no name: compiled each time
+        compiled = cache_folder(environment).absolute() / "inductor"
+        compiled.mkdir(parents=True, exist_ok=True)
+        (folder / f"torchinductor_{getpass.getuser()}").symlink_to(compiled)
+    return {**environment, "TMPDIR": str(folder)}
 
 
 COMMANDS = {

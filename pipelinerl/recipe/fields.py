@@ -669,8 +669,8 @@ class TrainerConfig(Section):
 class WeightUpdateConfig(Section):
     backend: Changeable[Literal["auto", "gloo", "nccl"]] = Field(
         "auto",
-        description="Collective backend. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs a GPU for every rank, "
-        "the trainer's and the actors'.",
+        description="How weights travel. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs a GPU for every rank, "
+        "the trainer's and the actors'. gloo: through host memory; on one machine over Unix sockets, without Gloo.",
     )
     chunk_mib: Changeable[float] = Field(16.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
     staging_buffers: Changeable[int] = Field(

@@ -4,6 +4,9 @@ Built from a key-value store that the trainer hosts, without torch's global proc
 (and side groups of joiners) may exist one after another, or side by side, in one process. Backend `gloo` or `nccl`: the
 same calls. Every wait has a deadline. A group that failed once is unusable: close it, agree on a new epoch, build another.
 
+Neither Gloo nor torch's stores ask who connects. Where all ranks are on one machine, whose other users must be kept out, they
+meet in a private folder, and what backend `gloo` would send goes over Unix sockets there.
+
 Ranks meet in two steps. First each checks in at the store, and rank 0 waits for all; only then do they connect to each
 other. So a rank that never comes keeps nobody inside a collective library, and when rank 0 gives the meeting up, those
 who wait are told at once.
@@ -20,7 +23,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import selectors
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,14 +34,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, DistStoreError, FileStore, PrefixStore, ProcessGroupGloo, TCPStore
 
 from pipelinerl.errors import FieldError, TransferError
 from pipelinerl.messages.control import Backend
+from pipelinerl.service.settings import host_port, split_host_port
 from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, RanksMissing, TransferAborted
 
 log = logging.getLogger(__name__)
@@ -228,8 +234,12 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
 
 _OUTCOME, _GO, _VOID = "outcome", "go", "void"
 """Key of a meeting, and its values: all have checked in; it was given up."""
+_LISTENING = "listening"
+"""Key: rank 0's Unix socket is there."""
 _MEETING_LOOK_S = 0.1
-"""How often one who waits in a meeting looks whether it is given up. What is waited for wakes it at once."""
+"""How often one who waits in a meeting looks whether it is given up. What is waited for wakes it at once, or within
+`_FILE_LOOK_S` where they meet in a folder."""
+_FILE_LOOK_S = 0.002
 _LET_GO_S = 0.5
 """How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
 
@@ -238,15 +248,25 @@ class GroupStore:
     """The trainer's rendezvous store. Lives as long as the object.
 
     It has no authentication: `host` is the one interface it listens on (torch alone would listen on all of them), `port` 0
-    picks a free one. Attribute `host` is where the trainer itself reaches it. Raises OSError when it cannot listen there.
+    picks a free one. `address` is for actors, which reach this pod as `advertise_host`; attribute `host` is where the trainer
+    itself reaches it. Raises OSError when it cannot listen there.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise_host: str = "127.0.0.1") -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
         self.host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
         self.port = int(listener.getsockname()[1])
+        self.own_address, self.address = host_port(self.host, self.port), host_port(advertise_host, self.port)
         self._store = TCPStore(self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+class LocalStore:
+    """The same for ranks of this machine and user alone: a new folder for files and sockets, which nobody else may enter."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
+        self.own_address = self.address = self._folder.name
 
 
 class WeightGroup:
@@ -255,12 +275,10 @@ class WeightGroup:
     `placement`: where the tensors that are broadcast must live.
     """
 
-    def __init__(
-        self, spec: GroupSpec, transport: GlooTransport | NcclTransport, store: TCPStore, placement: Placement
-    ) -> None:
+    def __init__(self, spec: GroupSpec, transport: Transport, store: TCPStore | FileStore, placement: Placement) -> None:
         self.spec, self.placement = spec, placement
-        self._transport: GlooTransport | NcclTransport | None = transport
-        self._store: TCPStore | None = store
+        self._transport: Transport | None = transport
+        self._store: TCPStore | FileStore | None = store
 
     @classmethod
     def connect(
@@ -298,8 +316,7 @@ class WeightGroup:
     ) -> WeightGroup:
         deadline = time.monotonic() + timeout_s
         try:
-            # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
-            store = TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
+            store = open_store(spec, timeout_s)
             meeting = PrefixStore(spec.name, store)
             if spec.rank == 0:
                 _wait_for_all(spec, meeting, timeout_s, given_up, patience_s)
@@ -307,12 +324,16 @@ class WeightGroup:
                 _check_in(spec, meeting, deadline, given_up)
             left_s = max(deadline - time.monotonic(), 0.001)
             store.set_timeout(timedelta(seconds=left_s))
-            if spec.backend == "gloo":
-                return cls(spec, GlooTransport(spec, meeting, left_s), store, placement)
-            nccl = NcclTransport(meeting, spec.rank, spec.world, left_s, placement, given_up)
-            return cls(spec, nccl, store, placement)
+            transport: Transport
+            if spec.backend == "nccl":
+                transport = NcclTransport(meeting, spec.rank, spec.world, left_s, placement, given_up)
+            elif _is_local(spec):
+                transport = UnixTransport(spec, meeting, left_s, given_up)
+            else:
+                transport = GlooTransport(spec, meeting, left_s)
+            return cls(spec, transport, store, placement)
         # torch's DistError family and Gloo's own are RuntimeErrors
-        except (RuntimeError, ValueError, TimeoutError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
                 raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
@@ -320,7 +341,7 @@ class WeightGroup:
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Send `tensor` (rank 0) or fill it (others). Returns when it may be reused.
 
-        Raises DeadlineExceeded, GroupFailed, or (NCCL) TransferAborted; the group is then unusable.
+        Raises DeadlineExceeded, GroupFailed, or (but with Gloo) TransferAborted; the group is then unusable.
         """
         transport = self._transport
         if transport is None:
@@ -328,7 +349,7 @@ class WeightGroup:
         started = time.monotonic()
         try:
             transport.broadcast(tensor, timeout_s)
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, OSError) as error:
             if isinstance(error, TimeoutError) or time.monotonic() - started >= 0.95 * timeout_s:
                 raise DeadlineExceeded(self.spec.name, f"a broadcast of {tensor.nbytes} bytes", timeout_s) from error
             raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
@@ -362,6 +383,80 @@ class GlooTransport:
         self._group = None
 
 
+class UnixTransport:
+    """A Unix socket from rank 0 to each other rank, in the folder where they have met.
+
+    The kernel lets nobody else into that folder, so whoever connects is a rank. Sends to all of them at once: one that is slow
+    keeps none of the others waiting. Ends when it is given up. Use from one thread at a time.
+    """
+
+    def __init__(self, spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event) -> None:
+        self._sends, self._given_up, path = spec.rank == 0, given_up, os.path.join(spec.store, f"{spec.name}.sock")
+        if not self._sends:
+            _wait_until_set(spec, meeting, _LISTENING, time.monotonic() + timeout_s, given_up)
+            self._peers = [socket.socket(socket.AF_UNIX)]
+            self._peers[0].connect(path)
+        else:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.settimeout(timeout_s)
+                listener.bind(path)
+                listener.listen(spec.world)
+                meeting.set(_LISTENING, "")
+                self._peers = [listener.accept()[0] for _ in range(1, spec.world)]
+            os.unlink(path)
+        for peer in self._peers:
+            peer.setblocking(False)
+
+    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
+        """Raises TimeoutError, another OSError when a peer has left, or TransferAborted."""
+        deadline = time.monotonic() + timeout_s
+        left = dict.fromkeys(self._peers, memoryview(tensor.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        with selectors.DefaultSelector() as ready:
+            for peer in self._peers:
+                ready.register(peer, selectors.EVENT_WRITE if self._sends else selectors.EVENT_READ)
+            while left:
+                left_s = deadline - time.monotonic()
+                if self._given_up.is_set():
+                    raise TransferAborted("the broadcast was given up")
+                if left_s <= 0:
+                    raise TimeoutError
+                for key, _ in ready.select(min(left_s, _MEETING_LOOK_S)):
+                    peer = cast(socket.socket, key.fileobj)
+                    left[peer] = left[peer][self._move(peer, left[peer]) :]
+                    if not left[peer]:
+                        ready.unregister(peer)
+                        del left[peer]
+
+    def _move(self, peer: socket.socket, data: memoryview) -> int:
+        """Bytes sent out of, or received into, the beginning of `data`."""
+        if self._sends:
+            return peer.send(data)
+        received = peer.recv_into(data)
+        if not received:
+            raise ConnectionError("rank 0 has left")
+        return received
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+
+
+Transport = GlooTransport | NcclTransport | UnixTransport
+
+
+def _is_local(spec: GroupSpec) -> bool:
+    return os.path.isabs(spec.store)
+
+
+def open_store(spec: GroupSpec, timeout_s: float) -> TCPStore | FileStore:
+    """Raises RuntimeError, or ValueError for an address that is none."""
+    if _is_local(spec):
+        return FileStore(os.path.join(spec.store, spec.name))
+    host, port = split_host_port(spec.store)
+    # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
+
+
 def close_when_met(meeting: Future[WeightGroup]) -> None:
     """Closes the group of a meeting that is done, where there is one."""
     if meeting.exception() is None:
@@ -392,15 +487,27 @@ def _wait_for_all(
 def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> None:
     """The others' side: returns when rank 0 says go. Raises TimeoutError, TransferAborted."""
     meeting.set(f"here/{spec.rank}", "1")
-    while not (is_over := _are_set(meeting, [_OUTCOME])) and not given_up.is_set():
-        if time.monotonic() >= deadline:
-            raise TimeoutError
-    if not is_over or meeting.get(_OUTCOME).decode() == _VOID:
+    _wait_until_set(spec, meeting, _OUTCOME, deadline, given_up)
+    if meeting.get(_OUTCOME).decode() == _VOID:
         raise TransferAborted(f"the meeting of {spec.name} was given up")
 
 
+def _wait_until_set(spec: GroupSpec, meeting: PrefixStore, key: str, deadline: float, given_up: threading.Event) -> None:
+    """Raises TimeoutError, TransferAborted."""
+    while not _are_set(meeting, [key]):
+        if given_up.is_set():
+            raise TransferAborted(f"the meeting of {spec.name} was given up")
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+
+
 def _are_set(meeting: PrefixStore, keys: list[str]) -> bool:
-    """Whether all are set within `_MEETING_LOOK_S`; returns as soon as they are. One call of the store."""
+    """Whether all are set within `_MEETING_LOOK_S`; returns as soon as they are. One call of a TCP store."""
+    if isinstance(meeting.underlying_store, FileStore):  # whose own wait ends a second late
+        latest = time.monotonic() + _MEETING_LOOK_S
+        while not (found := meeting.check(keys)) and time.monotonic() < latest:
+            time.sleep(_FILE_LOOK_S)
+        return found
     try:
         meeting.wait(keys, timedelta(seconds=_MEETING_LOOK_S))
     except DistStoreError:

@@ -11,6 +11,8 @@ import math
 import os
 import signal
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import FieldError
@@ -65,18 +67,26 @@ def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]
 
     That of the first rank that failed, where one did; a signal to this process goes to all of them, and ends well.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch")
     for name in ("agent.server", "multiprocessing.api"):  # they tell of every rank that they end
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    if settings.nodes == 1:  # one node meets itself; several meet at node 0, which has rank 0
-        meeting: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{LOOPBACK}:0"}
-    else:
+    with tempfile.TemporaryDirectory(prefix="prl-") as folder:
+        return _run_agent(settings, num_here, command, Path(folder))
+
+
+def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...], folder: Path) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    meeting: dict[str, Any]
+    if settings.nodes == 1:  # one node meets itself, in a folder: a store on a port would let anybody in
+        os.environ["RANK_FOLDER"] = str(folder)
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch would start one nevertheless, on all interfaces
+        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": str(folder / "agent"), "rdzv_configs": {"store_type": "file"}}
+    else:  # at node 0, which has rank 0
         meeting = {"rdzv_backend": "static", "rdzv_endpoint": settings.rendezvous}
         meeting["rdzv_configs"] = {"rank": settings.node, "timeout": RENDEZVOUS_TIMEOUT_S}
     config = LaunchConfig(

@@ -19,6 +19,7 @@ from torch.distributed import DistError, TCPStore
 
 from pipelinerl.errors import PipelineRLError, TransferError
 from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.service.settings import host_port
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, on_device, transfer_backend
 from pipelinerl.transfer.manifest import Backend, GroupSpec
 
@@ -47,12 +48,12 @@ def meet(
     index: int, host: str, port: int, backend: Backend, own_host: str, placement: Placement, within_s: float
 ) -> WeightGroup:
     """The group of both pods. Raises `StepError` that names the other one."""
-    spec = GroupSpec(host, port, "pair", index, 2, backend, own_host)
+    spec = GroupSpec(host_port(host, port), "pair", index, 2, backend, own_host)
     try:
         return WeightGroup.connect(spec, within_s, placement=placement)
     except TransferError as error:
         other = f"pod {1 - index}"
-        hint = f"does {other} run, and can both reach each other on any TCP port ({host}:{port} first)?"
+        hint = f"does {other} run, and can both reach each other on any TCP port ({spec.store} first)?"
         raise StepError(f"meeting {other}", f"{error}; {hint}") from error
 
 

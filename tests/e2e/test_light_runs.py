@@ -6,7 +6,9 @@ each service, which the commit chooses. `--fault-seed N` plays those of another 
 
 import asyncio
 import json
+import os
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +90,14 @@ async def test_conventional_mode_freezes_the_behaviour_policy_and_a_liar_is_quar
     }
     recipe = write_tiny_recipe(tiny_model, tmp_path, changes, mode="conventional")
     async with local_run(tmp_path, recipe, WITH_A_LIAR) as (run_dir, running, out):
-        async with asyncio.timeout(SURVIVE_WITHIN_S):
+        async with asyncio.timeout(SURVIVE_WITHIN_S), AsyncExitStack() as stack:
             while len(records := records_of(run_dir)) < 9 or not records[-1]["sequences"]["failed"]:  # of the liar
                 assert not running.done(), out.getvalue()
                 await asyncio.sleep(0.1)
                 if records_of(run_dir) and not (tmp_path / "stranger").exists():
                     await stranger.refused_everywhere(run_dir, tmp_path / "stranger")
                     stranger.nothing_is_readable_by_others(run_dir)
+                    await asyncio.to_thread(stack.enter_context, stranger.another_user(run_dir, os.getpid(), ["rank"]))
         await stranger.open_to_the_owner(run_dir)
         ending = await interrupt(running)
     assert ending.exit_code == 130

@@ -43,10 +43,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.prometheus_server import Prometheus, prometheus_server, run_targets
 from deploy.dashboards.all import BOARDS
 from deploy.dashboards.board import Board
+from pipelinerl.run_dir import RunDir
 from pipelinerl.service.settings import read_address
 from tests.chart.rendering import NAMESPACE
 from tests.faults.slow import talks
 from tests.monitoring.catalogue import groups, names_in, samples, shown_alerts
+from tests.support import stranger
 from tests.support.browser import OpenPage, chromium, opened
 from tests.support.collector import Collector, collecting
 from tests.support.runs import (
@@ -159,6 +161,8 @@ async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> As
         await run.until_step(CALM_STEPS)
         link = re.search(r"^Live page: (http://127\.0\.0\.1:[0-9]+/[\w-]+/)$", run.said, re.MULTILINE)
         assert link is not None, run.said
+        stays = stranger.another_user(RunDir(run.run_dir, ""), run.process.pid, ["actor", "engine"])
+        await asyncio.to_thread(stack.enter_context, stays)  # to the end, whatever happens to the run
         yield Tour(run, collector, prometheus, browser, start_s, link[1])
 
 

@@ -34,9 +34,9 @@ def weights(device: str) -> dict[str, Tensor]:
     }
 
 
-def connect(port: int, name: str, rank: int, device: str, given_up: threading.Event | None = None) -> WeightGroup:
+def connect(store: str, name: str, rank: int, device: str, given_up: threading.Event | None = None) -> WeightGroup:
     torch.cuda.set_device(device)
-    spec = GroupSpec("127.0.0.1", port, name, rank, 2, "nccl")
+    spec = GroupSpec(store, name, rank, 2, "nccl")
     return WeightGroup.connect(spec, MEET_WITHIN_S, given_up, on_device(torch.device(device)))
 
 
@@ -51,7 +51,7 @@ def trainer(said: Connection, device: str, names: list[str]) -> None:
     """Sends one snapshot in each of the groups `names`, and says the checksum or what went wrong."""
     torch.cuda.set_device(device)
     store = GroupStore()
-    said.send(store.port)
+    said.send(store.address)
     parameters = weights(device)
     sender = WeightSender(
         describe(parameters.items(), chunk_bytes=CHUNK_BYTES),
@@ -63,7 +63,7 @@ def trainer(said: Connection, device: str, names: list[str]) -> None:
         tensor.zero_()
     for name in names:
         try:
-            group = connect(store.port, name, 0, device)
+            group = connect(store.address, name, 0, device)
             said.send(sender.broadcast(snapshot, group, MEET_WITHIN_S).result().checksum)
             group.close()
         except TransferError as error:
@@ -71,9 +71,9 @@ def trainer(said: Connection, device: str, names: list[str]) -> None:
     said.recv()  # the store lives until the test has seen everything
 
 
-def actor(said: Connection, device: str, port: int, name: str) -> None:
+def actor(said: Connection, device: str, store: str, name: str) -> None:
     """Receives, compares with what should come, and says the checksum."""
-    group = connect(port, name, 1, device)
+    group = connect(store, name, 1, device)
     receiving = receiver(group)
     expected = weights(device)
     for parameter, tensor in receiving.tensors():
@@ -84,9 +84,9 @@ def actor(said: Connection, device: str, port: int, name: str) -> None:
     group.close()
 
 
-def halting_actor(said: Connection, device: str, port: int, name: str) -> None:
+def halting_actor(said: Connection, device: str, store: str, name: str) -> None:
     """Takes one tensor's chunks, says so and stops."""
-    receiving = receiver(connect(port, name, 1, device))
+    receiving = receiver(connect(store, name, 1, device))
     next(receiving.tensors())
     said.send("halted")
     threading.Event().wait()
@@ -95,17 +95,17 @@ def halting_actor(said: Connection, device: str, port: int, name: str) -> None:
 def silent_trainer(said: Connection, device: str, name: str) -> None:
     """Is in the group and sends nothing."""
     store = GroupStore()
-    said.send(store.port)
-    group = connect(store.port, name, 0, device)
+    said.send(store.address)
+    group = connect(store.address, name, 0, device)
     said.send("connected")
     said.recv()
     group.close()
 
 
-def waiting_actor(said: Connection, device: str, port: int, name: str) -> None:
+def waiting_actor(said: Connection, device: str, store: str, name: str) -> None:
     """Waits for bytes, gives up when told, and says how that ended."""
     given_up = threading.Event()
-    group = connect(port, name, 1, device, given_up)
+    group = connect(store, name, 1, device, given_up)
     threading.Thread(target=lambda: (said.recv(), given_up.set()), daemon=True).start()
     said.send("waiting")
     try:

@@ -29,7 +29,8 @@ if __name__ == "__main__":
 """
 SUM_OF_RANKS = """
 import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
+from services.trainer.distributed.world import join_ranks
+join_ranks(torch.device("cpu"))
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
 os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():.0f}\\n".encode())
@@ -76,7 +77,7 @@ def start_agent(tmp_path: Path) -> Iterator[Agents]:
         started.append(
             subprocess.Popen(
                 [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
             )
         )  # fmt: skip
         return started[-1]
@@ -89,6 +90,13 @@ def start_agent(tmp_path: Path) -> Iterator[Agents]:
 
 def pids_of(agent: subprocess.Popen[str], count: int) -> list[int]:
     return [int(agent.stdout.readline().split()[1]) for _ in range(count)]
+
+
+def test_the_ranks_of_one_node_meet_in_a_folder_that_is_gone_afterwards(start_agent: Agents, tmp_path: Path) -> None:
+    agent = start_agent(SUM_OF_RANKS, 2)
+    assert sorted(agent.communicate(timeout=WAIT_S)[0].splitlines()) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
+    assert agent.returncode == 0
+    assert not list(tmp_path.glob("prl-*"))
 
 
 def test_the_ranks_of_two_nodes_meet_and_node_0_has_the_first_ranks(start_agent: Agents) -> None:

@@ -162,7 +162,7 @@ class Running:
         self.epoch += 1
         if self.group is not None:
             self.group.close()
-        spec = GroupSpec("127.0.0.1", self.store.port, f"epoch-{self.epoch}", 0, 2, self.backend, "127.0.0.1")
+        spec = GroupSpec(self.store.own_address, f"epoch-{self.epoch}", 0, 2, self.backend, "127.0.0.1")
         self.group, _ = await asyncio.gather(
             asyncio.to_thread(WeightGroup.connect, spec, 20, None, self.placement),
             self.client.join_group(replace(spec, rank=1), 20),

@@ -5,8 +5,14 @@ Each attack returns what it got, true if it worked, and raises where it is refus
 
 import asyncio
 import contextlib
+import encodings.idna  # noqa: F401 - for names of hosts: nobody cannot import from everywhere
 import json
-from collections.abc import Awaitable, Callable
+import multiprocessing
+import os
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
@@ -14,6 +20,7 @@ from urllib.request import ProxyHandler, build_opener
 import grpc
 import nats
 import nats.errors
+import psutil
 import pytest
 from nats.aio.client import Client
 from nats.js.api import StreamConfig
@@ -21,9 +28,10 @@ from nats.js.api import StreamConfig
 from pipelinerl.bus.protocol import Subjects
 from pipelinerl.commands.run_folder import streams_in_folder
 from pipelinerl.local.credentials import Credentials
+from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.grpc import open_channel
-from pipelinerl.service.settings import read_address
+from pipelinerl.service.settings import read_address, split_host_port
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 REFUSED_WITHIN_S = 20.0
@@ -152,6 +160,69 @@ def nothing_is_readable_by_others(run_dir: RunDir) -> None:
             with contextlib.suppress(OSError):  # it has ended, or is another user's
                 logs.append(path.read_bytes())
     assert not [one for one in logs for password in passwords if password.encode() in one]
+
+
+NOBODY = 65534
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+NOISE = (b"", bytes(8), b"\1" + bytes(7), b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n", b"CONNECT {}\r\n")
+"""The second and third are what Gloo's ranks begin with."""
+
+
+@contextlib.contextmanager
+def another_user(run_dir: RunDir, runner: int, beside: Collection[str] = ()) -> Iterator[None]:
+    """Connects to every port of a run whose runner has that pid, says something and stays. For root, who can be another user.
+
+    Asserts that only servers that ask for a login listen, and, where it is `beside`, the `actor` to its episodes and Gloo in an
+    `engine`, which waits for nobody, and in each `rank` of the trainer as often; all on this machine's own addresses. And that
+    nobody else gets at the run's files, temporary ones and sockets included.
+    """
+    names = [path.stem for path in run_dir.address(NATS).parent.iterdir()]
+    known = {int(json.loads(run_dir.address(NATS).read_bytes())["url"].rpartition(":")[2])}
+    for one in (read_address(run_dir.address(name)) for name in names if name != NATS):
+        known |= {split_host_port(address)[1] for address in (one.grpc, one.http) if address}
+    ports, unknown, private = list[int](), defaultdict[str, Counter[int]](Counter), set[Path]()
+    for service in psutil.Process(runner).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # an environment's
+            listens = [found.laddr for found in service.net_connections("inet") if found.status == psutil.CONN_LISTEN]
+            assert {address.ip for address in listens} <= set(LOOPBACK), service
+            ports += [address.port for address in listens]
+            environment, command = service.environ(), " ".join(service.cmdline())
+            role = "rank" if "RANK" in environment else "engine" if "VLLM" in command else command.rpartition(".")[2]
+            unknown[role].update(service.pid for address in listens if address.port not in known)
+            private |= {Path(environment["TMPDIR"])} if "TMPDIR" in environment else set()
+    assert {role for role, counts in unknown.items() if counts} == set(beside)
+    assert len(set(unknown["rank"].values())) <= 1, "the first has no store that others do not have"
+    (temporary,) = private
+    closed = [temporary, *temporary.rglob("*"), run_dir.path, *run_dir.path.rglob("*")]
+    assert any(path.name.startswith("epoch-") for path in closed), "where groups for weights meet"
+    here, there = multiprocessing.Pipe()
+    given = there, ports, [str(path) for path in closed]
+    process = multiprocessing.get_context("spawn").Process(target=_as_nobody, args=given, daemon=True)
+    process.start()
+    there.close()
+    try:
+        assert here.poll(60)
+        assert here.recv() == (len(ports) * len(NOISE), [])
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _as_nobody(told: Connection, ports: list[int], closed: list[str]) -> None:
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    held, opened = [], []
+    for port in ports:
+        for words in NOISE:
+            held.append(socket.create_connection(("127.0.0.1", port), 10))
+            held[-1].sendall(words)
+    for path in closed:
+        if os.access(path, os.R_OK) or os.access(path, os.W_OK):
+            opened.append(path)
+    told.send((len(held), opened))
+    told.recv()
 
 
 async def _nothing(_: Exception) -> None: ...

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import tempfile
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.recipe.fields import Recipe
-from tests.support.machine import free_port
 from tests.unit.builders import make_recipe
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -87,10 +87,10 @@ def on_ranks(size: int, role: Callable[..., Any], *arguments: Any, wait_s: float
 
     `role` is a function of a module. Raises AssertionError with the traceback of the first rank that fails.
     """
-    port, started = free_port(), []
+    folder, started = tempfile.TemporaryDirectory(prefix="prl-"), []
     for rank in range(size):
         ours, theirs = PROCESSES.Pipe()
-        process = PROCESSES.Process(target=_play, args=(theirs, rank, size, port, role, arguments), daemon=True)
+        process = PROCESSES.Process(target=_play, args=(theirs, rank, size, folder.name, role, arguments), daemon=True)
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -101,6 +101,7 @@ def on_ranks(size: int, role: Callable[..., Any], *arguments: Any, wait_s: float
             process.kill()
             process.join()
             said.close()
+        folder.cleanup()
     return results
 
 
@@ -117,10 +118,8 @@ def _heard(rank: int, said: Connection, wait_s: float) -> Any:
     return result
 
 
-def _play(said: Connection, rank: int, size: int, port: int, role: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def _play(said: Connection, rank: int, size: int, folder: str, role: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), RANK_FOLDER=folder)
     import torch
 
     torch.set_num_threads(1)

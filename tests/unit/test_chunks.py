@@ -28,7 +28,7 @@ from pipelinerl.transfer.chunks import (
     tensor_sums,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, GroupStore, WeightGroup
+from pipelinerl.transfer.group import HOST, GroupStore, LocalStore, WeightGroup, open_store
 from pipelinerl.transfer.manifest import (
     DeadlineExceeded,
     GroupFailed,
@@ -253,7 +253,12 @@ def test_a_broadcast_that_is_given_up_fails_and_closes_the_group() -> None:
     assert (group.sent, group.closed) == ([], True)
 
 
-# --- real Gloo groups -------------------------------------------------------------------------------------------------
+# --- real groups of host memory ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[GroupStore, LocalStore], ids=["Gloo", "Unix sockets"])
+def store(request: pytest.FixtureRequest) -> GroupStore | LocalStore:
+    return request.param()
 
 
 def at_once(do: Callable[[int], Any], *ranks: int) -> list[Any]:
@@ -261,16 +266,15 @@ def at_once(do: Callable[[int], Any], *ranks: int) -> list[Any]:
         return list(pool.map(do, ranks))
 
 
-def connected(store: GroupStore, name: str, world: int) -> list[WeightGroup]:
+def connected(store: GroupStore | LocalStore, name: str, world: int) -> list[WeightGroup]:
     return at_once(lambda rank: WeightGroup.connect(spec(store, name, rank, world), 10), *range(world))
 
 
-def spec(store: GroupStore, name: str, rank: int, world: int) -> GroupSpec:
-    return GroupSpec("127.0.0.1", store.port, name, rank, world, "gloo", "127.0.0.1")
+def spec(store: GroupStore | LocalStore, name: str, rank: int, world: int) -> GroupSpec:
+    return GroupSpec(store.own_address, name, rank, world, "gloo", "127.0.0.1")
 
 
-def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works() -> None:
-    store = GroupStore("127.0.0.1")
+def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works(store) -> None:
     trainer, actor = connected(store, "epoch-1", 2)
     actor.close()
     with pytest.raises(GroupFailed) as caught:
@@ -287,9 +291,8 @@ def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works()
     assert tensors[1].tolist() == [0, 1, 2, 3]
 
 
-def test_others_notice_a_member_that_leaves_after_an_error_although_somebody_keeps_the_error() -> None:
+def test_others_notice_a_member_that_leaves_after_an_error_although_somebody_keeps_the_error(store) -> None:
     """Not every rank is connected to the one that is gone: the others learn of it when their own neighbours leave."""
-    store = GroupStore("127.0.0.1")
     groups = connected(store, "epoch-1", 4)
 
     def fail_and_leave(rank: int) -> TransferError | None:
@@ -306,13 +309,31 @@ def test_others_notice_a_member_that_leaves_after_an_error_although_somebody_kee
     assert [type(error) for error in errors] == [GroupFailed] * 3
 
 
-def test_silent_peer_and_missing_peer_end_at_the_deadline() -> None:
-    store = GroupStore("127.0.0.1")
+def test_silent_peer_and_missing_peer_end_at_the_deadline(store) -> None:
     _trainer, actor = connected(store, "epoch-1", 2)
     with pytest.raises(DeadlineExceeded):
         actor.broadcast(torch.zeros(4), 0.2)
     with pytest.raises(DeadlineExceeded):
         WeightGroup.connect(spec(store, "epoch-2", 1, 2), 0.5)
+
+
+def test_a_broadcast_over_unix_sockets_reaches_a_quick_rank_beside_a_slow_one_and_ends_when_given_up() -> None:
+    store, given_up, sent = LocalStore(), threading.Event(), torch.arange(1 << 22)
+    trainer, quick, slow = at_once(
+        lambda rank: WeightGroup.connect(spec(store, "epoch-1", rank, 3), 10, given_up if rank == 0 else None), 0, 1, 2
+    )
+    assert os.stat(store.address).st_mode & 0o777 == 0o700
+    assert os.listdir(store.address) == ["epoch-1"], "a socket that nobody needs any more is gone"
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(trainer.broadcast, sent, 600)
+        quick.broadcast(received := torch.zeros_like(sent), 60)
+        assert torch.equal(received, sent)
+        given_up.set()
+        with pytest.raises(TransferAborted):
+            sending.result(60)
+    trainer.close()
+    with pytest.raises(GroupFailed, match="rank 0 has left"):
+        slow.broadcast(received, 60)
 
 
 @pytest.mark.parametrize(
@@ -321,9 +342,9 @@ def test_silent_peer_and_missing_peer_end_at_the_deadline() -> None:
     ids=["to the deadline", "patience begins when the first has come"],
 )
 def test_rank_0_knows_who_did_not_come_and_ends_the_wait_of_those_who_did(
-    world, timeout_s, patience_s, comes_after_s, missing
+    store, world, timeout_s, patience_s, comes_after_s, missing
 ) -> None:
-    store, told = GroupStore("127.0.0.1"), list[BaseException]()
+    told = list[BaseException]()
 
     def come() -> None:
         try:
@@ -333,7 +354,8 @@ def test_rank_0_knows_who_did_not_come_and_ends_the_wait_of_those_who_did(
 
     coming = threading.Timer(comes_after_s, come)
     coming.start()
-    while not comes_after_s and not store._store.check(["epoch-1/here/2"]):
+    meeting = PrefixStore("epoch-1", open_store(spec(store, "epoch-1", 2, world), 10))
+    while not comes_after_s and not meeting.check(["here/2"]):
         threading.Event().wait(0.01)
     with pytest.raises(RanksMissing) as caught:
         WeightGroup.connect(spec(store, "epoch-1", 0, world), timeout_s, patience_s=patience_s)
@@ -377,12 +399,13 @@ def test_store_whose_host_is_gone_ends_a_meeting_at_the_deadline_and_when_given_
     host = context.Process(target=host_store, args=(ports,), daemon=True)
     host.start()
     try:
-        store = TCPStore("127.0.0.1", ports.get(timeout=60), is_master=False)
+        port = ports.get(timeout=60)
+        store = TCPStore("127.0.0.1", port, is_master=False)
         given_up, errors = threading.Event(), queue.Queue[Exception]()
 
         def meet(name: str, timeout_s: float, given_up: threading.Event | None) -> None:
             try:
-                WeightGroup.connect(GroupSpec("127.0.0.1", store.port, name, 1, 2), timeout_s, given_up)
+                WeightGroup.connect(GroupSpec(f"127.0.0.1:{port}", name, 1, 2), timeout_s, given_up)
             except TransferError as error:
                 errors.put(error)
 

@@ -63,7 +63,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> type[FakeNccl]:
 
 
 def alone(store: GroupStore, given_up: threading.Event | None = None, timeout_s: float = 30.0) -> WeightGroup:
-    return WeightGroup.connect(GroupSpec("127.0.0.1", store.port, "epoch-1", 0, 1, "nccl"), timeout_s, given_up)
+    return WeightGroup.connect(GroupSpec(store.own_address, "epoch-1", 0, 1, "nccl"), timeout_s, given_up)
 
 
 def test_group_has_no_watchdog_and_the_environment_is_as_before(nccl) -> None:

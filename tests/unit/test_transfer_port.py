@@ -9,9 +9,8 @@ import torch
 
 from pipelinerl.errors import FieldError, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.service.settings import split_host_port
 from pipelinerl.transfer.chunks import describe
-from pipelinerl.transfer.group import GroupStore, WeightGroup, transfer_backend
+from pipelinerl.transfer.group import GroupStore, LocalStore, WeightGroup, transfer_backend
 from pipelinerl.transfer.manifest import GroupSpec
 from services.actor.weight_sync.worker import Receiver
 from services.trainer.weight_sync.sender import CollectiveGroup, WeightSender
@@ -21,16 +20,15 @@ VERSION = PolicyVersion(1, 3)
 
 
 def sender_and_snapshot(stall_timeout_s: float = 10.0, host: str = "127.0.0.1"):
-    manifest = describe(WEIGHTS.items(), chunk_bytes=4096)
-    sender = WeightSender(manifest, stall_timeout_s=stall_timeout_s, store=GroupStore(host), host=host)
+    manifest, store = describe(WEIGHTS.items(), chunk_bytes=4096), GroupStore(host, 0, host) if host else LocalStore()
+    sender = WeightSender(manifest, stall_timeout_s=stall_timeout_s, store=store, host=host)
     return sender, sender.snapshot(VERSION, WEIGHTS)
 
 
-async def meeting(sender: WeightSender, epoch: int) -> tuple[CollectiveGroup, WeightGroup]:
+async def meeting(sender: WeightSender, epoch: int, host: str = "127.0.0.1") -> tuple[CollectiveGroup, WeightGroup]:
     """The trainer's end and an actor's."""
     group = sender.open_group(epoch, 2, 10)
-    host, number = split_host_port(group.store_address)
-    spec = GroupSpec(host, number, f"epoch-{epoch}", 1, 2, "gloo", host)
+    spec = GroupSpec(group.store_address, f"epoch-{epoch}", 1, 2, "gloo", host)
     actor, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 10), group.built())
     return group, actor
 
@@ -42,14 +40,14 @@ def receive(group: WeightGroup, sender: WeightSender) -> Receiver:
     return receiver
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", ""], ids=["IPv4", "IPv6", "one machine"])
 async def test_a_version_arrives_with_the_checksum_that_the_trainer_reports(host: str) -> None:
     try:
         sender, snapshot = sender_and_snapshot(host=host)
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
-    group, actor = await meeting(sender, 1)
-    assert group.store_address.startswith(f"[{host}]:" if ":" in host else f"{host}:")
+    group, actor = await meeting(sender, 1, host)
+    assert group.store_address.startswith(f"[{host}]:" if ":" in host else f"{host}:" if host else "/")
     sent, receiver = await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, sender))
 
     assert sent.checksum == receiver.staged().checksum
@@ -99,8 +97,7 @@ async def main():
     weights = {"w": torch.zeros(8_000_000)}
     sender = WeightSender(describe(weights.items()), store=GroupStore())
     group = sender.open_group(1, 2, 20)
-    host, _, number = group.store_address.rpartition(":")
-    spec = GroupSpec(host, int(number), "epoch-1", 1, 2, "gloo", "127.0.0.1")
+    spec = GroupSpec(group.store_address, "epoch-1", 1, 2, "gloo", "127.0.0.1")
     silent, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 20), group.built())
     sending = asyncio.create_task(group.broadcast(sender.snapshot(PolicyVersion(1, 1), weights), 60))
     await asyncio.sleep(0.2)

@@ -61,7 +61,7 @@ class Engine:
     loaders: list[KeepingLoader]
 
     async def join(self, store: GroupStore, name: str, world: int, timeout_s: float = FOREVER_S) -> list[StagedWeights]:
-        group = GroupSpec("127.0.0.1", store.port, name, 1, world, "gloo", "127.0.0.1")
+        group = GroupSpec(store.own_address, name, 1, world, "gloo", "127.0.0.1")
         return await self.link.ask(Join(group, timeout_s))
 
     async def receive(self, version: PolicyVersion = VERSION) -> list[StagedWeights]:
@@ -88,7 +88,7 @@ async def engine(*loaders: KeepingLoader, staging_buffers: int = 2, stall_timeou
 
 async def meet(actor: Engine, store: GroupStore, name: str = "epoch-1", world: int = 2) -> WeightGroup:
     """The trainer's side of a group that `actor` joins."""
-    spec = GroupSpec("127.0.0.1", store.port, name, 0, world, "gloo", "127.0.0.1")
+    spec = GroupSpec(store.own_address, name, 0, world, "gloo", "127.0.0.1")
     meeting = asyncio.to_thread(WeightGroup.connect, spec, SOON_S)
     joined, group = await asyncio.gather(actor.join(store, name, world), meeting)
     assert joined == []
@@ -146,7 +146,7 @@ async def test_discard_ends_a_join_at_once_and_the_next_join_works() -> None:
 async def test_a_second_discard_is_not_forgotten_by_the_first() -> None:
     store = GroupStore()
     async with engine(KeepingLoader()) as actor:
-        asks = (Discard(), Join(GroupSpec("127.0.0.1", store.port, "e", 1, 2), FOREVER_S), Discard())
+        asks = (Discard(), Join(GroupSpec(store.own_address, "e", 1, 2), FOREVER_S), Discard())
         answers = await asyncio.gather(*(actor.link.ask(ask) for ask in asks), return_exceptions=True)
         assert [type(answer) for answer in answers] == [list, GroupFailed, list]
 
@@ -195,4 +195,4 @@ async def test_discard_ends_a_receive_whose_sender_is_silent(staging_buffers: in
 async def test_nccl_is_refused_by_an_engine_without_a_gpu() -> None:
     async with engine(KeepingLoader()) as actor:
         with pytest.raises(TransferError, match="weights\\.backend"):
-            await actor.link.ask(Join(GroupSpec("127.0.0.1", 1, "epoch-1", 1, 2, "nccl"), 1.0))
+            await actor.link.ask(Join(GroupSpec("127.0.0.1:1", "epoch-1", 1, 2, "nccl"), 1.0))

@@ -24,7 +24,6 @@ from pipelinerl.messages.control import (
 )
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.service.settings import split_host_port
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import Trace, before_ns, child, headers_of, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
@@ -155,9 +154,8 @@ class UpdateListener:
             await self._fail(epoch, 0, TransferError(f"manifest {epoch.manifest_id} is not the one prepared here"))
             return
         try:
-            host, port = split_host_port(epoch.store_address)
             backend: Backend = "nccl" if epoch.backend == "nccl" else "gloo"
-            group = GroupSpec(host, port, f"epoch-{epoch.epoch}", me.first_rank, epoch.world_size, backend)
+            group = GroupSpec(epoch.store_address, f"epoch-{epoch.epoch}", me.first_rank, epoch.world_size, backend)
             await self._receiver.join_group(group, epoch.deadline_s)
         except TransferError as error:
             await self._fail(epoch, 0, error)

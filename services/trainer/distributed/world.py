@@ -8,7 +8,9 @@ safetensors format (never pickle). Not here: what rank 0 orders, and how it is c
 
 from __future__ import annotations
 
+import hmac
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.service.settings import RankSettings
 
 SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE = "score", "weights", "adapter", "value head", "save"
 HEARTBEAT, END = "beat", "end"
@@ -86,6 +89,8 @@ ORDER_TIMEOUT = timedelta(minutes=30)
 writes a checkpoint, so this only ends ranks whose rank 0 vanished without closing its connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """How long a collective of the step may wait for a rank that computes."""
+PROOF_TIMEOUT = timedelta(minutes=1)
+STRANGER = "Another process of this machine was quicker to connect than a rank; the trainer has to start again"
 
 
 class Links:
@@ -93,6 +98,13 @@ class Links:
 
     def __init__(self, group: Any, size: int) -> None:
         self.group, self._size = group, size
+
+    @classmethod
+    def among_all(cls, timeout: timedelta) -> Links:
+        """In a new group, which all ranks open at the same time."""
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        prove_ranks(group)
+        return cls(group, dist.get_world_size())
 
     def send(self, message: Message, to: int) -> None:
         data = message.to_bytes()
@@ -154,13 +166,47 @@ class World:
 
 def join_ranks(device: torch.device) -> None:
     """Meets the ranks of torchrun's environment; returns when every one is there."""
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TENSOR_TIMEOUT)
+    ranks, place = RankSettings(), dict[str, Any]()
+    if ranks.rank_folder is not None:
+        store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)
+        place = {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TENSOR_TIMEOUT, **place)
+    prove_ranks(dist.group.WORLD)
+
+
+def prove_ranks(group: Any) -> None:
+    """Compares what only ranks know, where those of one node have met in their folder. All ranks of `group` call it.
+
+    Gloo takes whoever is first to connect to a rank's port for the rank that it waits for. It keeps what it has connected, so
+    once is enough. NCCL has keys of its own. Raises `ServiceError` when something else has come in a rank's place.
+    """
+    folder, me = RankSettings().rank_folder, dist.get_rank(group)
+    if folder is None or dist.get_backend(group) != "gloo":
+        return
+    key = dist.FileStore(str(folder / "key"), -1).compare_set("key", "", secrets.token_hex())  # of the first that comes
+
+    def proof(sender: int, receiver: int) -> Tensor:
+        told = hmac.digest(key, f"{group.group_name} {sender} {receiver}".encode(), "sha256")
+        return torch.frombuffer(bytearray(told), dtype=torch.uint8)
+
+    others = [rank for rank in range(dist.get_world_size(group)) if rank != me]
+    told = {rank: torch.zeros_like(proof(rank, me)) for rank in others}
+    works: list[Any] = [dist.irecv(told[rank], group_src=rank, group=group) for rank in others]
+    works += [dist.isend(proof(me, rank), group_dst=rank, group=group) for rank in others]
+    try:
+        for work in works:
+            work.wait(PROOF_TIMEOUT)
+        wrong = [rank for rank in others if not torch.equal(told[rank], proof(rank, me))]
+    except RuntimeError as error:
+        raise ServiceError(f"a rank of this trainer does not say who it is: {error}. {STRANGER}") from error
+    if wrong:
+        raise ServiceError(f"not a rank of this trainer has connected in the place of rank {wrong[0]}. {STRANGER}")
 
 
 def agree(what: Mapping[str, str]) -> None:
     """Compares `what` of all ranks, each of which calls this. Raises `ServiceError` on every rank where one differs."""
     size = dist.get_world_size()
-    links = Links(dist.new_group(backend="gloo", timeout=TENSOR_TIMEOUT), size)
+    links = Links.among_all(TENSOR_TIMEOUT)
     if dist.get_rank() > 0:
         links.send(Message("is", what), 0)
         problem = links.hear().fields["problem"]
@@ -184,14 +230,16 @@ def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device
     """All ranks that have met; called by all of them. `shard_ranks`: 0 = all ranks. Raises `FieldError`."""
     size = dist.get_world_size()
     layout = RankLayout(dist.get_rank(), size, context_parallel, shard_ranks or size)
-    links = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.size)
-    saving = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.size)
+    links, saving = Links.among_all(ORDER_TIMEOUT), Links.among_all(ORDER_TIMEOUT)
     mesh, host = _shard_mesh(layout, device), torch.device("cpu")
     host_mesh = mesh if device == host else _shard_mesh(layout, host)
-    row_group = None
+    sending, row_group = mesh.get_all_groups(), None
     if layout.sequence_ranks > 1:
         shape = (layout.data_ranks, layout.sequence_ranks)
         row_group = init_device_mesh(device.type, shape, mesh_dim_names=("row", "part"))["part"].get_group()
+        sending.append(row_group)
+    for group in sending:
+        prove_ranks(group)
     return World(layout, device, links, mesh, row_group, saving, host_mesh)
 
 

@@ -27,7 +27,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.service.settings import host_port
 from pipelinerl.transfer.chunks import (
     ReusedMemory,
     checksum,
@@ -39,7 +38,7 @@ from pipelinerl.transfer.chunks import (
     prefetch,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_device, on_thread
+from pipelinerl.transfer.group import HOST, GroupStore, LocalStore, Placement, WeightGroup, close_when_met, on_device, on_thread
 from pipelinerl.transfer.manifest import Chunk, GroupSpec, LowRank, Manifest, TransferAborted, build_manifest
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
 from services.trainer.weight_sync.updater import TransferResult
@@ -124,7 +123,7 @@ class WeightSender:
     `stall_timeout_s` is the longest that one chunk may take before the group counts as broken; it also bounds an abort.
     `placement`: where snapshots are kept. `group_placement`: that of the groups they are sent on, the same unless snapshots
     of a device's weights are kept in host memory, from where each chunk then goes to the device just before it is sent.
-    `store`: where its groups meet; None: it opens none. `host`: the address on which actors reach this pod, and so the store.
+    `store`: where its groups meet; None: it opens none. `host`: the address on which actors reach this pod.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class WeightSender:
         stall_timeout_s: float = 10.0,
         placement: Placement = HOST,
         group_placement: Placement | None = None,
-        store: GroupStore | None = None,
+        store: GroupStore | LocalStore | None = None,
         host: str = "127.0.0.1",
         backend: Backend = "gloo",
     ) -> None:
@@ -166,11 +165,11 @@ class WeightSender:
         """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice. `patience_s`: how long to
         wait for the next rank once one has come; None: to the deadline."""
         assert self._store is not None
-        spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
+        spec = GroupSpec(self._store.own_address, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), on_device(self.group_placement.device)
         connect = partial(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)
         meeting = on_thread(f"open-{spec.name}", connect)
-        return CollectiveGroup(self, host_port(self._host, self._store.port), meeting, given_up)
+        return CollectiveGroup(self, self._store.address, meeting, given_up)
 
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
@@ -207,7 +206,7 @@ class WeightSender:
 
 
 class CollectiveGroup:
-    """The trainer's end of one group. `store_address`: host:port where its members meet.
+    """The trainer's end of one group. `store_address`: host:port or folder where its members meet.
 
     What is under way goes on when whoever waits for it is cancelled; `given_up` ends it.
     """
