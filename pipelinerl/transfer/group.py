@@ -248,16 +248,16 @@ class GroupStore:
     """The trainer's rendezvous store. Lives as long as the object.
 
     It has no authentication: `host` is the one interface it listens on (torch alone would listen on all of them), `port` 0
-    picks a free one. `address` is for actors, which reach this pod as `advertise_host`; attribute `host` is where the trainer
-    itself reaches it. Raises OSError when it cannot listen there.
+    picks a free one. `address` is for actors, which reach this pod as `advertise_host` (empty: `host`); attribute `host` is where
+    the trainer itself reaches it. Raises OSError when it cannot listen there.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise_host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise_host: str = "") -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
         self.host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
         self.port = int(listener.getsockname()[1])
-        self.own_address, self.address = host_port(self.host, self.port), host_port(advertise_host, self.port)
+        self.own_address, self.address = host_port(self.host, self.port), host_port(advertise_host or self.host, self.port)
         self._store = TCPStore(self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 

@@ -20,7 +20,7 @@ VERSION = PolicyVersion(1, 3)
 
 
 def sender_and_snapshot(stall_timeout_s: float = 10.0, host: str = "127.0.0.1"):
-    manifest, store = describe(WEIGHTS.items(), chunk_bytes=4096), GroupStore(host, 0, host) if host else LocalStore()
+    manifest, store = describe(WEIGHTS.items(), chunk_bytes=4096), GroupStore(host) if host else LocalStore()
     sender = WeightSender(manifest, stall_timeout_s=stall_timeout_s, store=store, host=host)
     return sender, sender.snapshot(VERSION, WEIGHTS)
 
