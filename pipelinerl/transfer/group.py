@@ -248,8 +248,8 @@ class GroupStore:
     """The trainer's rendezvous store. Lives as long as the object.
 
     It has no authentication: `host` is the one interface it listens on (torch alone would listen on all of them), `port` 0
-    picks a free one. `address` is for actors, which reach this pod as `advertise_host` (empty: `host`); attribute `host` is where
-    the trainer itself reaches it. Raises OSError when it cannot listen there.
+    picks a free one. `address` is for actors, which reach this pod as `advertise_host` (empty: `host`); attribute `host` is
+    where the trainer itself reaches it. Raises OSError when it cannot listen there.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise_host: str = "") -> None:
