@@ -59,6 +59,10 @@ def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
     return cache / built_name(recipe, run)
 
 
+COMPILED = "inductor"
+"""Folder of the cache for what torch compiles."""
+
+
 def cache_folder(environment: Mapping[str, str]) -> Path:
     """Of this machine: `PIPELINERL_CACHE`, else pipelinerl/ in the user's cache folder."""
     given = environment.get("PIPELINERL_CACHE")

@@ -1,4 +1,5 @@
-"""`pipelinerl cache`: lists the initial models that runs on this machine have built and kept; `--clear` removes them."""
+"""`pipelinerl cache`: lists what runs on this machine have built and kept for the next one: initial models, and programs that
+torch has compiled. `--clear` removes it."""
 
 from __future__ import annotations
 
@@ -12,20 +13,24 @@ from pipelinerl.errors import FieldError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--clear", metavar="MODEL", nargs="*",
+        "--clear", metavar="NAME", nargs="*",
         help="remove these, or all of them; a run that goes on needs its own for restarts",
     )  # fmt: skip
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Exit code 0. Raises `FieldError` for a model that is not there, with none removed, or that cannot be removed."""
+    """Exit code 0. Raises `FieldError` for what is not there, with nothing removed, or cannot be removed."""
     import os
     import shutil
 
-    from pipelinerl.initial_model import cache_folder
+    from pipelinerl.initial_model import COMPILED, cache_folder
 
-    folder = cache_folder(os.environ) / "models"
-    kept = {path.name: path for path in sorted(folder.glob("[!.]*"))} if folder.is_dir() else {}
+    folder = cache_folder(os.environ)
+    kept = {
+        path.name: path
+        for path in [*sorted(folder.glob("models/[!.]*")), *folder.glob(COMPILED)]
+        if path.is_dir() and any(path.iterdir())
+    }
     chosen = args.clear or list(kept)
     for name in chosen:
         if name not in kept:
@@ -36,10 +41,12 @@ def execute(args: argparse.Namespace) -> int:
         if args.clear is not None:
             try:
                 shutil.rmtree(kept[name])
+                if name == COMPILED:
+                    kept[name].mkdir()  # where engines of a run that goes on look for it
             except OSError as error:
                 raise FieldError("--clear", name, f"cannot be removed: {error.strerror}") from error
         print(f"{'removed  ' if args.clear is not None else ''}{size / 2**20:9,.1f} MiB  {built}  {name}")
-    print(f"{sum(sizes.values()) / 2**20:,.1f} MiB in {len(sizes)} models of {folder}")
+    print(f"{sum(sizes.values()) / 2**20:,.1f} MiB in {len(sizes)} of {folder}")
     return 0
 
 
@@ -47,4 +54,4 @@ def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-COMMAND = Command("cache", "list the initial models that are kept for the next run, or remove them", add_arguments, execute)
+COMMAND = Command("cache", "list what is kept for the next run, such as initial models, or remove it", add_arguments, execute)

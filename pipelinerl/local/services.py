@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipelinerl.bus.permissions import ACTOR, TRAINER
-from pipelinerl.initial_model import built_folder, cache_folder, is_built, is_complete
+from pipelinerl.initial_model import COMPILED, built_folder, cache_folder, is_built, is_complete
 from pipelinerl.local.following import background
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
@@ -97,7 +97,7 @@ def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str
     """`environment`, with temporary files and sockets of the services in `folder`. In /tmp other users could read some of them,
     and put files of their own in the place of what torch compiles and keeps there; that is now in the user's cache."""
     with contextlib.suppress(OSError, KeyError):  # nothing can be written there, or the user has no name: compiled each time
-        compiled = cache_folder(environment).absolute() / "inductor"
+        compiled = cache_folder(environment).absolute() / COMPILED
         compiled.mkdir(parents=True, exist_ok=True)
         (folder / f"torchinductor_{getpass.getuser()}").symlink_to(compiled)
     return {**environment, "TMPDIR": str(folder)}

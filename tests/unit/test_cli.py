@@ -265,7 +265,7 @@ def test_a_cache_that_cannot_take_the_initial_model_is_told(
     assert line.endswith(said)
 
 
-def test_models_of_the_cache_are_listed_and_cleared(
+def test_what_the_cache_keeps_is_listed_and_cleared(
     pipelinerl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path))
@@ -273,13 +273,16 @@ def test_models_of_the_cache_are_listed_and_cleared(
         (tmp_path / "models" / name).mkdir(parents=True)
         (tmp_path / "models" / name / "model.safetensors").write_bytes(bytes(3 * 2**19))
     (under_way := tmp_path / "models" / ".tiny-abc.made").mkdir()
+    (compiled := tmp_path / "inductor").mkdir()
+    (compiled / "kernel.so").write_bytes(bytes(2**20))
     listed = pipelinerl("cache")[1].splitlines()
-    assert [line.split()[0] + line.split()[-1] for line in listed[:2]] == ["1.5smollm2-2", "1.5tiny-abc"]
-    assert listed[2] == f"3.0 MiB in 2 models of {tmp_path}/models"
+    assert [line.split()[0] + line.split()[-1] for line in listed[:3]] == ["1.5smollm2-2", "1.5tiny-abc", "1.0inductor"]
+    assert listed[3] == f"4.0 MiB in 3 of {tmp_path}"
     assert "removed        1.5 MiB" in pipelinerl("cache", "--clear", "tiny-abc")[1]
-    assert "1.5 MiB in 1 models" in pipelinerl("cache", "--clear")[1]
-    assert pipelinerl("cache")[1] == f"0.0 MiB in 0 models of {tmp_path}/models\n"
+    assert "2.5 MiB in 2 of" in pipelinerl("cache", "--clear")[1]
+    assert pipelinerl("cache")[1] == f"0.0 MiB in 0 of {tmp_path}\n"
     assert [*(tmp_path / "models").iterdir()] == [under_way], "of a run that builds it now"
+    assert not [*compiled.iterdir()], "the folder is there for a run that goes on"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
