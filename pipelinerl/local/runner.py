@@ -172,7 +172,10 @@ class LocalRun:
 
     async def _work(self) -> None:
         async with AsyncExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True))
+            try:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True))
+            except OSError as error:
+                raise ServiceError(f"no folder for temporary files can be made (TMPDIR): {error}") from error
             self._launches.environment = private_files(self.environment, Path(folder))
             await stack.enter_async_context(background(self._refresh()))
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))

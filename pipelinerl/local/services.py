@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipelinerl.bus.permissions import ACTOR, TRAINER
-from pipelinerl.initial_model import COMPILED, built_folder, cache_folder, is_built, is_complete
+from pipelinerl.initial_model import COMPILED, built_folder, cache_folder, is_built, is_complete, why_unwritable
 from pipelinerl.local.following import background
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
@@ -96,11 +96,15 @@ def _quota_cores() -> int:
 def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """`environment`, with temporary files and sockets of the services in `folder`. In /tmp other users could read some of them,
     and put files of their own in the place of what torch compiles and keeps there; that is now in the user's cache."""
-    with contextlib.suppress(OSError, KeyError):  # nothing can be written there, or the user has no name: compiled each time
+    # Nothing can be written there, it may be another's, or the user has neither name nor home: then it is compiled each time.
+    with contextlib.suppress(OSError, KeyError, RuntimeError):
         compiled = cache_folder(environment).absolute() / COMPILED
-        compiled.mkdir(parents=True, exist_ok=True)
-        (folder / f"torchinductor_{getpass.getuser()}").symlink_to(compiled)
-    return {**environment, "TMPDIR": str(folder)}
+        compiled.mkdir(0o700, parents=True, exist_ok=True)
+        about = compiled.stat()
+        if about.st_uid == os.getuid() and not about.st_mode & 0o022 and not why_unwritable(compiled):
+            (folder / f"torchinductor_{getpass.getuser()}").symlink_to(compiled)
+    # Gloo would listen at what the machine's name means, which may be an address of its network.
+    return {"GLOO_SOCKET_IFNAME": "lo", **environment, "TMPDIR": str(folder)}
 
 
 COMMANDS = {

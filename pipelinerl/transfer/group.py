@@ -20,6 +20,7 @@ It does not decide who is a member, and sends tensors, not weights.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import os
@@ -28,6 +29,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -267,6 +269,10 @@ class LocalStore:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
         self.own_address = self.address = self._folder.name
+        # The kernel lets go of it when this process ends, however it does. systemd-tmpfiles removes no folder that is locked.
+        lock = os.open(self.address, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        weakref.finalize(self, os.close, lock)
 
 
 class WeightGroup:
@@ -398,14 +404,29 @@ class UnixTransport:
             self._peers[0].connect(path)
         else:
             with socket.socket(socket.AF_UNIX) as listener:
-                listener.settimeout(timeout_s)
                 listener.bind(path)
                 listener.listen(spec.world)
                 meeting.set(_LISTENING, "")
-                self._peers = [listener.accept()[0] for _ in range(1, spec.world)]
-            os.unlink(path)
+                try:
+                    self._peers = self._accepted(listener, spec.world - 1, time.monotonic() + timeout_s)
+                finally:
+                    os.unlink(path)
         for peer in self._peers:
             peer.setblocking(False)
+
+    def _accepted(self, listener: socket.socket, number: int, deadline: float) -> list[socket.socket]:
+        """Raises TimeoutError, TransferAborted."""
+        listener.settimeout(_MEETING_LOOK_S)
+        peers = list[socket.socket]()
+        while len(peers) < number:
+            try:
+                peers.append(listener.accept()[0])
+            except TimeoutError:
+                if self._given_up.is_set():
+                    raise TransferAborted("the meeting was given up") from None
+                if time.monotonic() >= deadline:
+                    raise
+        return peers
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Raises TimeoutError, another OSError when a peer has left, or TransferAborted."""
@@ -448,10 +469,27 @@ def _is_local(spec: GroupSpec) -> bool:
     return os.path.isabs(spec.store)
 
 
+def _check_host(spec: GroupSpec) -> None:
+    """Raises OSError when the trainer that hosts a local store has ended. A TCP store tells by its connection."""
+    if not _is_local(spec):
+        return
+    folder = os.open(spec.store, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(folder)
+    raise ConnectionError("the trainer that hosts its store has ended")
+
+
 def open_store(spec: GroupSpec, timeout_s: float) -> TCPStore | FileStore:
-    """Raises RuntimeError, or ValueError for an address that is none."""
+    """Raises RuntimeError, OSError, or ValueError for an address that is none."""
     if _is_local(spec):
-        return FileStore(os.path.join(spec.store, spec.name))
+        _check_host(spec)  # without its folder, FileStore would hold the interpreter's lock for minutes
+        store = FileStore(os.path.join(spec.store, spec.name))
+        store.set_timeout(timedelta(seconds=1))  # for a file that is gone
+        return store
     host, port = split_host_port(spec.store)
     # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
@@ -495,6 +533,7 @@ def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: 
 def _wait_until_set(spec: GroupSpec, meeting: PrefixStore, key: str, deadline: float, given_up: threading.Event) -> None:
     """Raises TimeoutError, TransferAborted."""
     while not _are_set(meeting, [key]):
+        _check_host(spec)
         if given_up.is_set():
             raise TransferAborted(f"the meeting of {spec.name} was given up")
         if time.monotonic() >= deadline:

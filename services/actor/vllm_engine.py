@@ -12,11 +12,12 @@ import logging
 import multiprocessing
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -149,7 +150,7 @@ async def start_engine(
         if on_step is not None and warm.is_set():
             on_step(decode_s, kv_cache_usage)
 
-    with tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True) as sockets:
+    with _private_folder() as sockets:
         os.environ["VLLM_RPC_BASE_PATH"] = sockets  # it removes none of them
         llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step and step), stop)
         weights = WeightUpdateClient(
@@ -171,6 +172,14 @@ async def start_engine(
             llm.shutdown(timeout=0)  # killed: they have nothing left to save, and the exit of one takes 2.5 s in good order
             warnings.setLevel(level)
             await weights.close()
+
+
+def _private_folder() -> AbstractContextManager[str]:
+    """For vLLM's sockets, whose paths have 107 characters at most: that of temporary files where nobody else may enter it."""
+    folder = tempfile.gettempdir()
+    if stat.S_IMODE(os.stat(folder).st_mode) == 0o700:
+        return nullcontext(folder)
+    return tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:

@@ -72,7 +72,7 @@ def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]
     take_over("torch")
     for name in ("agent.server", "multiprocessing.api"):  # they tell of every rank that they end
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="prl-") as folder:
+    with tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True) as folder:
         return _run_agent(settings, num_here, command, Path(folder))
 
 

@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -384,6 +385,25 @@ def test_who_waits_in_a_meeting_asks_the_store_ten_times_a_second(rank, calls_of
     with pytest.raises(DeadlineExceeded):
         WeightGroup.connect(spec(store, "epoch-1", rank, 9), 0.5)
     assert 0 < calls <= 6 * calls_of_a_look
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["while it waits", "before it comes"])
+def test_who_meets_in_a_folder_whose_trainer_has_ended_hears_of_it_at_once(waits: bool) -> None:
+    store, begun = LocalStore(), time.monotonic()
+    given = spec(store, "epoch-1", 1, 2)
+    meeting = PrefixStore("epoch-1", open_store(given, 10))
+    with ThreadPoolExecutor(1) as pool:
+        if waits:
+            coming = pool.submit(WeightGroup.connect, given, 600)
+            while not meeting.check(["here/1"]):
+                threading.Event().wait(0.01)
+            del store
+        else:
+            del store
+            coming = pool.submit(WeightGroup.connect, given, 600)
+        with pytest.raises(GroupFailed, match="cannot be built"):
+            coming.result(60)
+    assert time.monotonic() - begun < 60
 
 
 def host_store(port: "multiprocessing.Queue[int]") -> None:
