@@ -136,7 +136,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
     """`text` by itself or as a list's only item (no item where it is empty), whichever a field of this type takes; None =
     neither."""
-    for value in (text, [text] if text.strip() else []):
+    for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
             return value

@@ -376,9 +376,8 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
             keep_in_bounds(child, outside, inside)
         outside.close()
         attach_to_parent()
-        signal.siginterrupt(
-            signal.SIGCHLD, False
-        )  # a fork awaits its answer: one child's end must not fail the next one's start
+        # A fork waits for the answer from outside: the end of one child must not fail the start of the next.
+        signal.siginterrupt(signal.SIGCHLD, False)
         shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)
         calls = _filter(signals=True, processes=True, connects=connect_port is not None)
         _restrict_files(shared, connect_port)

@@ -200,7 +200,9 @@ def prove_ranks(group: Any) -> None:
     except RuntimeError as error:
         raise ServiceError(f"a rank of this trainer does not say who it is: {error}. {STRANGER}") from error
     if wrong:
-        raise ServiceError(f"not a rank of this trainer has connected in the place of rank {wrong[0]}. {STRANGER}")
+        raise ServiceError(
+            f"something that is no rank of this trainer has connected in the place of rank {wrong[0]}. {STRANGER}"
+        )
 
 
 def agree(what: Mapping[str, str]) -> None:
