@@ -87,6 +87,7 @@ def random_policy(case: GpuCase, device: torch.device) -> Policy:
     policy = wrap_model(model, gradient_checkpointing=case.recomputed)
     if case.compiled:
         compile_layers(policy.model, device)
+        policy.compiled_head = True
     return policy
 
 

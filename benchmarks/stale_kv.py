@@ -102,11 +102,12 @@ class PolicyArrivals:
 
         from pipelinerl.transfer.chunks import describe
         from pipelinerl.transfer.group import GroupStore
+        from pipelinerl.transfer.manifest import chunk_size
         from services.trainer.weight_sync.sender import WeightSender
 
         self._engine, self._run, self._first, self._load = engine, run, first, load_file
         weights = load_file(run.policy(first) / "model.safetensors")
-        self._sender = WeightSender(describe(weights.items(), chunk_bytes=int(recipe.weights.chunk_mib * 1024**2)))
+        self._sender = WeightSender(describe(weights.items(), chunk_bytes=chunk_size(recipe.weights.chunk_mib, "gloo")))
         self._store = GroupStore(HOST)
         self._client: WeightUpdateClient | None = None
         self._group: WeightGroup | None = None

@@ -4,7 +4,8 @@ The learner as the trainer runs it: 16-bit weights with float32 masters, the nex
 its figures. The bare loop (`bare_loop.py`): transformers with the same attention, and fused AdamW on the 16-bit weights
 themselves. One after the other, so that each has the device's memory to itself. `mfu` counts model FLOPs, not those of
 activations that are computed again (`services/trainer/learn/meter.py`); `phases_s` in the result file says where the
-learner's time goes on the device. Compiled cases compile the layers of both sides (`trainer.compile`).
+learner's time goes on the device. Compiled cases compile the layers of both sides and what the learner does to logits
+(`trainer.compile`).
 
 Not measured here: several GPUs, streams, sending weights. `--tiny` shows on any machine that it works.
 
@@ -92,7 +93,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--short", action="store_true", help="Few steps, one compiled case: a few minutes on an H100.")
+    size.add_argument("--short", action="store_true", help="Few steps: a few minutes on an H100.")
     size.add_argument("--tiny", action="store_true", help="Models of no size, on a CPU too: shows that it works.")
     parser.add_argument("--only", default="", help="Cases with this text in their name.")
     parser.add_argument("--output", type=Path, help=f"Default: {RESULT.name}; with --tiny or --only, none.")

@@ -39,7 +39,7 @@ from pipelinerl.local.services import available_cores, plan_threads
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.transfer.manifest import Manifest, aligned, build_manifest
+from pipelinerl.transfer.manifest import Manifest, build_manifest, chunk_size
 
 RESULTS = Path(__file__).parent / "results"
 STALL_COPIES, STALL_EXTRA_MS = 3.0, 25.0
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def chunk_bytes(self) -> int:
-        return aligned(int(self.recipe.weights.chunk_mib * 2**20))
+        return chunk_size(self.recipe.weights.chunk_mib, "gloo")
 
 
 def cases(quick: bool) -> list[Case]:

@@ -672,7 +672,9 @@ class WeightUpdateConfig(Section):
         description="How weights travel. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs a GPU for every rank, "
         "the trainer's and the actors'. gloo: through host memory; on one machine over Unix sockets, without Gloo.",
     )
-    chunk_mib: Changeable[float] = Field(16.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
+    chunk_mib: Changeable[float | None] = Field(
+        None, gt=0, le=4096, description="Bytes per broadcast, MiB (null = 16 by gloo, 128 by nccl)."
+    )
     staging_buffers: Changeable[int] = Field(
         2, ge=1, le=64, description="Chunks an actor holds while it receives; 1 = receive and load in turn."
     )

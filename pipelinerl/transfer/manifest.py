@@ -86,6 +86,8 @@ class GroupSpec:
 ALIGNMENT = 64
 """Bytes. A received tensor is a view of its chunk, so its offset must suit every dtype."""
 DEFAULT_CHUNK_BYTES = 16 * 2**20
+NCCL_CHUNK_BYTES = 128 * 2**20
+"""Between devices, the milliseconds that a chunk takes beside its bytes count for more."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FORMAT = b"4"
 """Of the layout and of the chunks on the wire: sides of different formats have no manifest in common."""
@@ -226,6 +228,13 @@ def build_manifest(
 def aligned(num_bytes: int) -> int:
     """`num_bytes` rounded up to a multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def chunk_size(mib: float | None, backend: Backend) -> int:
+    """Bytes of chunks of `mib` MiB (a recipe's `weights.chunk_mib`), or of what suits the backend."""
+    if mib is None:
+        return NCCL_CHUNK_BYTES if backend == "nccl" else DEFAULT_CHUNK_BYTES
+    return aligned(int(mib * 2**20))
 
 
 def _validate_low_rank(manifest: Manifest) -> None:

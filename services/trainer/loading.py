@@ -84,6 +84,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
             load_value_head(whole, Path(source))
     if recipe.trainer.compile:
         compile_layers(whole.model, world.device)
+        whole.compiled_head = True
     check_memory(recipe, whole, world)
     dtype = DTYPES[recipe.model.dtype]
 

@@ -21,7 +21,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.transfer.group import HOST, GroupStore, LocalStore, on_device, transfer_backend
-from pipelinerl.transfer.manifest import aligned
+from pipelinerl.transfer.manifest import chunk_size
 from services.trainer.checkpoint.export import PolicyExport
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
 from services.trainer.checkpoint.state_files import StateSaver
@@ -142,7 +142,7 @@ def weight_sender(
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
-    chunk_bytes = aligned(int(recipe.weights.chunk_mib * 1024**2))
+    chunk_bytes = chunk_size(recipe.weights.chunk_mib, backend)
     described = adapter_factors if sends_adapter(recipe) else whole_weights
     manifest = described(learner.policy.model, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     of_groups = on_device(learner.policy.device) if backend == "nccl" else HOST

@@ -21,7 +21,7 @@ from pipelinerl.errors import PipelineRLError, TransferError
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.settings import host_port
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, on_device, transfer_backend
-from pipelinerl.transfer.manifest import Backend, GroupSpec
+from pipelinerl.transfer.manifest import Backend, GroupSpec, chunk_size
 
 TOTAL_BYTES = 2**30
 """Sent in all: about ten seconds at 1 Gbit/s."""
@@ -98,7 +98,7 @@ def pair(options: argparse.Namespace) -> None:
     host = store.host if store else options.host
     group = meet(index, host, port, backend, options.own_host, placement, within_s)
     say(f"ok      meeting pod {1 - index}")
-    rate = send(group, int(recipe.weights.chunk_mib * 2**20), within_s)
+    rate = send(group, chunk_size(recipe.weights.chunk_mib, backend), within_s)
     say(f"ok      transfer: {rate:.2f} GB/s")
     acknowledge(index, host, port, within_s)
     group.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 
@@ -25,9 +26,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not torch.cuda.is_available():
         return
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
     terminalreporter.section("devices")
-    terminalreporter.line(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}: {', '.join(names)}")
+    terminalreporter.line(
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {_dotted(nccl_version())}: {', '.join(names)}"
+    )
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the library that torch has loaded; `torch.cuda.nccl.version` is of the one that it was built with."""
+    try:
+        library, number = ctypes.CDLL("libnccl.so.2"), ctypes.c_int()
+    except OSError:  # NCCL is part of this torch
+        return torch.cuda.nccl.version()
+    library.ncclGetVersion(ctypes.byref(number))
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 @pytest.fixture
@@ -36,9 +52,9 @@ def two_ranks() -> Iterator[tuple[str, str]]:
     if torch.cuda.device_count() > 1:
         yield "cuda:0", "cuda:1"
         return
-    version = torch.cuda.nccl.version()
+    version = nccl_version()
     if version < (2, 30):
-        pytest.skip(f"one GPU, and NCCL {'.'.join(map(str, version))} has no two ranks on it (needs 2.30)")
+        pytest.skip(f"one GPU, and NCCL {_dotted(version)} has no two ranks on it (needs 2.30)")
     before = os.environ.get(MULTI_RANK)
     os.environ[MULTI_RANK] = "1"
     yield "cuda:0", "cuda:0"

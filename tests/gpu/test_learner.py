@@ -14,6 +14,7 @@ from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.attention import packed_layout, varlen_attention
 from services.trainer.learn.batch import host_microbatch
 from services.trainer.learn.meter import PhaseTimer, mark_for, take_memory_peak
+from services.trainer.learn.policy import linear_scores
 from services.trainer.loading import load_learner, rank_device, sharded_learner
 from tests.support.learner import model_of, sequences_of
 from tests.unit.ranks import on_ranks
@@ -41,6 +42,19 @@ def test_the_flash_kernel_agrees_with_padded_rows_and_needs_none() -> None:
     exact, _ = varlen_attention(torch.nn.Identity(), *(x[:, :, :320] for x in (query, key, value)), None, packed=shared)
     flash, _ = varlen_attention(torch.nn.Identity(), *(x[:, :, :320] for x in half), None, packed=shared)
     torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("max_logits", [2**20, 2**30], ids=["blocks", "one block"])
+def test_compiled_blocks_of_logits_have_the_scores_and_gradients_of_the_others(max_logits: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(rows, 64, device="cuda").bfloat16().requires_grad_() for rows in (1000, 5003))
+    targets, upstream = torch.randint(0, 5003, (1000,), device="cuda"), torch.randn(2, 1000, device="cuda")
+    found = []
+    for compiled in (False, True):
+        scores = linear_scores(hidden, weight, None, targets, 1.3, True, max_logits, False, compiled)
+        found.append([*scores, *torch.autograd.grad((torch.stack(scores) * upstream).sum(), (hidden, weight))])
+    for plain, fused in zip(*found, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2-untied"])

@@ -39,10 +39,11 @@ def is_compiled(model: PreTrainedModel) -> list[bool]:
 def test_compiled_layers_have_the_same_gradients_and_scoring_compiles_nothing() -> None:
     """Recomputed activations, rows of several lengths, and a reference policy: an uncompiled copy of a compiled one."""
     torch.compiler.reset()
-    config = AlgorithmConfig(kl_coefficient=0.1)
+    config = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01)
     eager = wrap_model(model_of("llama-tied"))
     compiled = wrap_model(model_of("llama-tied"), gradient_checkpointing=True)
     compile_layers(compiled.model, torch.device("cpu"))
+    compiled.compiled_head, compiled.max_logits = True, 400  # more than one block of words
     tokens = np.arange(12, dtype=np.int32)
     before = counters["stats"]["unique_graphs"]
     assert compiled.sequence_logprobs(tokens) == pytest.approx(eager.sequence_logprobs(tokens), abs=1e-6)

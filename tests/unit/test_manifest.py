@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError
-from pipelinerl.transfer.manifest import Chunk, LowRank, Manifest, build_manifest
+from pipelinerl.transfer.manifest import Chunk, LowRank, Manifest, build_manifest, chunk_size
 
 TWO = [("a", (3, 5), "float32"), ("b", (4,), "bfloat16")]
 FACTORS = [("q.a", (2, 5), "float32"), ("q.b", (3, 2), "float32")]
@@ -30,6 +30,10 @@ def test_layout_by_hand() -> None:
     assert manifest.chunks == (Chunk(0, 0, 64, range(1)), Chunk(1, 64, 64, range(1, 2)))
     assert manifest.total_bytes == 128
     assert build_manifest(TWO, wire_dtype="bfloat16").sizes == (30, 8)
+
+
+def test_chunks_between_devices_are_larger_unless_the_recipe_says_a_size() -> None:
+    assert [chunk_size(mib, backend) for mib in (None, 0.0001) for backend in ("gloo", "nccl")] == [2**24, 2**27, 128, 128]
 
 
 def test_chunks_hold_whole_parameters_or_a_part_of_one() -> None:

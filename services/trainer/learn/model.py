@@ -135,8 +135,8 @@ def compile_layers(model: PreTrainedModel, device: torch.device) -> None:
     Each layer is compiled by itself and in place, so that names of weights stay as they are; activation checkpointing wraps
     the compiled layer. All layers share what is compiled for the first, so it costs seconds to a minute once, whatever the
     depth. Lengths of packed rows differ, so shapes are dynamic. This project's attention runs as it is, between two compiled
-    parts of the layer: it works from a layout that no graph should depend on. Embedding, head and optimizer are a few large
-    operations each and are not compiled; neither is a copy of a model.
+    parts of the layer: it works from a layout that no graph should depend on. Embedding and optimizer are a few large
+    operations each and are not compiled; neither is a copy of a model. Of the head see `Policy.compiled_head`.
 
     Raises `FieldError` when nothing can be compiled here, or the model does not say what its layers are.
     """

@@ -11,8 +11,8 @@ Of hidden states, never more than `max_logits` logits are made at a time, and ma
 Under a plain linear head the vocabulary is gone over in blocks of words, each a slice of the head's rows: a block has logits
 for all tokens. The forward pass keeps one log-normaliser per token; the backward pass makes each block's logits again, turns
 them into their own gradient in place, and writes that block's rows of the weight's gradient, which are final: nothing is
-summed over blocks in 16 bit. If one block holds everything, its logits are kept and not made again. Other heads are called on
-chunks of tokens.
+summed over blocks in 16 bit. If one block holds everything, its logits are kept and not made again. What happens to a block
+between matrix products can be compiled: each pass then reads it once. Other heads are called on chunks of tokens.
 
 Not here: what is packed; a vocabulary that is sharded, gradients of gradients, top-p and top-k. A policy sampled with them is
 compared with the full distribution, so keep both off (the recipes' default) when training.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,8 @@ MAX_LOGITS = 2**25
 
 Large enough for matrix products at full speed (2,048 words for 16,384 tokens), and for a micro-batch of a small model
 to be one block; small beside the weight and its gradient where the vocabulary is large."""
+MAX_LOGITS_ON_GPU = 2**27
+"""512 MiB: fewer and larger kernels."""
 ALIGNED_WORDS = 128
 """Blocks end at multiples of this, which the matrix kernels of GPUs like."""
 PROBE_LENGTHS = (7, 5)
@@ -80,8 +83,10 @@ class Policy(nn.Module):
         if own_logits:
             self.leave_logits_to_model()
         self.value_head: nn.Linear | None = None
-        self.max_logits = MAX_LOGITS
         self.device: torch.device = model.device
+        self.max_logits = MAX_LOGITS_ON_GPU if self.device.type == "cuda" else MAX_LOGITS
+        self.compiled_head = False
+        """Whether blocks of logits go through torch.compile."""
         self.part: RowPart | None = None
         """This rank's of each row; None when it has whole rows."""
         self.may_share_prompts = False
@@ -141,7 +146,8 @@ class Policy(nn.Module):
         hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
         head = self.model.get_output_embeddings()
         rounded = not self.float32_head
-        scores = head_scores(hidden, head, targets, temperature, entropy_grad, self.max_logits, rounded)
+        how = (self.max_logits, rounded, self.compiled_head)
+        scores = head_scores(hidden, head, targets, temperature, entropy_grad, *how)
         if self.value_head is None:
             return scores.logprobs, scores.entropy
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
@@ -231,17 +237,18 @@ def head_scores(
     entropy_grad: bool = False,
     max_logits: int = MAX_LOGITS,
     rounded: bool = False,
+    compiled: bool = False,
 ) -> TokenScores:
     """`token_scores` of `head(hidden)`, for hidden [C, width], with at most `max_logits` logits at a time.
 
-    `head` has a `weight` [vocabulary, width]; if it does more than a linear layer does, it is called. `rounded`: as of
-    `linear_scores`.
+    `head` has a `weight` [vocabulary, width]; if it does more than a linear layer does, it is called. `rounded`, `compiled`: as
+    of `linear_scores`.
     """
     assert isinstance(head.weight, Tensor)
     if is_plain_linear(head):
         bias = head.bias if isinstance(head.bias, Tensor) else None
-        scores = linear_scores(hidden, head.weight, bias, targets, temperature, entropy_grad, max_logits, rounded)
-        return TokenScores(*scores)
+        arguments = (hidden, head.weight, bias, targets, temperature, entropy_grad, max_logits, rounded, compiled)
+        return TokenScores(*linear_scores(*arguments))
     chunk_tokens = max(1, max_logits // head.weight.shape[0])
     return chunked_scores(hidden, head, targets, temperature, chunk_tokens, entropy_grad)
 
@@ -330,14 +337,16 @@ def linear_scores(
     entropy_grad: bool = False,
     max_logits: int = MAX_LOGITS,
     rounded: bool = False,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of `targets` int64[C], entropy), nats, of softmax((hidden · weightᵀ + bias) / temperature).
 
     hidden [C, width], weight [V, width] and bias [V] are of one dtype; logits and everything after are float32[C] (float64
     for float64 inputs). `rounded`: logits are rounded to the inputs' dtype, as the head itself would. C may be 0. The entropy
-    has a gradient only when `entropy_grad`. Beside the gradients it takes about two blocks of `max_logits` logits.
+    has a gradient only when `entropy_grad`. Beside the gradients it takes about two blocks of `max_logits` logits. `compiled`:
+    blocks go through torch.compile.
     """
-    head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded)
+    head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded, compiled)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
         logprobs, entropy = _LinearScores.apply(hidden, weight, bias, head, entropy_grad)
         return logprobs, entropy
@@ -356,6 +365,7 @@ class _Head:
     temperature: float
     max_logits: int
     rounded: bool
+    compiled: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -406,35 +416,56 @@ class _Scan:
     log_normaliser: Tensor
     """log p of a word = its logit − this; of `kept` where the logits are kept."""
     kept: Tensor | None
-    """[C, V] logits less the largest of each token, where one block holds them all."""
+    """[C, V] logits where one block holds them all; those of `_block_sums` less the largest of each token."""
 
 
 def _scan(head: _Head) -> _Scan:
     """Per block: largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m) over its words; then these put together."""
     blocks = head.blocks()
-    shifted, exponentials = head.buffer(), head.buffer()
+    buffer = head.buffer()
+    exponentials = None if head.compiled else head.buffer()
     chosen = head.hidden.new_zeros(len(head.hidden), dtype=head.dtype)
     found = []
     for words in blocks:
-        logits, room = head.logits(words, shifted), head.view(exponentials, words)
+        logits = head.logits(words, buffer)
         index, inside = head.place(words)
         chosen = torch.where(inside, logits.gather(1, index[:, None])[:, 0], chosen)
-        largest = logits.amax(1)
-        torch.exp(logits.sub_(largest[:, None]), out=room)
-        found.append((largest, room.sum(1), room.mul_(logits).sum(1)))
+        found.append(
+            _compiled(_fused_sums)(logits) if exponentials is None else _block_sums(logits, head.view(exponentials, words))
+        )
     largest, sums, weighted = (torch.stack(part) for part in zip(*found, strict=True))
     peak = largest.amax(0)
     shift = largest - peak
     scale = shift.exp()
     total = (scale * sums).sum(0)
     log_total = total.log()
-    kept = head.view(shifted, blocks[0]) if len(blocks) == 1 else None
+    kept = head.view(buffer, blocks[0]) if len(blocks) == 1 else None
     return _Scan(
         logprobs=chosen - peak - log_total,
         entropy=log_total - (scale * (weighted + shift * sums)).sum(0) / total,
-        log_normaliser=log_total if kept is not None else peak + log_total,
+        log_normaliser=log_total if kept is not None and not head.compiled else peak + log_total,
         kept=kept,
     )
+
+
+def _block_sums(logits: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z, of which z − m is left; `room` has their shape."""
+    largest = logits.amax(1)
+    torch.exp(logits.sub_(largest[:, None]), out=room)
+    return largest, room.sum(1), room.mul_(logits).sum(1)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, of logits that are left as they are."""
+    largest = logits.amax(1)
+    shifted = logits - largest[:, None]
+    exponentials = shifted.exp()
+    return largest, exponentials.sum(1), (exponentials * shifted).sum(1)
 
 
 class _LinearScores(torch.autograd.Function):
@@ -449,8 +480,7 @@ class _LinearScores(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
         scan = _scan(head)
-        ctx.temperature, ctx.max_logits, ctx.rounded = head.temperature, head.max_logits, head.rounded
-        ctx.entropy_grad = entropy_grad
+        ctx.options, ctx.entropy_grad = (head.temperature, head.max_logits, head.rounded, head.compiled), entropy_grad
         ctx.save_for_backward(hidden, weight, bias, head.targets, scan.log_normaliser, scan.entropy, scan.kept)
         if not entropy_grad:
             ctx.mark_non_differentiable(scan.entropy)
@@ -460,18 +490,39 @@ class _LinearScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy, kept = ctx.saved_tensors
-        head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.max_logits, ctx.rounded)
+        head = _Head(hidden, weight, bias, targets, *ctx.options)
         gradients = _Gradients(head, *ctx.needs_input_grad[:3])
-        g, h = (grad / ctx.temperature for grad in (grad_logprobs, grad_entropy))
+        g, h = (grad / head.temperature for grad in (grad_logprobs, grad_entropy))
         buffer = head.buffer()
         for words in head.blocks():
             logits = head.logits(words, buffer) if kept is None else kept
+            index, inside = head.place(words)
+            of_target = torch.where(inside, g, 0)
+            if head.compiled:
+                spread = (h, entropy) if ctx.entropy_grad else None
+                fused = _compiled(_fused_gradient)
+                gradients.add(words, fused(logits, log_normaliser, g, index, of_target, spread, hidden.dtype))
+                continue
             log_p = torch.sub(logits, log_normaliser[:, None], out=head.view(buffer, words))
             of_logits = _spread(log_p, g, h, entropy) if ctx.entropy_grad else log_p.exp_().mul_(-g[:, None])
-            index, inside = head.place(words)
-            of_logits.scatter_add_(1, index[:, None], torch.where(inside, g, 0)[:, None])
-            gradients.add(words, of_logits.to(hidden.dtype))
+            gradients.add(words, of_logits.scatter_add_(1, index[:, None], of_target[:, None]).to(hidden.dtype))
         return gradients.of_hidden(), gradients.weight, gradients.bias, None, None
+
+
+def _fused_gradient(
+    logits: Tensor,
+    log_normaliser: Tensor,
+    g: Tensor,
+    index: Tensor,
+    of_target: Tensor,
+    spread: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """d loss / dz of logits z [C, words], in `dtype`; `of_target` [C] is added at `index`. `spread`: h and the entropy, [C]."""
+    log_p = logits - log_normaliser[:, None]
+    factor = -g[:, None] if spread is None else -(g[:, None] + spread[0][:, None] * (log_p + spread[1][:, None]))
+    at_target = torch.arange(logits.shape[1], device=logits.device) == index[:, None]
+    return (factor * log_p.exp() + torch.where(at_target, of_target[:, None], 0.0)).to(dtype)
 
 
 def _spread(log_p: Tensor, g: Tensor, h: Tensor, entropy: Tensor) -> Tensor:
