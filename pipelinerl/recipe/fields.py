@@ -638,7 +638,7 @@ class TrainerConfig(Section):
         False, description="Recompute activations in the backward pass: less memory."
     )
     compile: Changeable[bool] = Field(
-        False, description="Decoder layers through torch.compile: fewer memory passes on a GPU, little gain on CPU."
+        False, description="Decoder layers and work on logits through torch.compile: faster on a GPU, little gain on CPU."
     )
     nproc: Changeable[int] = Field(
         1, ge=1, le=4096, description="Ranks of a local run: processes that share the work of the trainer. One per GPU."

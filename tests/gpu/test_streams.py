@@ -24,6 +24,7 @@ def test_checksum_on_the_device_is_what_torch_computes_on_the_host() -> None:
 def test_snapshot_is_of_the_weights_before_the_next_step_and_the_host_does_not_wait() -> None:
     weights = {"w": torch.ones(1_000_000, device="cuda")}
     sender = WeightSender(describe(weights.items()), placement=on_device(torch.device("cuda:0")))
+    sender.snapshot(PolicyVersion(1, 0), {"w": weights["w"].mul_(1)})  # a kernel is loaded at its first use
     torch.cuda.synchronize()
 
     torch.cuda._sleep(LONG)  # the optimizer step that makes this version
@@ -38,6 +39,7 @@ def test_snapshot_is_of_the_weights_before_the_next_step_and_the_host_does_not_w
 
 def test_decoding_does_not_wait_for_what_is_loaded_beside_it() -> None:
     placement = on_device(torch.device("cuda:0"))
+    torch.ones(10, device="cuda").sum().item()  # a kernel is loaded at its first use
     torch.cuda.synchronize()
     with placement.scope():
         torch.cuda._sleep(LONG)

@@ -11,11 +11,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipelinerl.recipe.fields import Recipe
 from tests.unit.builders import make_recipe
 
-PROCESSES = multiprocessing.get_context("forkserver")
-"""Imports torch and what a learner needs once for all of them."""
+PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+"""A fork server imports torch and what a learner needs once for all of them. CUDA works in no fork of a process whose imports
+have asked for devices, as those of transformers do."""
 PROCESSES.set_forkserver_preload(
     [
         "torch",
