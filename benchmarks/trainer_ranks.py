@@ -1,18 +1,21 @@
-"""A case of `trainer_overhead` on several ranks of one machine, each with one thread, which meet over Gloo.
+"""A case of `trainer_overhead` on several ranks of one machine, each with one thread.
 
-Ours: the learner under FSDP2, told what to do by rank 0. Bare: `fully_shard` on each layer and on the model, and a loop
-over the same micro-batches of each rank. Both live on the same ranks and step in turn.
+Ours: the learner under FSDP2, told what to do by rank 0, over Unix sockets. Bare: `fully_shard` on each layer and on the model,
+over Gloo, and a loop over the same micro-batches of each rank. Both live on the same ranks and step in turn.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import PreTrainedModel
@@ -46,7 +49,10 @@ def run_ranks(case: Case, pairs: int) -> dict[str, Any]:
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    of_rank: Mapping[int, tuple[Timings, dict[str, Any]]] = elastic_launch(config, play)(case, pairs)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["RANK_FOLDER"] = folder
+        of_rank: Mapping[int, tuple[Timings, dict[str, Any]]] = elastic_launch(config, play)(case, pairs)
+        del os.environ["RANK_FOLDER"]
     metrics = of_rank[0][1]
     timings = of_all_ranks([timings for timings, _ in of_rank.values()])
     fastest_s = min(step.wall_s for step in timings.ours)
@@ -92,9 +98,10 @@ def order_of(learner: Learner, groups: list[TrainingGroup]) -> Callable[[], dict
 
 def bare_loop(model: PreTrainedModel, case: Case, prepared: PreparedStep, world: World) -> BareLoop:
     """On this rank's micro-batches of `prepared`."""
+    mesh = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=world.mesh)
-    fully_shard(model, mesh=world.mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     batches = [batch.on(CPU) for batch in prepared.shares[world.layout.rank // world.layout.sequence_ranks]]
     return BareLoop(model, VARLEN, batches, case.trainer())
 

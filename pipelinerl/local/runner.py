@@ -34,6 +34,7 @@ from pipelinerl.local.processes import (
     ServiceProcess,
     bound_log,
     living_names,
+    raise_open_files,
     service_of,
 )
 from pipelinerl.local.progress import Display, RunState
@@ -171,6 +172,7 @@ class LocalRun:
         return ending
 
     async def _work(self) -> None:
+        raise_open_files()
         async with AsyncExitStack() as stack:
             try:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True))

@@ -24,7 +24,6 @@ import fcntl
 import logging
 import math
 import os
-import selectors
 import socket
 import tempfile
 import threading
@@ -36,7 +35,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +44,7 @@ from torch.distributed import BroadcastOptions, DistStoreError, FileStore, Prefi
 from pipelinerl.errors import FieldError, TransferError
 from pipelinerl.messages.control import Backend
 from pipelinerl.service.settings import host_port, split_host_port
+from pipelinerl.transfer.exchange import exchange
 from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, RanksMissing, TransferAborted
 
 log = logging.getLogger(__name__)
@@ -355,7 +355,7 @@ class WeightGroup:
         started = time.monotonic()
         try:
             transport.broadcast(tensor, timeout_s)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, ValueError, OSError) as error:  # ValueError: a socket that was closed meanwhile
             if isinstance(error, TimeoutError) or time.monotonic() - started >= 0.95 * timeout_s:
                 raise DeadlineExceeded(self.spec.name, f"a broadcast of {tensor.nbytes} bytes", timeout_s) from error
             raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
@@ -430,32 +430,12 @@ class UnixTransport:
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Raises TimeoutError, another OSError when a peer has left, or TransferAborted."""
-        deadline = time.monotonic() + timeout_s
-        left = dict.fromkeys(self._peers, memoryview(tensor.view(torch.uint8).numpy()))  # type: ignore[arg-type]
-        with selectors.DefaultSelector() as ready:
-            for peer in self._peers:
-                ready.register(peer, selectors.EVENT_WRITE if self._sends else selectors.EVENT_READ)
-            while left:
-                left_s = deadline - time.monotonic()
-                if self._given_up.is_set():
-                    raise TransferAborted("the broadcast was given up")
-                if left_s <= 0:
-                    raise TimeoutError
-                for key, _ in ready.select(min(left_s, _MEETING_LOOK_S)):
-                    peer = cast(socket.socket, key.fileobj)
-                    left[peer] = left[peer][self._move(peer, left[peer]) :]
-                    if not left[peer]:
-                        ready.unregister(peer)
-                        del left[peer]
+        views = dict.fromkeys(self._peers, memoryview(tensor.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        exchange(views if self._sends else {}, {} if self._sends else views, timeout_s, self._check_wanted)
 
-    def _move(self, peer: socket.socket, data: memoryview) -> int:
-        """Bytes sent out of, or received into, the beginning of `data`."""
-        if self._sends:
-            return peer.send(data)
-        received = peer.recv_into(data)
-        if not received:
-            raise ConnectionError("rank 0 has left")
-        return received
+    def _check_wanted(self) -> None:
+        if self._given_up.is_set():
+            raise TransferAborted("the broadcast was given up")
 
     def close(self) -> None:
         for peer in self._peers:

@@ -240,18 +240,19 @@ def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) ->
         os.close(ruleset)
 
 
-def _private_dir() -> str:
-    """Folder of what no code in a sandbox may read; empty where there is none."""
-    return os.path.realpath(path) if (path := os.environ.get("PIPELINERL_PRIVATE_DIR", "")) else ""
+def _private_dirs(path: str) -> list[str]:
+    """Folders below `path`, or itself, of what no code in a sandbox may read: those of the run and of its temporary files."""
+    given = (os.environ.get(name, "") for name in ("PIPELINERL_PRIVATE_DIR", "TMPDIR"))
+    return [private for each in given if each and os.path.commonpath((path, private := os.path.realpath(each))) == path]
 
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
-    """Rules by which all below `path` can be read, but the private folder if it is there: no rule of Landlock takes anything
-    away. Of the folders above it names are seen, also those of what is made later, which cannot be read."""
-    private = _private_dir()
-    if not private or os.path.commonpath((path, private)) != path:
+    """Rules by which all below `path` can be read but private folders: no rule of Landlock takes anything away. Of the folders
+    above these names are seen, also those of what is made later, which cannot be read."""
+    private = _private_dirs(path)
+    if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR
-    elif path != private:
+    elif path not in private:
         yield path, _READ_DIR
         for entry in os.scandir(path):
             if not entry.is_symlink():  # a rule would be of what it points to
@@ -430,7 +431,7 @@ def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits
     command = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     for path in _python_paths():
         command += ["--ro-bind", path, path]
-        if (private := _private_dir()) and os.path.commonpath((os.path.realpath(path), private)) == os.path.realpath(path):
+        for private in _private_dirs(os.path.realpath(path)):
             command += ["--tmpfs", private, "--remount-ro", private]
     for device in ("null", "zero", "urandom"):
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]

@@ -31,6 +31,7 @@ from pipelinerl.run_dir import RunDir, create_run_dir
 from pipelinerl.service.retry import Backoff
 from tests.faults.points import POINTS, Watcher
 from tests.faults.slow import talks
+from tests.support.machine import usual_open_files
 from tests.support.runs import write_tiny_recipe
 
 SERVICES = ("trainer", "actor-0", "verifier", "nats")
@@ -100,7 +101,7 @@ async def local_run(
     run_dir = create_run_dir(recipe.name, datetime.now(), path=folder / "Läufe 数" / "run")
     out = StringIO()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with open_display(out) as display:
+    with usual_open_files(), open_display(out) as display:
         restarts = Restarts(limit=100, limit_unserved=100, backoff=Backoff(0.5, 0.5))
         runner = LocalRun(recipe, run_dir, display, commands, environment=environment, restarts=restarts)
         running = asyncio.create_task(runner.run())

@@ -130,13 +130,17 @@ def test_a_judge_scores_and_no_worker_has_its_key(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
 async def test_a_reward_in_a_sandbox_gets_out_no_more_than_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Started in a folder that holds the run's, as is usual, it reads what is beside that and nothing in it."""
-    folder, run_dir = tmp_path / "verifier", tmp_path / "cwd" / "run"
+    """Started in a folder that holds the run's, and temporary files, it reads what is beside and nothing in them."""
+    folder, run_dir, temporary = tmp_path / "verifier", tmp_path / "cwd" / "run", tmp_path / "cwd" / "temporary"
     folder.mkdir()
+    temporary.mkdir(parents=True)
+    (temporary / "file").write_text("password")
+    monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv("PYTHONPATH", str(run_dir.parent))
     with surroundings_in(tmp_path) as surroundings, verifier(folder, recipe(sandbox=True), private_dir=run_dir) as running:
         running.wait_until_serving()
         attempts = [f"run {surroundings.filled(ESCAPES[name], running.process.pid)}" for name in sorted(ESCAPES.keys() - MAY)]
+        attempts.append(f"run if 'password' in open('{temporary}/file').read(): print('escaped')")
         reads = f"run {surroundings.filled(BESIDE, 0)}"
         scored = await outcomes(running, [reads, *attempts, f"kill {running.process.pid}", reads])
         assert running.process.poll() is None

@@ -1,8 +1,11 @@
-"""What tests ask of the machine: a port that is free, and whether a process has ended."""
+"""What tests ask of the machine: a port that is free, and whether a process has ended, and how many files may be open."""
 
 import os
+import resource
 import select
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def free_port() -> int:
@@ -21,3 +24,14 @@ def ends_within(pid: int, timeout_s: float) -> bool:
         return bool(select.select([handle], [], [], timeout_s)[0])
     finally:
         os.close(handle)
+
+
+@contextmanager
+def usual_open_files() -> Iterator[None]:
+    """What is started within may open as many files as where nobody has raised the limit."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -19,6 +19,7 @@ import yaml
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.run_dir import RunDir
+from tests.support.machine import usual_open_files
 
 RUN_TIMEOUT_S = 280.0
 PARITY_NATS = 1e-4
@@ -214,7 +215,7 @@ def started_run(
     output = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}.txt")
     where = ["--resume", str(run_dir)] if resume else [str(recipe), "--run-dir", str(run_dir)]
     command = [PROGRAM, "run", *where, *arguments]
-    with output.open("wb") as file:
+    with output.open("wb") as file, usual_open_files():
         process = subprocess.Popen(
             command, stdout=file, stderr=file, start_new_session=True, env={**os.environ, **(environment or {})}
         )

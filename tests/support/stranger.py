@@ -9,8 +9,8 @@ import encodings.idna  # noqa: F401 - for names of hosts: nobody cannot import f
 import json
 import multiprocessing
 import os
+import resource
 import socket
-from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -164,8 +164,8 @@ def nothing_is_readable_by_others(run_dir: RunDir) -> None:
 
 NOBODY = 65534
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-NOISE = (b"", bytes(8), b"\1" + bytes(7), b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n", b"CONNECT {}\r\n")
-"""The second and third are what Gloo's ranks begin with."""
+NOISE = (bytes(8), b"\1" + bytes(7), b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n", b"CONNECT {}\r\n", *[b""] * 1200)
+"""The first two are what Gloo's ranks begin with. In all, more connections than a process may have open files by default."""
 
 
 @contextlib.contextmanager
@@ -173,25 +173,24 @@ def another_user(run_dir: RunDir, runner: int, beside: Collection[str] = ()) -> 
     """Connects to every port of a run whose runner has that pid, says something and stays. For root, who can be another user.
 
     Asserts that only servers that ask for a login listen, and, where it is `beside`, the `actor` to its episodes and Gloo in an
-    `engine`, which waits for nobody, and in each `rank` of the trainer as often; all on this machine's own addresses. And that
-    nobody else gets at the run's files, temporary ones and sockets included.
+    `engine`, which waits for nobody; all on this machine's own addresses. And that nobody else gets at the run's files,
+    temporary ones and sockets included.
     """
     names = [path.stem for path in run_dir.address(NATS).parent.iterdir()]
     known = {int(json.loads(run_dir.address(NATS).read_bytes())["url"].rpartition(":")[2])}
     for one in (read_address(run_dir.address(name)) for name in names if name != NATS):
         known |= {split_host_port(address)[1] for address in (one.grpc, one.http) if address}
-    ports, unknown, private = list[int](), defaultdict[str, Counter[int]](Counter), set[Path]()
+    ports, unknown, private = list[int](), set[str](), set[Path]()
     for service in psutil.Process(runner).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # an environment's
             listens = [found.laddr for found in service.net_connections("inet") if found.status == psutil.CONN_LISTEN]
             assert {address.ip for address in listens} <= set(LOOPBACK), service
             ports += [address.port for address in listens]
             environment, command = service.environ(), " ".join(service.cmdline())
-            role = "rank" if "RANK" in environment else "engine" if "VLLM" in command else command.rpartition(".")[2]
-            unknown[role].update(service.pid for address in listens if address.port not in known)
+            role = "engine" if "VLLM" in command else command.rpartition(".")[2]
+            unknown |= {role for address in listens if address.port not in known}
             private |= {Path(environment["TMPDIR"])} if "TMPDIR" in environment else set()
-    assert {role for role, counts in unknown.items() if counts} == set(beside)
-    assert len(set(unknown["rank"].values())) <= 1, "the first has no store that others do not have"
+    assert unknown == set(beside)
     (temporary,) = private
     closed = [temporary, *temporary.rglob("*"), run_dir.path, *run_dir.path.rglob("*")]
     assert any(path.name.startswith("epoch-") for path in closed), "where groups for weights meet"
@@ -210,6 +209,7 @@ def another_user(run_dir: RunDir, runner: int, beside: Collection[str] = ()) -> 
 
 
 def _as_nobody(told: Connection, ports: list[int], closed: list[str]) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2**16, 2**16))
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)

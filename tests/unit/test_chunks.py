@@ -29,7 +29,7 @@ from pipelinerl.transfer.chunks import (
     tensor_sums,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, GroupStore, LocalStore, WeightGroup, open_store
+from pipelinerl.transfer.group import HOST, GroupStore, LocalStore, WeightGroup, on_thread, open_store
 from pipelinerl.transfer.manifest import (
     DeadlineExceeded,
     GroupFailed,
@@ -333,7 +333,7 @@ def test_a_broadcast_over_unix_sockets_reaches_a_quick_rank_beside_a_slow_one_an
         with pytest.raises(TransferAborted):
             sending.result(60)
     trainer.close()
-    with pytest.raises(GroupFailed, match="rank 0 has left"):
+    with pytest.raises(GroupFailed, match="the other end has left"):
         slow.broadcast(received, 60)
 
 
@@ -404,6 +404,19 @@ def test_who_meets_in_a_folder_whose_trainer_has_ended_hears_of_it_at_once(waits
         with pytest.raises(GroupFailed, match="cannot be built"):
             coming.result(60)
     assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize("ends", [lambda given_up: given_up.set(), lambda _: None], ids=["given up", "in time"])
+def test_a_trainer_to_whom_nobody_connects_does_not_wait_for_ever(ends: Callable[[threading.Event], None]) -> None:
+    store, given_up = LocalStore(), threading.Event()
+    meeting = PrefixStore("epoch-1", open_store(spec(store, "epoch-1", 1, 2), 10))
+    meeting.set("here/1", "1")  # and comes no further
+    coming = on_thread("trainer", lambda: WeightGroup.connect(spec(store, "epoch-1", 0, 2), 3, given_up))
+    while not meeting.check(["listening"]):
+        threading.Event().wait(0.01)
+    ends(given_up)
+    with pytest.raises(TransferAborted if given_up.is_set() else DeadlineExceeded):
+        coming.result(60)
 
 
 def host_store(port: "multiprocessing.Queue[int]") -> None:

@@ -4,14 +4,12 @@ import gc
 import os
 import weakref
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +18,6 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from services.trainer import loading
-from services.trainer.distributed import world
 from services.trainer.distributed.world import (
     ADAPTER,
     END,
@@ -31,7 +28,6 @@ from services.trainer.distributed.world import (
     RankLayout,
     join_ranks,
     leave_ranks,
-    prove_ranks,
 )
 from services.trainer.learn import sharding
 from services.trainer.learn.batch import TokenRow, TrainingGroup
@@ -458,26 +454,3 @@ def left_alone(folder: str) -> str:
 
 def test_a_rank_that_rank_0_leaves_says_so(trained: Trained) -> None:
     assert on_ranks(2, left_alone, trained.jobs["tied"].folder)[1].startswith("a rank lost rank 0, whose log says why: ")
-
-
-def told_of_an_impostor(folder: str, silent: bool) -> str:
-    """What rank 0 says when what has connected in rank 1's place cannot read the folder where the ranks have met."""
-    join_ranks(torch.device("cpu"))
-    group = dist.group.WORLD
-    if dist.get_rank() == 0:
-        world.PROOF_TIMEOUT = timedelta(seconds=2)
-        with pytest.raises(ServiceError) as raised:
-            prove_ranks(group)
-        return str(raised.value)
-    if not silent:
-        os.environ["RANK_FOLDER"] = folder
-        with pytest.raises(ServiceError, match="in the place of rank 0"):
-            prove_ranks(group)
-    return ""
-
-
-@pytest.mark.parametrize("silent", [True, False])
-def test_what_connects_in_the_place_of_a_rank_and_does_not_know_the_run_is_found_out(tmp_path: Path, silent: bool) -> None:
-    said = on_ranks(2, told_of_an_impostor, str(tmp_path), silent)[0]
-    assert ("does not say who it is" if silent else "has connected in the place of rank 1") in said
-    assert said.endswith("the trainer has to start again")

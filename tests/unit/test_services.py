@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.initial_model import cache_folder
+from pipelinerl.initial_model import COMPILED, cache_folder
 from pipelinerl.local.processes import Launch, Restarts
 from pipelinerl.local.runner import grace_s
-from pipelinerl.local.services import ServiceLaunches, ThreadPlan, available_cores, keep_to_quota, plan_threads
+from pipelinerl.local.services import ServiceLaunches, ThreadPlan, available_cores, keep_to_quota, plan_threads, private_files
 from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.retry import Backoff
@@ -140,6 +140,39 @@ def test_deaths_are_counted_in_a_row_until_the_run_gets_further_or_the_process_l
 )
 def test_the_time_to_stop_is_shared(kind: str, left_s: float, within_s: float, expected_s: float) -> None:
     assert grace_s(kind, left_s, within_s) == expected_s
+
+
+# Temporary files
+
+
+@pytest.mark.parametrize(
+    ("mode", "environment", "kept"),
+    [
+        (0o700, {}, True),
+        (0o755, {}, True),
+        (0o770, {}, False),  # others could put programs there
+        (0o700, {"PIPELINERL_CACHE": "/proc/none"}, False),  # nothing can be made there
+        (0o700, {"GLOO_SOCKET_IFNAME": "eth7"}, True),
+    ],
+)
+def test_services_have_temporary_files_of_their_own_and_keep_what_is_compiled_where_nobody_else_writes(
+    mode: int, environment: dict[str, str], kept: bool, tmp_path: Path
+) -> None:
+    folder, cache = tmp_path / "temporary", tmp_path / "cache"
+    folder.mkdir()
+    (cache / COMPILED).mkdir(parents=True)
+    (cache / COMPILED).chmod(mode)
+    found = private_files({"PIPELINERL_CACHE": str(cache), **environment}, folder)
+    assert found["TMPDIR"] == str(folder)
+    assert found["GLOO_SOCKET_IFNAME"] == environment.get("GLOO_SOCKET_IFNAME", "lo")
+    assert [link.resolve() for link in folder.iterdir()] == [cache / COMPILED] * kept
+
+
+def test_a_user_without_a_home_has_temporary_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 12345)  # nobody's
+    assert private_files({}, tmp_path)["TMPDIR"] == str(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 # Threads

@@ -8,9 +8,7 @@ safetensors format (never pickle). Not here: what rank 0 orders, and how it is c
 
 from __future__ import annotations
 
-import hmac
 import json
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.service.settings import RankSettings
+from services.trainer.distributed import unix_group
 
 SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE = "score", "weights", "adapter", "value head", "save"
 HEARTBEAT, END = "beat", "end"
@@ -89,8 +88,6 @@ ORDER_TIMEOUT = timedelta(minutes=30)
 writes a checkpoint, so this only ends ranks whose rank 0 vanished without closing its connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """How long a collective of the step may wait for a rank that computes."""
-PROOF_TIMEOUT = timedelta(minutes=1)
-STRANGER = "Another process of this machine was quicker to connect than a rank; the trainer has to start again"
 
 
 class Links:
@@ -102,9 +99,7 @@ class Links:
     @classmethod
     def among_all(cls, timeout: timedelta) -> Links:
         """In a new group, which all ranks open at the same time."""
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        prove_ranks(group)
-        return cls(group, dist.get_world_size())
+        return cls(dist.new_group(backend=_host_backend(), timeout=timeout), dist.get_world_size())
 
     def send(self, message: Message, to: int) -> None:
         data = message.to_bytes()
@@ -168,41 +163,15 @@ def join_ranks(device: torch.device) -> None:
     """Meets the ranks of torchrun's environment; returns when every one is there."""
     ranks, place = RankSettings(), dict[str, Any]()
     if ranks.rank_folder is not None:
+        unix_group.register_backend(ranks.rank_folder)
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)
         place = {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TENSOR_TIMEOUT, **place)
-    prove_ranks(dist.group.WORLD)
+    dist.init_process_group("nccl" if device.type == "cuda" else _host_backend(), timeout=TENSOR_TIMEOUT, **place)
 
 
-def prove_ranks(group: Any) -> None:
-    """Compares what only ranks know, where those of one node have met in their folder. All ranks of `group` call it.
-
-    Gloo takes whoever is first to connect to a rank's port for the rank that it waits for. It keeps what it has connected, so
-    once is enough. NCCL has keys of its own. Raises `ServiceError` when something else has come in a rank's place.
-    """
-    folder, me = RankSettings().rank_folder, dist.get_rank(group)
-    if folder is None or dist.get_backend(group) != "gloo":
-        return
-    key = dist.FileStore(str(folder / "key"), -1).compare_set("key", "", secrets.token_hex())  # of the first that comes
-
-    def proof(sender: int, receiver: int) -> Tensor:
-        told = hmac.digest(key, f"{group.group_name} {sender} {receiver}".encode(), "sha256")
-        return torch.frombuffer(bytearray(told), dtype=torch.uint8)
-
-    others = [rank for rank in range(dist.get_world_size(group)) if rank != me]
-    told = {rank: torch.zeros_like(proof(rank, me)) for rank in others}
-    works: list[Any] = [dist.irecv(told[rank], group_src=rank, group=group) for rank in others]
-    works += [dist.isend(proof(me, rank), group_dst=rank, group=group) for rank in others]
-    try:
-        for work in works:
-            work.wait(PROOF_TIMEOUT)
-        wrong = [rank for rank in others if not torch.equal(told[rank], proof(rank, me))]
-    except RuntimeError as error:
-        raise ServiceError(f"a rank of this trainer does not say who it is: {error}. {STRANGER}") from error
-    if wrong:
-        raise ServiceError(
-            f"something that is no rank of this trainer has connected in the place of rank {wrong[0]}. {STRANGER}"
-        )
+def _host_backend() -> str:
+    """For tensors in host memory: Gloo, where the ranks are on several machines."""
+    return "gloo" if RankSettings().rank_folder is None else unix_group.BACKEND
 
 
 def agree(what: Mapping[str, str]) -> None:
@@ -235,13 +204,10 @@ def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device
     links, saving = Links.among_all(ORDER_TIMEOUT), Links.among_all(ORDER_TIMEOUT)
     mesh, host = _shard_mesh(layout, device), torch.device("cpu")
     host_mesh = mesh if device == host else _shard_mesh(layout, host)
-    sending, row_group = mesh.get_all_groups(), None
+    row_group = None
     if layout.sequence_ranks > 1:
         shape = (layout.data_ranks, layout.sequence_ranks)
         row_group = init_device_mesh(device.type, shape, mesh_dim_names=("row", "part"))["part"].get_group()
-        sending.append(row_group)
-    for group in sending:
-        prove_ranks(group)
     return World(layout, device, links, mesh, row_group, saving, host_mesh)
 
 
