@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -259,6 +260,15 @@ async def test_a_run_ends_in_order_before_its_disk_is_full(tmp_path: Path) -> No
     assert re.search(r"MB free, and the next checkpoint needs 1,000,000,000,000 MB: the run ends before", str(ending.error))
     assert (ending.exit_code, dict(ending.restarts)) == (1, {})
     assert json.loads(run.dir.summary.read_text())["interrupted"], "the trainer was told to stop, and wrote what it had"
+
+
+async def test_a_run_without_a_place_for_temporary_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run", recipe(), {})
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    async with running(run) as task:
+        ending = await task
+    assert "no folder for temporary files can be made (TMPDIR): " in str(ending.error)
+    assert ending.exit_code == 1
 
 
 async def test_a_nats_server_that_does_not_stay_ends_the_run_and_is_named(tmp_path: Path) -> None:

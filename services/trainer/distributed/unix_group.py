@@ -123,6 +123,24 @@ class UnixGroup(dist.ProcessGroup):
             self._swap([tensor] * self._size, output)
         return _Done()
 
+    def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+        """`outputs` are the root's."""
+        if self._rank != options.rootRank:
+            self._exchange({options.rootRank: tensors[0]}, {})
+        else:
+            outputs[0][self._rank].copy_(tensors[0])
+            self._exchange({}, {rank: outputs[0][rank] for rank in self._peers})
+        return _Done()
+
+    def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], options: Any) -> dist.Work:  # type: ignore[override]
+        """`tensors` are the root's."""
+        if self._rank != options.rootRank:
+            self._exchange({}, {options.rootRank: outputs[0]})
+        else:
+            outputs[0].copy_(tensors[0][self._rank])
+            self._exchange({rank: tensors[0][rank] for rank in self._peers}, {})
+        return _Done()
+
     def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> dist.Work:
         self._swap([tensor.view(-1)] * self._size, output.view(self._size, -1))
         return _Done()
