@@ -164,7 +164,7 @@ def nothing_is_readable_by_others(run_dir: RunDir) -> None:
 
 NOBODY = 65534
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-NOISE = (bytes(8), b"\1" + bytes(7), b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n", b"CONNECT {}\r\n", *[b""] * 1200)
+NOISE = (bytes(8), b"\1" + bytes(7), b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n", b"CONNECT {}\r\n", *[b""] * 1100)
 """The first two are what Gloo's ranks begin with. In all, more connections than a process may have open files by default."""
 
 
@@ -209,7 +209,8 @@ def another_user(run_dir: RunDir, runner: int, beside: Collection[str] = ()) -> 
 
 
 def _as_nobody(told: Connection, ports: list[int], closed: list[str]) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (2**16, 2**16))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
