@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import encodings.idna  # noqa: F401 - for names of hosts: nobody cannot import from everywhere
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -164,8 +165,10 @@ def nothing_is_readable_by_others(run_dir: RunDir) -> None:
 
 NOBODY = 65534
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-NOISE = (bytes(8), b"\1" + bytes(7), b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n", b"CONNECT {}\r\n", *[b""] * 1100)
-"""The first two are what Gloo's ranks begin with. In all, more connections than a process may have open files by default."""
+NOISE = (bytes(8), b"\1" + bytes(7), b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n", b"CONNECT {}\r\n")
+"""The first two are what Gloo's ranks begin with."""
+SILENT = 1100
+"""Connections to each process on which nothing is said: more than it may have open files by default."""
 
 
 @contextlib.contextmanager
@@ -180,12 +183,13 @@ def another_user(run_dir: RunDir, runner: int, beside: Collection[str] = ()) -> 
     known = {int(json.loads(run_dir.address(NATS).read_bytes())["url"].rpartition(":")[2])}
     for one in (read_address(run_dir.address(name)) for name in names if name != NATS):
         known |= {split_host_port(address)[1] for address in (one.grpc, one.http) if address}
-    ports, unknown, private = list[int](), set[str](), set[Path]()
+    wanted, unknown, private = list[tuple[int, bytes]](), set[str](), set[Path]()
     for service in psutil.Process(runner).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # an environment's
             listens = [found.laddr for found in service.net_connections("inet") if found.status == psutil.CONN_LISTEN]
             assert {address.ip for address in listens} <= set(LOOPBACK), service
-            ports += [address.port for address in listens]
+            silent = [b""] * math.ceil(SILENT / max(1, len(listens)))
+            wanted += [(address.port, words) for address in listens for words in (*NOISE, *silent)]
             environment, command = service.environ(), " ".join(service.cmdline())
             role = "engine" if "VLLM" in command else command.rpartition(".")[2]
             unknown |= {role for address in listens if address.port not in known}
@@ -195,30 +199,29 @@ def another_user(run_dir: RunDir, runner: int, beside: Collection[str] = ()) -> 
     closed = [temporary, *temporary.rglob("*"), run_dir.path, *run_dir.path.rglob("*")]
     assert any(path.name.startswith("epoch-") for path in closed), "where groups for weights meet"
     here, there = multiprocessing.Pipe()
-    given = there, ports, [str(path) for path in closed]
+    given = there, wanted, [str(path) for path in closed]
     process = multiprocessing.get_context("spawn").Process(target=_as_nobody, args=given, daemon=True)
     process.start()
     there.close()
     try:
         assert here.poll(60)
-        assert here.recv() == (len(ports) * len(NOISE), [])
+        assert here.recv() == (len(wanted), [])
         yield
     finally:
         process.kill()
         process.join()
 
 
-def _as_nobody(told: Connection, ports: list[int], closed: list[str]) -> None:
+def _as_nobody(told: Connection, wanted: list[tuple[int, bytes]], closed: list[str]) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     held, opened = [], []
-    for port in ports:
-        for words in NOISE:
-            held.append(socket.create_connection(("127.0.0.1", port), 10))
-            held[-1].sendall(words)
+    for port, words in wanted:
+        held.append(socket.create_connection(("127.0.0.1", port), 10))
+        held[-1].sendall(words)
     for path in closed:
         if os.access(path, os.R_OK) or os.access(path, os.W_OK):
             opened.append(path)
