@@ -23,7 +23,7 @@ def arguments(index: int, address: str, device: str = "cpu", within_s: float = 6
 async def pod(index: int, address: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.trainer.transfer_test", *arguments(index, address)),
-        env=os.environ | {"TORCH_CPP_LOG_LEVEL": "FATAL"},
+        env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=ROOT,

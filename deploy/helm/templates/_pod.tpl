@@ -179,8 +179,10 @@ readinessProbe:
 {{- include "pipelinerl.networkEnv" .root }}
 {{- end -}}
 
-{{/* The root context: what NCCL and Gloo read, each entry after a line break. */}}
-{{- define "pipelinerl.networkEnv" -}}
+{{/* The root context: what torch, NCCL and Gloo read, each entry after a line break. */}}
+{{- define "pipelinerl.networkEnv" }}
+# Otherwise torch writes two lines for each look at a pod that others wait for, ten times a second.
+- {name: TORCH_CPP_LOG_LEVEL, value: ERROR}
 {{- with .Values.network.interface }}
 - {name: NCCL_SOCKET_IFNAME, value: {{ . | quote }}}
 - {name: GLOO_SOCKET_IFNAME, value: {{ . | quote }}}
