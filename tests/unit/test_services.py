@@ -1,5 +1,6 @@
 """How services of a local run are started, restarted and given time to stop, and how they share the cores: by hand."""
 
+import resource
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.initial_model import COMPILED, cache_folder
-from pipelinerl.local.processes import Launch, Restarts
+from pipelinerl.local.processes import Launch, Restarts, raise_open_files
 from pipelinerl.local.runner import grace_s
 from pipelinerl.local.services import ServiceLaunches, ThreadPlan, available_cores, keep_to_quota, plan_threads, private_files
 from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ActorSettings, ServiceAddress, ServiceSettings, TrainerSettings, VerifierSettings
+from tests.support.machine import usual_open_files
 
 NATS, VERIFIER = "nats://127.0.0.1:4000", "127.0.0.1:5000"
 
@@ -166,6 +168,13 @@ def test_services_have_temporary_files_of_their_own_and_keep_what_is_compiled_wh
     assert found["TMPDIR"] == str(folder)
     assert found["GLOO_SOCKET_IFNAME"] == environment.get("GLOO_SOCKET_IFNAME", "lo")
     assert [link.resolve() for link in folder.iterdir()] == [cache / COMPILED] * kept
+
+
+def test_a_run_may_open_as_many_files_as_the_system_lets_it() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with usual_open_files():
+        raise_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
 
 
 def test_a_user_without_a_home_has_temporary_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
