@@ -103,69 +103,69 @@ class UnixGroup(dist.ProcessGroup):
         for peer in self._peers.values():
             peer.close()
 
-    def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         for tensor in tensors:
-            if self._rank == options.rootRank:
+            if self._rank == opts.rootRank:
                 self._exchange(dict.fromkeys(self._peers, tensor), {})
             else:
-                self._exchange({}, {options.rootRank: tensor})
+                self._exchange({}, {opts.rootRank: tensor})
         return _Done()
 
-    def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         for tensor in tensors:
             rows = tensor.new_empty(self._size, tensor.numel())
             self.all_gather_single(rows, tensor)
-            tensor.copy_(_REDUCED[options.reduceOp.op](rows).view_as(tensor))
+            tensor.copy_(_REDUCED[opts.reduceOp.op](rows).view_as(tensor))
         return _Done()
 
-    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         for output, tensor in zip(outputs, tensors, strict=True):
             self._swap([tensor] * self._size, output)
         return _Done()
 
-    def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+    def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """`outputs` are the root's."""
-        if self._rank != options.rootRank:
-            self._exchange({options.rootRank: tensors[0]}, {})
+        if self._rank != opts.rootRank:
+            self._exchange({opts.rootRank: tensors[0]}, {})
         else:
             outputs[0][self._rank].copy_(tensors[0])
             self._exchange({}, {rank: outputs[0][rank] for rank in self._peers})
         return _Done()
 
-    def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], options: Any) -> dist.Work:  # type: ignore[override]
+    def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> dist.Work:  # type: ignore[override]
         """`tensors` are the root's."""
-        if self._rank != options.rootRank:
-            self._exchange({}, {options.rootRank: outputs[0]})
+        if self._rank != opts.rootRank:
+            self._exchange({}, {opts.rootRank: outputs[0]})
         else:
             outputs[0].copy_(tensors[0][self._rank])
             self._exchange({rank: tensors[0][rank] for rank in self._peers}, {})
         return _Done()
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         self._swap([tensor.view(-1)] * self._size, output.view(self._size, -1))
         return _Done()
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], options: Any = None) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
         for output, tensor in zip(outputs, tensors, strict=True):
             self.all_gather_single(output, tensor)
         return _Done()
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> dist.Work:
         parts = tensor.view(self._size, -1)
         rows = torch.empty_like(parts)
         self._swap(parts, rows)
-        output.copy_(_REDUCED[options.reduceOp.op](rows).view_as(output))
+        output.copy_(_REDUCED[opts.reduceOp.op](rows).view_as(output))
         return _Done()
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_sizes: list[int], sizes: list[int], options: Any = None
+        self, output: Tensor, tensor: Tensor, output_sizes: list[int], sizes: list[int], opts: Any = None
     ) -> dist.Work:
         """Sizes of the ranks' parts along the first dimension; none = equal ones."""
         parts = tensor.split(sizes or len(tensor) // self._size)
         self._swap(parts, output.split(output_sizes or len(output) // self._size))
         return _Done()
 
-    def barrier(self, options: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> dist.Work:
         return self.allreduce([torch.zeros(1)], dist.AllreduceOptions())
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
