@@ -73,7 +73,7 @@ def why_unwritable(folder: Path) -> str:
     """Why no file can be made in the folder, which may have to be made itself; empty when one can. Changes nothing."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
-        return f"{there} is no folder"
+        return f"{there} is not a folder"
     return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 

@@ -148,7 +148,7 @@ NAMED_IN = ("run.json", "lineage.json")
 def run_name(folder: Path, option: str = "RUN_DIR") -> str:
     """What the run in this folder is called: `NAMED_IN` say so; without them, the folder's name. Raises `FieldError`."""
     if not folder.is_dir():
-        raise FieldError(option, str(folder), "is no folder: give the folder of a run")
+        raise FieldError(option, str(folder), "is not a folder: give the folder of a run")
     name = folder.resolve().name
     for file in NAMED_IN:
         try:

@@ -90,7 +90,8 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     if failed:
         yield f"{failed} of {len(audit.findings)} checks FAILED"
     else:
-        yield f"what was looked at adds up; {skipped} checks were not made" if skipped else "everything adds up"
+        told = f"what was looked at adds up; {skipped} of {len(audit.findings)} checks could not be made"
+        yield told if skipped else "everything adds up"
 
 
 def equation(counts: Mapping[str, int]) -> str:

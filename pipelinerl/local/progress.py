@@ -165,8 +165,8 @@ def silence(state: RunState, elapsed_s: float) -> str:
     serving = sum(phase_of(actor) == "serving" for actor in state.actors.values())
     others = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
     told = [f"no step for {duration(quiet_s)}: {state.phase}{_restarts_text(state)}"]
-    if others:
-        told.append(f"{serving} of {len(others)} actors serving ({'; '.join(others)})")
+    if others or state.sequences:
+        told.append(f"{serving} of {len(others)} actors serving" + (f" ({'; '.join(others)})" if others else ""))
     if state.sequences:
         told.append(f"sequences {_sequences_text(state.sequences)}")
     return " | ".join(told)
@@ -286,7 +286,7 @@ class Display(contextlib.AbstractContextManager["Display"]):
     def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
         self._shown_step, self._shown_at_s = 0, float("-inf")
-        self._shown_phase, self._phase_at_s = "", float("-inf")
+        self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""
         self._quiet_from_s, self._quiet_s = 0.0, 0.0
         """Since when there has been no step, and after how long of it that was told last."""
 
@@ -295,6 +295,7 @@ class Display(contextlib.AbstractContextManager["Display"]):
 
     def note(self, text: str) -> None:
         """A line that stays."""
+        self._noted = text
         print(text, file=self._stream, flush=True)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
@@ -304,7 +305,7 @@ class Display(contextlib.AbstractContextManager["Display"]):
             self._shown_step, self._shown_at_s = state.step, elapsed_s
             self.note(plain_line(state, elapsed_s))
         phase_due = elapsed_s - self._phase_at_s >= min(_PHASE_EVERY_S, self._every_s)
-        if not state.heard_s and state.phase != self._shown_phase and phase_due:
+        if not state.heard_s and state.phase not in (self._shown_phase, self._noted) and phase_due:
             self._shown_phase, self._phase_at_s = state.phase, elapsed_s
             self.note(state.phase)
         if state.moved_s != self._quiet_from_s:

@@ -389,6 +389,8 @@ class LocalRun:
         Returns when those to be stopped have ended and the others are started, which is not yet serving. Raises `ServiceError`
         when one cannot be executed.
         """
+        if count == 0:
+            self._note("no actor is wanted, so nothing is generated until `pipelinerl scale actors 1` or more")
         surplus = sorted(self._actors.keys() - self._given_up)[count:]
         await asyncio.gather(*(self._remove(number) for number in (*self._given_up, *surplus)))
         free = (number for number in numbers() if number not in self._actors)

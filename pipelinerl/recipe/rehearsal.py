@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _PACKAGES = {"math": ("math_verify",), "math_boxed": ("math_verify",), "json_schema": ("jsonschema",)}
 """By scorer, what it needs that may not be installed where a recipe is only checked."""
-_BARE = ("task", "exact", "math")
-"""Scorers to which a reference answer is a right one as it stands: no box, no instance of a schema, no program."""
+_BARE = ("task", "exact", "math", "code")
+"""Scorers to which a reference answer is a right one as it stands: no box, no instance of a schema."""
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ async def test_in_the_trainers_pod_the_environment_says_where_nats_is(
 
 
 @pytest.mark.parametrize(
-    ("made", "said"), [(True, "has neither run.json nor lineage.json"), (False, "is no folder: give the folder of a run")]
+    ("made", "said"), [(True, "has neither run.json nor lineage.json"), (False, "is not a folder: give the folder of a run")]
 )
 async def test_what_is_no_run_exits_2(tmp_path: Path, audit: Audit, made: bool, said: str) -> None:
     folder = tmp_path / "x"

@@ -101,7 +101,7 @@ async def test_in_a_pod_of_the_run_nothing_need_be_named(
         (["RUN", "--nats", "nats://h", "--run", "demo"], "give the folder of a run, or --nats URL --run NAME"),
         (["--nats", "nats://h"], "--run = ''"),
         (["RUN"], "holds no streams"),
-        (["RUN/absent"], "is no folder"),
+        (["RUN/absent"], "is not a folder"),
         (["RUN/broken"], "its run.json does not name the run"),
     ],
 )

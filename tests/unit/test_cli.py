@@ -225,6 +225,13 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
         assert "reference answers (1) earn 0;" in printed
         doubt = r"reward.scorer = 'task': task sums: the reference answer of line \d, '1', earns 0 as the completion, and none"
         assert (re.search(doubt, printed) is not None) is is_doubtful
+    tested = [{**row, "answer": "print(1)", "tests": [{"input": "", "output": "1"}]} for row in rows]
+    (workplace / "programs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in tested))
+    programs = ("--set", file.replace("sums", "programs"), "--set", "reward.scorer=code", "--set", "reward.sandbox=false")
+    for pattern, is_doubtful in ((r"(\d)", True), ("", False)):  # cuts the program out of the answer
+        _, printed, _ = pipelinerl("validate", "there.yaml", *programs, "--set", f"reward.answer_pattern={pattern}")
+        assert f"reference answers (1) earn {int(not is_doubtful)};" in printed
+        assert ("'print(1)', earns 0 as the completion" in printed) is is_doubtful
     short = ("--set", "model.max_context=16", "--set", "sampling.max_tokens=4", "--set", "task.instruction=" + "a " * 12)
     _, printed, _ = pipelinerl("validate", "there.yaml", "--set", file, *short)
     assert "its longest prompt, 18 tokens, leaves no room for an answer in model.max_context = 16" in printed

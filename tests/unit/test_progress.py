@@ -229,6 +229,8 @@ def test_when_no_step_comes_it_is_told_why_after_a_minute_and_then_more_rarely()
         "(actor-0 down, restarted 2x) | sequences 512 issued, 384 trained, 120 in flight, 8 dropped stale"
     )
     assert row(run, "now", 70.0) == told[0]
+    run.actors = {}
+    assert "| 0 of 0 actors serving | sequences" in silence(run, 70.0)
     run.on_step(metrics(2), 400.0)
     run.on_step(metrics(3), 500.0)
     assert silence(run, 1230.0) == "", "three times what a step takes"

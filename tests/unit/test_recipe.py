@@ -449,7 +449,7 @@ LACKING = [
     (
         "model={source: smollm2}",
         "PIPELINERL_CACHE",
-        "broken.jsonl is no folder, and initial models are kept there; name another",
+        "broken.jsonl is not a folder, and initial models are kept there; name another",
     ),
     ("trainer={context_parallel: 2}", "trainer.context_parallel", "does not divide trainer.nproc = 1"),
     ("trainer={nproc: 4, shard_ranks: 3}", "trainer.shard_ranks", "does not divide trainer.nproc = 4"),
