@@ -77,6 +77,8 @@ _SCALED_GRACE_S = 15.0
 """For an actor that is scaled away: it hands over what is finished."""
 _ENDED_GRACE_S = 1.0
 """For what a process that ended by itself left behind: the clock of the orderly stop does not start for that."""
+LONGEST_FOLDER = 70
+"""Characters of the folder for temporary files: in it vLLM's sockets have paths of 107, the most there may be."""
 TRAINER = "trainer"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -178,6 +180,10 @@ class LocalRun:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True))
             except OSError as error:
                 raise ServiceError(f"no folder for temporary files can be made (TMPDIR): {error}") from error
+            if len(folder) > LONGEST_FOLDER:
+                raise ServiceError(
+                    f"{folder} is too long a path for sockets, by {len(folder) - LONGEST_FOLDER}: set TMPDIR=/tmp"
+                )
             self._launches.environment = private_files(self.environment, Path(folder))
             await stack.enter_async_context(background(self._refresh()))
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))

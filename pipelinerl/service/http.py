@@ -217,6 +217,7 @@ class _EmbeddedServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,
+                backlog=128,  # asyncio accepts so many at once, and logs each failure where no file can be opened
                 timeout_graceful_shutdown=_GRACEFUL_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",

@@ -234,7 +234,7 @@ def chunk_size(mib: float | None, backend: Backend) -> int:
     """Bytes of chunks of `mib` MiB (a recipe's `weights.chunk_mib`), or of what suits the backend."""
     if mib is None:
         return NCCL_CHUNK_BYTES if backend == "nccl" else DEFAULT_CHUNK_BYTES
-    return aligned(int(mib * 2**20))
+    return aligned(max(1, int(mib * 2**20)))
 
 
 def _validate_low_rank(manifest: Manifest) -> None:

@@ -263,12 +263,14 @@ async def test_a_run_ends_in_order_before_its_disk_is_full(tmp_path: Path) -> No
 
 
 async def test_a_run_without_a_place_for_temporary_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path / "run", recipe(), {})
-    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
-    async with running(run) as task:
-        ending = await task
-    assert "no folder for temporary files can be made (TMPDIR): " in str(ending.error)
-    assert ending.exit_code == 1
+    (long := tmp_path / ("long" * 20)).mkdir()
+    for place, told in (("/proc/none", "can be made (TMPDIR): "), (str(long), "too long a path for sockets")):
+        run = Run(tmp_path / "run", recipe(), {})
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        async with running(run) as task:
+            ending = await task
+        assert told in str(ending.error)
+        assert ending.exit_code == 1
 
 
 async def test_a_nats_server_that_does_not_stay_ends_the_run_and_is_named(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from pipelinerl.transfer.exchange import exchange
 BACKEND = "unix"
 _RANK_BYTES = 4
 """Of what a rank that connects says first."""
+_PIECE = 2**20
+"""Elements that are summed at a time: every rank holds so many of each."""
 _REDUCED = {
     dist.ReduceOp.SUM: lambda rows: rows.sum(0),
     dist.ReduceOp.AVG: lambda rows: rows.mean(0),
@@ -112,10 +114,10 @@ class UnixGroup(dist.ProcessGroup):
         return _Done()
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        for tensor in tensors:
-            rows = tensor.new_empty(self._size, tensor.numel())
-            self.all_gather_single(rows, tensor)
-            tensor.copy_(_REDUCED[opts.reduceOp.op](rows).view_as(tensor))
+        for piece in (piece for tensor in tensors for piece in tensor.view(-1).split(_PIECE)):
+            rows = piece.new_empty(self._size, len(piece))
+            self.all_gather_single(rows, piece)
+            piece.copy_(_REDUCED[opts.reduceOp.op](rows))
         return _Done()
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -191,7 +193,7 @@ class UnixGroup(dist.ProcessGroup):
                 exchange(sending, receiving, self._timeout_s)
             except OSError as error:
                 whom = f"rank {self._rank}'s talk with ranks {sorted(out.keys() | into.keys())}"
-                raise RuntimeError(f"{whom} has ended: {error or f'nothing within {self._timeout_s:g} s'}") from error
+                raise RuntimeError(f"{whom} has ended: {str(error) or f'nothing within {self._timeout_s:g} s'}") from error
 
 
 def _view(tensor: Tensor) -> memoryview:

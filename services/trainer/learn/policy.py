@@ -21,7 +21,7 @@ compared with the full distribution, so keep both off (the recipes' default) whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,8 @@ class Policy(nn.Module):
             self.leave_logits_to_model()
         self.value_head: nn.Linear | None = None
         self.device: torch.device = model.device
-        self.max_logits = MAX_LOGITS_ON_GPU if self.device.type == "cuda" else MAX_LOGITS
+        self.max_logits: int | None = None
+        """None = what suits the device."""
         self.compiled_head = False
         """Whether blocks of logits go through torch.compile."""
         self.part: RowPart | None = None
@@ -146,7 +147,8 @@ class Policy(nn.Module):
         hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
         head = self.model.get_output_embeddings()
         rounded = not self.float32_head
-        how = (self.max_logits, rounded, self.compiled_head)
+        usual = MAX_LOGITS_ON_GPU if self.device.type == "cuda" else MAX_LOGITS
+        how = (self.max_logits or usual, rounded, self.compiled_head)
         scores = head_scores(hidden, head, targets, temperature, entropy_grad, *how)
         if self.value_head is None:
             return scores.logprobs, scores.entropy
@@ -344,13 +346,13 @@ def linear_scores(
     hidden [C, width], weight [V, width] and bias [V] are of one dtype; logits and everything after are float32[C] (float64
     for float64 inputs). `rounded`: logits are rounded to the inputs' dtype, as the head itself would. C may be 0. The entropy
     has a gradient only when `entropy_grad`. Beside the gradients it takes about two blocks of `max_logits` logits. `compiled`:
-    blocks go through torch.compile.
+    blocks go through torch.compile where there are gradients; where it runs nothing compiled, that takes a block more.
     """
     head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded, compiled)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
         logprobs, entropy = _LinearScores.apply(hidden, weight, bias, head, entropy_grad)
         return logprobs, entropy
-    scan = _scan(head)
+    scan = _scan(replace(head, compiled=False))
     return scan.logprobs, scan.entropy
 
 
