@@ -41,8 +41,6 @@ _TAIL_LINES = 20
 LOG_BYTES = 64 * 1024**2
 """Of one service's log, and once more of what it held before."""
 _LEFTOVER_S = 1.0
-_MOST_OPEN_FILES = 2**20
-"""Where the system has no limit. The kernel's own default for what a limit may be raised to."""
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 T = TypeVar("T")
@@ -305,9 +303,9 @@ def raise_open_files() -> None:
     """Lets this process, and what it starts, open as many files as it may. A shell's usual 1,024 are few where anybody on the
     machine can connect to a service's port: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    with contextlib.suppress(ValueError, OSError):  # a limit above what the system allows by now
+        if 0 <= soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 # Sessions
