@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import resource
 import socket
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -179,22 +180,11 @@ def another_user(run_dir: RunDir, runner: int, beside: Collection[str] = ()) -> 
     `engine`, which waits for nobody; all on this machine's own addresses. And that nobody else gets at the run's files,
     temporary ones and sockets included.
     """
-    names = [path.stem for path in run_dir.address(NATS).parent.iterdir()]
-    known = {int(json.loads(run_dir.address(NATS).read_bytes())["url"].rpartition(":")[2])}
-    for one in (read_address(run_dir.address(name)) for name in names if name != NATS):
-        known |= {split_host_port(address)[1] for address in (one.grpc, one.http) if address}
-    wanted, unknown, private = list[tuple[int, bytes]](), set[str](), set[Path]()
-    for service in psutil.Process(runner).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # an environment's
-            listens = [found.laddr for found in service.net_connections("inet") if found.status == psutil.CONN_LISTEN]
-            assert {address.ip for address in listens} <= set(LOOPBACK), service
-            silent = [b""] * math.ceil(SILENT / max(1, len(listens)))
-            wanted += [(address.port, words) for address in listens for words in (*NOISE, *silent)]
-            environment, command = service.environ(), " ".join(service.cmdline())
-            role = "engine" if "VLLM" in command else command.rpartition(".")[2]
-            unknown |= {role for address in listens if address.port not in known}
-            private |= {Path(environment["TMPDIR"])} if "TMPDIR" in environment else set()
-    assert unknown == set(beside)
+    latest = time.monotonic() + REFUSED_WITHIN_S
+    while (found := _listeners(run_dir, runner))[1] != set(beside):  # a service listens before it tells where
+        assert time.monotonic() < latest, found
+        time.sleep(0.1)
+    wanted, _, private = found
     (temporary,) = private
     closed = [temporary, *temporary.rglob("*"), run_dir.path, *run_dir.path.rglob("*")]
     assert any(path.name.startswith("epoch-") for path in closed), "where groups for weights meet"
@@ -210,6 +200,26 @@ def another_user(run_dir: RunDir, runner: int, beside: Collection[str] = ()) -> 
     finally:
         process.kill()
         process.join()
+
+
+def _listeners(run_dir: RunDir, runner: int) -> tuple[list[tuple[int, bytes]], set[str], set[Path]]:
+    """What to say to which port, what listens and is not known to ask for a login, and folders for temporary files."""
+    wanted, unknown, private = list[tuple[int, bytes]](), list[tuple[str, int]](), set[Path]()
+    for service in psutil.Process(runner).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # an environment's
+            listens = [found.laddr for found in service.net_connections("inet") if found.status == psutil.CONN_LISTEN]
+            assert {address.ip for address in listens} <= set(LOOPBACK), service
+            silent = [b""] * math.ceil(SILENT / max(1, len(listens)))
+            wanted += [(address.port, words) for address in listens for words in (*NOISE, *silent)]
+            environment, command = service.environ(), " ".join(service.cmdline())
+            role = "engine" if "VLLM" in command else command.rpartition(".")[2]
+            unknown += [(role, address.port) for address in listens]
+            private |= {Path(environment["TMPDIR"])} if "TMPDIR" in environment else set()
+    names = [path.stem for path in run_dir.address(NATS).parent.iterdir()]
+    known = {int(json.loads(run_dir.address(NATS).read_bytes())["url"].rpartition(":")[2])}
+    for one in (read_address(run_dir.address(name)) for name in names if name != NATS):
+        known |= {split_host_port(address)[1] for address in (one.grpc, one.http) if address}
+    return wanted, {role for role, port in unknown if port not in known}, private
 
 
 def _as_nobody(told: Connection, wanted: list[tuple[int, bytes]], closed: list[str]) -> None:
