@@ -77,7 +77,7 @@ _SCALED_GRACE_S = 15.0
 """For an actor that is scaled away: it hands over what is finished."""
 _ENDED_GRACE_S = 1.0
 """For what a process that ended by itself left behind: the clock of the orderly stop does not start for that."""
-LONGEST_FOLDER = 70
+_LONGEST_FOLDER = 70
 """Characters of the folder for temporary files: in it vLLM's sockets have paths of 107, the most there may be."""
 TRAINER = "trainer"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -180,10 +180,8 @@ class LocalRun:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True))
             except OSError as error:
                 raise ServiceError(f"no folder for temporary files can be made (TMPDIR): {error}") from error
-            if len(folder) > LONGEST_FOLDER:
-                raise ServiceError(
-                    f"{folder} is too long a path for sockets, by {len(folder) - LONGEST_FOLDER}: set TMPDIR=/tmp"
-                )
+            if (excess := len(folder) - _LONGEST_FOLDER) > 0:
+                raise ServiceError(f"{folder} is {excess} characters too long for paths of sockets: set a shorter TMPDIR")
             self._launches.environment = private_files(self.environment, Path(folder))
             await stack.enter_async_context(background(self._refresh()))
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
@@ -396,7 +394,7 @@ class LocalRun:
         when one cannot be executed.
         """
         if count == 0:
-            self._note("no actor is wanted, so nothing is generated until `pipelinerl scale actors 1` or more")
+            self._note("no actors are wanted: nothing is generated until you run `pipelinerl scale actors 1`, or more")
         surplus = sorted(self._actors.keys() - self._given_up)[count:]
         await asyncio.gather(*(self._remove(number) for number in (*self._given_up, *surplus)))
         free = (number for number in numbers() if number not in self._actors)

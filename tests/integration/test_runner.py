@@ -264,7 +264,7 @@ async def test_a_run_ends_in_order_before_its_disk_is_full(tmp_path: Path) -> No
 
 async def test_a_run_without_a_place_for_temporary_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (long := tmp_path / ("long" * 20)).mkdir()
-    for place, told in (("/proc/none", "can be made (TMPDIR): "), (str(long), "too long a path for sockets")):
+    for place, told in (("/proc/none", "can be made (TMPDIR): "), (str(long), "too long for paths of sockets")):
         run = Run(tmp_path / "run", recipe(), {})
         monkeypatch.setattr(tempfile, "tempdir", place)
         async with running(run) as task:
@@ -424,9 +424,11 @@ async def test_actors_are_added_and_taken_away_while_the_run_goes_on(tmp_path: P
             assert await asyncio.to_thread(main, command) == 0
             actors = [pid for name, pid in living(run.dir).items() if name.startswith("actor-")]
             assert (len(actors), first in actors) == (count, stays), "the longest-serving one stays"
+        assert run.printed.getvalue().count("no actors are wanted: nothing is generated until you run `pipelinerl scale") == 1
         assert not ending.done()
         os.kill(os.getpid(), signal.SIGINT)
         assert (await ending).interrupted
+        assert run.printed.getvalue().count("Ctrl-C again to kill at once") == 1
 
 
 async def test_scaling_down_takes_an_actor_that_is_given_up_and_leaves_the_one_that_lives(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What tests ask of the machine: a port that is free, and whether a process has ended, and how many files may be open."""
+"""What tests ask of the machine: a port that is free, whether a process has ended, and how many files may be open."""
 
 import os
 import resource

@@ -4,6 +4,7 @@ import gc
 import os
 import weakref
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -499,6 +500,10 @@ def over_both() -> None:
     known, found = (results_of_operations(group, ranks.rank, ranks.world_size) for group in (dist.group.WORLD, unix))
     for name, tensors in known.items():
         assert all(map(torch.equal, tensors, found[name])), (name, tensors, found[name])
+    impatient = dist.new_group(backend="unix", timeout=timedelta(seconds=1))
+    if ranks.rank == 0:
+        with pytest.raises(RuntimeError, match=r"rank 0 has lost contact with ranks \[1\]: nothing within 1 s"):
+            dist.recv(torch.zeros(1), 1, group=impatient)
 
 
 def test_over_unix_sockets_operations_give_what_they_give_over_gloo() -> None:

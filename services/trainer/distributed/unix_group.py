@@ -192,8 +192,8 @@ class UnixGroup(dist.ProcessGroup):
             try:
                 exchange(sending, receiving, self._timeout_s)
             except OSError as error:
-                whom = f"rank {self._rank}'s talk with ranks {sorted(out.keys() | into.keys())}"
-                raise RuntimeError(f"{whom} has ended: {str(error) or f'nothing within {self._timeout_s:g} s'}") from error
+                whom = f"rank {self._rank} has lost contact with ranks {sorted(out.keys() | into.keys())}"
+                raise RuntimeError(f"{whom}: {str(error) or f'nothing within {self._timeout_s:g} s'}") from error
 
 
 def _view(tensor: Tensor) -> memoryview:
