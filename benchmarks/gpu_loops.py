@@ -22,7 +22,7 @@ from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.batch import HostMicroBatch
-from services.trainer.learn.model import compile_layers, wrap_model
+from services.trainer.learn.model import compile_policy, wrap_model
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner, PreparedStep
 
@@ -86,8 +86,7 @@ def random_policy(case: GpuCase, device: torch.device) -> Policy:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(case.config(), dtype=dtype)
     policy = wrap_model(model, gradient_checkpointing=case.recomputed)
     if case.compiled:
-        compile_layers(policy.model, device)
-        policy.compiled_head = True
+        compile_policy(policy, device)
     return policy
 
 

@@ -22,7 +22,7 @@ from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import load_value_head
 from services.trainer.checkpoint.state_files import restore
 from services.trainer.distributed.world import Message, RankLayout, World, agree, join_ranks, world_of_ranks
-from services.trainer.learn.model import DTYPES, blank_policy, compile_layers, frozen_copy, load_policy
+from services.trainer.learn.model import DTYPES, blank_policy, compile_policy, frozen_copy, load_policy
 from services.trainer.learn.policy import Policy, add_value_head
 from services.trainer.learn.sharding import shard_policy
 from services.trainer.learn.step import Learner
@@ -83,8 +83,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
         if whole.device.type != "meta":  # the one that is saved beside the model, else a new one
             load_value_head(whole, Path(source))
     if recipe.trainer.compile:
-        compile_layers(whole.model, world.device)
-        whole.compiled_head = True
+        compile_policy(whole, world.device)
     check_memory(recipe, whole, world)
     dtype = DTYPES[recipe.model.dtype]
 

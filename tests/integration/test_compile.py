@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.service.settings import RankSettings
-from services.trainer.learn.model import compile_layers, decoder_layers, wrap_model
+from services.trainer.learn.model import compile_policy, decoder_layers, wrap_model
 from services.trainer.loading import load_learner
 from tests.support.learner import LENGTHS, assert_same, group_of, model_of, packed_gradients, sequences_of
 from tests.unit.builders import make_recipe
@@ -42,8 +42,8 @@ def test_compiled_layers_have_the_same_gradients_and_scoring_compiles_nothing() 
     config = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01)
     eager = wrap_model(model_of("llama-tied"))
     compiled = wrap_model(model_of("llama-tied"), gradient_checkpointing=True)
-    compile_layers(compiled.model, torch.device("cpu"))
-    compiled.compiled_head, compiled.max_logits = True, 400  # more than one block of words
+    compile_policy(compiled, torch.device("cpu"))
+    compiled.max_logits = 400  # more than one block of words
     tokens = np.arange(12, dtype=np.int32)
     before = counters["stats"]["unique_graphs"]
     assert compiled.sequence_logprobs(tokens) == pytest.approx(eager.sequence_logprobs(tokens), abs=1e-6)
@@ -67,8 +67,10 @@ def test_a_loaded_policy_is_compiled_in_place(tmp_path: Path) -> None:
 
 
 def test_a_model_that_hides_its_layers_is_refused() -> None:
+    policy = wrap_model(model_of("llama-tied"))
+    policy.model = torch.nn.Linear(2, 2)  # type: ignore[assignment]
     with pytest.raises(FieldError, match=r"trainer\.compile = True: Linear has no list of layers to compile"):
-        compile_layers(torch.nn.Linear(2, 2), torch.device("cpu"))  # type: ignore[arg-type]
+        compile_policy(policy, torch.device("cpu"))
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +79,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch, "compile", fails)
     with pytest.raises(FieldError, match=r"trainer\.compile = True: torch\.compile needs a C\+\+ compiler .*No working"):
-        compile_layers(model_of("llama-tied"), torch.device("cpu"))
+        compile_policy(wrap_model(model_of("llama-tied")), torch.device("cpu"))
 
 
 @pytest.mark.soak
@@ -85,8 +87,8 @@ def test_torch_itself_says_that_there_is_no_compiler(tmp_path: Path) -> None:
     """In a process of its own: torch looks for its compiler once."""
     code = (
         "from tests.support.learner import model_of\n"
-        "from services.trainer.learn.model import compile_layers\n"
-        "import torch; compile_layers(model_of('llama-tied'), torch.device('cpu'))"
+        "from services.trainer.learn.model import compile_policy, wrap_model\n"
+        "import torch; compile_policy(wrap_model(model_of('llama-tied')), torch.device('cpu'))"
     )
     environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

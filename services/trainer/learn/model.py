@@ -129,25 +129,26 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return marked or max(lists, key=len, default=[])
 
 
-def compile_layers(model: PreTrainedModel, device: torch.device) -> None:
-    """Has every decoder layer of `model` compiled by `torch.compile` when it is first used, on `device`.
+def compile_policy(policy: Policy, device: torch.device) -> None:
+    """Has decoder layers and the passes over logits compiled by `torch.compile` when they are first used, on `device`.
 
     Each layer is compiled by itself and in place, so that names of weights stay as they are; activation checkpointing wraps
     the compiled layer. All layers share what is compiled for the first, so it costs seconds to a minute once, whatever the
     depth. Lengths of packed rows differ, so shapes are dynamic. This project's attention runs as it is, between two compiled
     parts of the layer: it works from a layout that no graph should depend on. Embedding and optimizer are a few large
-    operations each and are not compiled; neither is a copy of a model. Of the head see `Policy.compiled_head`.
+    operations each and are not compiled; neither are the layers of a copy.
 
     Raises `FieldError` when nothing can be compiled here, or the model does not say what its layers are.
     """
-    layers = decoder_layers(model)
+    layers = decoder_layers(policy.model)
     if not layers:
-        fix = f"{type(model).__name__} has no list of layers to compile; set false"
+        fix = f"{type(policy.model).__name__} has no list of layers to compile; set false"
         raise FieldError("trainer.compile", True, fix)
     _try_compiler(device)
     AttentionInterface.register(VARLEN, torch.compiler.disable(varlen_attention, reason="its layout differs by row"))
     for layer in layers:
         layer.compile(dynamic=True)
+    policy.compiled_head = True
 
 
 def _try_compiler(device: torch.device) -> None:
