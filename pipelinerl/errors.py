@@ -97,6 +97,11 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def counted(count: int, what: str) -> str:
+    """`1 actor`, `2,048 actors`."""
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 _OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), name, "") for name in ("pipelinerl", "services"))
 

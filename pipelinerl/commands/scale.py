@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.commands import Command
-from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.errors import FieldError, ServiceError, counted
 
 if TYPE_CHECKING:
     from pipelinerl.run_dir import RunDir
@@ -65,7 +65,8 @@ async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
         raise ServiceError(
-            f"{count} actors do not all serve after {timeout_s:g} s: {shown}. The run goes on; look at its logs"
+            f"{counted(count, 'actor')} asked for, and not all serve after {timeout_s:g} s: {shown}. "
+            "The run goes on; look at its logs"
         ) from None
 
 

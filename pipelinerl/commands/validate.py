@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipelinerl.commands import Command, add_recipe_arguments
-from pipelinerl.errors import FieldError, Lacking
+from pipelinerl.errors import FieldError, Lacking, counted
 
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
@@ -102,7 +102,8 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             if longest >= limit:
                 fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context = {limit}"
                 too_long.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))
-        rows.append(("data", f"{task.path}: {len(source.problems):,} problems, {source.num_heldout:,} held out{tokens}"))
+        known = counted(len(source.problems), "problem")
+        rows.append(("data", f"{task.path}: {known}, {source.num_heldout:,} held out{tokens}"))
     return rows, too_long
 
 
@@ -113,7 +114,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     answers = f", {recipe.evaluation.samples} answers to each," if recipe.evaluation.samples > 1 else ""
     further = "".join(f", and of {one.name}" for one in recipe.evaluation.sets)
     num_heldout = sum(share.task.heldout_problems for share in recipe.mixture.values())
-    often = f"every {steps} steps" if (steps := recipe.evaluation.every_steps) else "at the start and at the end"
+    often = f"every {counted(steps, 'step')}" if (steps := recipe.evaluation.every_steps) else "at the start and at the end"
     return [
         ("mode", recipe.mode),
         ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
@@ -125,12 +126,12 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ("largest lag", _largest_lag(recipe)),
         (
             "trainer",
-            f"{recipe.trainer.steps} steps of {recipe.trainer.batch_size}, lr {recipe.trainer.learning_rate:g} "
+            f"{counted(recipe.trainer.steps, 'step')} of {recipe.trainer.batch_size}, lr {recipe.trainer.learning_rate:g} "
             f"{recipe.trainer.schedule}, {recipe.trainer.optimizer}",
         ),
         ("trained", "all weights" if recipe.trainer.lora is None else f"adapters of rank {recipe.trainer.lora.rank}"),
         ("ranks", _ranks(recipe)),
-        ("evaluation", f"{num_heldout} problems{answers} {often}{further}"),
+        ("evaluation", f"{counted(num_heldout, 'problem')}{answers} {often}{further}"),
     ]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from pipelinerl.errors import FieldError, PipelineRLError
+from pipelinerl.errors import FieldError, PipelineRLError, counted
 from pipelinerl.local.processes import ServiceDied
 from pipelinerl.local.progress import duration, number, percent
 from pipelinerl.page import REPORT_SCRIPTS, asset
@@ -171,7 +171,7 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
     if truncated:
         yield f"  cut short          {percent(truncated)} of the sequences, at sampling.max_tokens or model.max_context"
     if 2 * (summary.get("steps_clipped") or 0) > (summary.get("steps") or 0):
-        share = f"{summary['steps_clipped']} of {summary['steps']} steps"
+        share = f"{summary['steps_clipped']} of {counted(summary['steps'], 'step')}"
         yield f"  GRADIENT           cut in {share}, so that all are equally long: raise trainer.max_grad_norm"
     if broken:
         largest = summary.get("logprob_mismatch_max")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TextIO
 
+from pipelinerl.errors import counted
 from pipelinerl.v1 import actor_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
 
@@ -166,7 +167,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
     others = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
     told = [f"no step for {duration(quiet_s)}: {state.phase}{_restarts_text(state)}"]
     if others or state.sequences:
-        told.append(f"{serving} of {len(others)} actors serving" + (f" ({'; '.join(others)})" if others else ""))
+        told.append(f"{serving} of {counted(len(others), 'actor')} serving" + (f" ({'; '.join(others)})" if others else ""))
     if state.sequences:
         told.append(f"sequences {_sequences_text(state.sequences)}")
     return " | ".join(told)

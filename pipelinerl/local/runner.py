@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count as numbers
 from pathlib import Path
 
-from pipelinerl.errors import FieldError, PipelineRLError, ServiceError
+from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, counted
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.following import background, follow_trainer, watch_actors
 from pipelinerl.local.metrics import RunnerMetrics, runner_http
@@ -368,11 +368,11 @@ class LocalRun:
                 wanted, here = self._actors_wanted(), len(self._actors)
                 self._metrics.actors_wanted.set(wanted)
                 if wanted != here:
-                    self._note(f"scaling from {here} to {wanted} actors")
+                    self._note(f"scaling from {here} to {counted(wanted, 'actor')}")
                     try:
                         await self._scale(wanted)
                     except ServiceError as error:
-                        self._note(f"not scaled to {wanted} actors, trying again: {error}")
+                        self._note(f"not scaled to {counted(wanted, 'actor')}, trying again: {error}")
                 for number in self._actors.keys() - self._kept.keys():
                     self._kept[number] = tasks.create_task(self._keep_actor(number))
                 await asyncio.sleep(self.refresh_s)

@@ -73,14 +73,17 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Existing paths that `path` may have meant: the same name elsewhere, then alike names in its section and beyond."""
+    """Existing paths that `path` may have meant: the same name elsewhere, then names in its section that have these initials
+    or are alike, then alike paths."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
     same_name.sort(key=lambda candidate: -difflib.SequenceMatcher(None, candidate, path).ratio())
     beside = {candidate.rpartition(".")[2]: candidate for candidate in known if candidate.rpartition(".")[0] == section}
+    initials = [beside[one] for one in beside if "".join(word[:1] for word in one.split("_")) == name]
     alike = [beside[found] for found in difflib.get_close_matches(name, beside, n=limit, cutoff=0.6)]
-    return list(dict.fromkeys([*same_name, *alike, *difflib.get_close_matches(path, known, n=1, cutoff=0.85)]))[:limit]
+    beyond = difflib.get_close_matches(path, known, n=1, cutoff=0.85)
+    return list(dict.fromkeys([*same_name, *initials, *alike, *beyond]))[:limit]
 
 
 def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:

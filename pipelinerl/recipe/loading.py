@@ -24,7 +24,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
 import pipelinerl
-from pipelinerl.errors import FieldError, UserError
+from pipelinerl.errors import FieldError, UserError, counted
 from pipelinerl.recipe.fields import PUBLISHED, Recipe, allowed, field_at, listed_section, may_change, section_of, unknown_field
 from pipelinerl.recipe.rules import BrokenRules
 
@@ -40,7 +40,7 @@ class RecipeError(UserError):
 
     def __init__(self, source: str, problems: Iterable[FieldError]) -> None:
         self.source, self.problems = source, tuple(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        count = counted(len(self.problems), "problem")
         super().__init__("\n".join([f"{source}: {count}", *(f"  - {problem}" for problem in self.problems)]))
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import groups_per_step
 from pipelinerl.rl.memory import GIB, MODEL_STATE_SHARE, Model, actor_problem, fewest_ranks, kv_cache_gib, state_bytes
@@ -299,11 +299,6 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
             f"by the data sheet a decode step takes {1000 * step_s:.2g} ms, without what an engine does around it: "
             f"expect less, or measure (--accelerator FILE)"
         )
-
-
-def counted(count: int, what: str) -> str:
-    """`1 actor`, `2,048 actors`."""
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:

@@ -225,7 +225,7 @@ def test_when_no_step_comes_it_is_told_why_after_a_minute_and_then_more_rarely()
     _, *told = out.getvalue().splitlines()
     assert [line.partition(":")[0] for line in told] == [f"no step for {time}" for time in ("1m 00s", "2m 00s", "4m 00s")]
     assert told[0] == (
-        "no step for 1m 00s: waiting for sequences for step 2 (restarted: verifier 1x) | 0 of 1 actors serving "
+        "no step for 1m 00s: waiting for sequences for step 2 (restarted: verifier 1x) | 0 of 1 actor serving "
         "(actor-0 down, restarted 2x) | sequences 512 issued, 384 trained, 120 in flight, 8 dropped stale"
     )
     assert row(run, "now", 70.0) == told[0]

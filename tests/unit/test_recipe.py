@@ -181,6 +181,7 @@ def test_later_overrides_win_and_reach_into_null_sections_and_free_form_mappings
         ("trainer.stepz=1", "no such field; did you mean trainer.steps?"),
         ("learning_rate=1", "no such field; did you mean trainer.learning_rate or model.warmstart.learning_rate?"),
         ("trainr.steps=1", "did you mean trainer.steps or model.warmstart.steps?"),
+        ("trainer.lr=1", "no such field; did you mean trainer.learning_rate or trainer.lora?"),
         ("seed.high=1", "no such field; seed holds one value"),
         ("zzz=1", "allowed here: name, description, mode"),
         ("trainer.qqqqqq=1", "allowed here: steps, batch_size"),
