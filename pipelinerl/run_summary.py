@@ -37,8 +37,6 @@ class RunTotals:
     sequences_trained: int = 0
     sequences_multi_version: float = 0
     sequences_truncated: float = 0
-    sequences_truncated_known: int = 0
-    """Trained sequences of which it is known: steps of earlier versions do not tell."""
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
     largest_lag: int | None = None
@@ -75,18 +73,13 @@ class RunTotals:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
-        """What `to_state` gave, perhaps by way of JSON. Checkpoints of earlier versions have some fields in `throughput`."""
-        flat = {**state.get("throughput", {}), **state}
-        own: dict[str, Any] = {
-            "heldout": [(*one, None, None)[:5] for one in state["heldout"]],  # earlier versions knew less
-            "lag_histogram": {int(lag): tokens for lag, tokens in state["lag_histogram"].items()},
-        }
-        if "sequences_truncated_known" not in state:
-            own["sequences_truncated"] = 0
-        return cls(**{name: value for name, value in {**flat, **own}.items() if name != "throughput"})
+        """What `to_state` gave, perhaps by way of JSON."""
+        heldout = [tuple(one) for one in state["heldout"]]
+        lags = {int(lag): tokens for lag, tokens in state["lag_histogram"].items()}
+        return cls(**{**state, "heldout": heldout, "lag_histogram": lags})
 
     def add_step(self, record: Record) -> None:
-        """What the step itself took and trained on. A key that the record lacks, as those of older versions may, adds 0."""
+        """What the step itself took and trained on. A key that the record lacks adds 0."""
         self.steps += 1
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
         self._add_work(record)
@@ -106,9 +99,7 @@ class RunTotals:
             sequences = record.get("sequences_trained", 1)
             self.sequences_trained += sequences
             self.sequences_multi_version += record["multi_version_fraction"] * sequences
-            if record.get("truncated_fraction") is not None:
-                self.sequences_truncated += record["truncated_fraction"] * sequences
-                self.sequences_truncated_known += sequences
+            self.sequences_truncated += (record.get("truncated_fraction") or 0.0) * sequences
 
     def _add_work(self, record: Record) -> None:
         seconds = (record.get("step_s") or {}).get("compute") or 0.0
@@ -175,7 +166,7 @@ class RunTotals:
             "stale_share_by_length": stale_shares(self.ended_by_length),
             "ess": {"mean": _mean(self.ess), "min": min(self.ess, default=None)},
             "sequences_multi_version_fraction": _ratio(self.sequences_multi_version, self.sequences_trained),
-            "sequences_truncated_fraction": _ratio(self.sequences_truncated, self.sequences_truncated_known),
+            "sequences_truncated_fraction": _ratio(self.sequences_truncated, self.sequences_trained),
             "weight_updates": {
                 "count": len(self.transfer_s),
                 "bytes": self.update_bytes,

@@ -83,7 +83,7 @@ class Replay:
         """Steps taken."""
         self.trained_by_version: dict[int, int] = {}
         self.tokens_by_version: dict[int, int] = {}
-        """Sampled ones of what was trained, of all branches; not of versions that an older release trained."""
+        """Sampled ones of what was trained, of all branches."""
         self.trained_branches = 0
         self.reserved = 0
         """Groups numbered below this may be on the streams."""

@@ -107,7 +107,7 @@ def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
 
 
 GROUP_KEY = "group-key.json"
-FORMAT = 1
+FORMAT = 2
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
 
 

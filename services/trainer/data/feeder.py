@@ -94,7 +94,7 @@ class GroupTokens:
 
     key: bytes
     first_group: int = 0
-    """Those before were issued without, by a trainer of a former release, or with another key: nothing is asked of them."""
+    """Those before were issued with another key: nothing is asked of them."""
 
     def of(self, group_id: str) -> bytes:
         return hmac.digest(self.key, group_id.encode(), "sha256")[:_TOKEN_BYTES]
