@@ -257,8 +257,8 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
             copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
             await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, copy / _STORE)
             credentials = Credentials(copy / "secrets")
-            url = stack.enter_context(NatsServer(copy, extra={"authorization": credentials.make(run)})).url
-        async with connect(url, run, credentials=credentials.nats(ADMIN)) as bus:
+            url = stack.enter_context(NatsServer(copy, extra=credentials.make(run))).url
+        async with connect(url, run, credentials=credentials.nats(ADMIN), tls_dir=credentials.tls_dir) as bus:
             yield bus
 
 

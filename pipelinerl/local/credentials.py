@@ -1,4 +1,4 @@
-"""What keeps other users of the machine out of a local run: logins for NATS, a certificate for gRPC, a key for the live page.
+"""What keeps other users of the machine out of a local run: logins for NATS, a certificate, a key for the live page.
 
 Made anew at each start, in a folder that only its owner can read. A password is never an argument of a command, a variable of
 the environment, or part of a message. It protects from no process of the same user.
@@ -17,6 +17,8 @@ from typing import Any
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 
 _KEY_BYTES = 16
+_HANDSHAKE_S = 10
+"""NATS's own 2 s are too short for a client on a machine that is busy."""
 _VALID = timedelta(days=3650)
 """A run that goes on longer asks for a new start."""
 
@@ -26,7 +28,7 @@ class Credentials:
 
     def __init__(self, folder: Path) -> None:
         self.tls_dir = folder / "tls"
-        """As `pipelinerl.service.tls` reads it: one certificate for all services, which is its own CA."""
+        """As `pipelinerl.service.tls` reads it: one certificate for NATS and all services, which is its own CA."""
         self._folder = folder
 
     def nats(self, user: str) -> Path:
@@ -39,7 +41,7 @@ class Credentials:
         return self._folder / "page-key"
 
     def make(self, run: str) -> dict[str, Any]:
-        """Writes all of them. Returns nats-server's `authorization` block, with the passwords."""
+        """Writes all of them. Returns what nats-server's configuration needs to know, with the passwords."""
         from pipelinerl.service.tls import CA, CERTIFICATE, KEY
 
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -53,7 +55,8 @@ class Credentials:
         certificate, key = _self_signed()
         for name, content in ((CERTIFICATE, certificate), (CA, certificate), (KEY, key)):
             write_private(self.tls_dir / name, content)
-        return authorization(run, passwords)
+        files = {"cert_file": str(self.tls_dir.resolve() / CERTIFICATE), "key_file": str(self.tls_dir.resolve() / KEY)}
+        return {"authorization": authorization(run, passwords), "tls": {**files, "timeout": _HANDSHAKE_S}}
 
 
 def write_private(path: Path, content: bytes) -> None:

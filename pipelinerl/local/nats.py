@@ -1,8 +1,8 @@
 """A real nats-server as a child process: the message bus of a run on one machine and of the tests.
 
 It listens on loopback, keeps its streams in the folder it is given, which only its owner can read, and dies with its parent.
-Users come in `extra`; a run on one machine has neither TLS nor a cluster: on Kubernetes the chart brings NATS. It restarts
-nothing: the runner does.
+Users and TLS come in `extra`; a run on one machine has no cluster: on Kubernetes the chart brings NATS. It restarts nothing:
+the runner does.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class LocalRun:
     async def run(self) -> Ending:
         """Waits for the run's end and says how it ended; by then every process is gone. Raises only for our own bugs."""
         write_whole(self.run_dir.recipe, recipe_yaml(self.recipe))
-        self._authorization = self.run_dir.credentials.make(self.run_dir.name)
+        self._nats_security = self.run_dir.credentials.make(self.run_dir.name)
         self._certificates = read_certificates(self.run_dir.credentials.tls_dir, "client")
         begun = newest_checkpoint(self.run_dir.path) or 0
         for record in read_jsonl(self.run_dir.metrics) if begun else ():
@@ -236,7 +236,7 @@ class LocalRun:
         keep. The address file says where it is, for as long as it runs."""
         self._set_phase("starting nats-server")
         store, log_file = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve()
-        server = NatsServer(store, extra={"authorization": self._authorization}, log_file=log_file)
+        server = NatsServer(store, extra=self._nats_security, log_file=log_file)
         service = self._service(NATS, lambda: self._launches.nats(server.prepare()), follows_run=True)
         process = await self._start(service)
 

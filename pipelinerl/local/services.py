@@ -176,9 +176,10 @@ class ServiceLaunches:
         return self._launch("warmstart", {**settings, "model_dir": "", "verifier": ""}, {})
 
     def _of_policy(self, user: str) -> dict[str, str]:
-        credentials = str(self.run_dir.credentials.nats(user).resolve())
-        settings = {"nats_url": self.nats_url, "nats_credentials": credentials}
-        return {**settings, "verifier": self.verifier_address, "model_dir": self.model_dir}
+        credentials = self.run_dir.credentials
+        login, trusted = str(credentials.nats(user).resolve()), str(credentials.tls_dir.resolve())
+        nats = {"nats_url": self.nats_url, "nats_credentials": login, "nats_tls_dir": trusted}
+        return {**nats, "verifier": self.verifier_address, "model_dir": self.model_dir}
 
     def _launch(self, name: str, settings: Mapping[str, str], threads: Mapping[str, str]) -> Launch:
         address_file = self.run_dir.address(name).resolve()

@@ -113,7 +113,8 @@ class Watcher:
 
     def _bus(self) -> AbstractAsyncContextManager[Bus]:
         url = str(json.loads(self.run_dir.address("nats").read_bytes())["url"])
-        return connect(url, self.run_dir.name, name="test", credentials=self.run_dir.credentials.nats(ADMIN))
+        own = self.run_dir.credentials
+        return connect(url, self.run_dir.name, name="test", credentials=own.nats(ADMIN), tls_dir=own.tls_dir)
 
     def _channel(self, name: str) -> grpc.aio.Channel:
         return open_channel(read_address(self.run_dir.address(name)).grpc, self.run_dir.credentials.tls_dir)

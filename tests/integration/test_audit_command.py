@@ -29,8 +29,8 @@ async def run_that_goes_on(folder: Path) -> AsyncIterator[tuple[Life, Bus, str]]
     run = RunDir(folder, RUN)
     (folder / "addresses").mkdir(parents=True)
     write_json(run.identity, {"run": RUN, "recipe": "unit", "started": "2026-03-04T05:06:07+00:00"})
-    with NatsServer(run.nats_store, extra={"authorization": run.credentials.make(RUN)}) as server:
-        async with connect(server.url, RUN, credentials=run.credentials.nats(ADMIN)) as bus:
+    with NatsServer(run.nats_store, extra=run.credentials.make(RUN)) as server:
+        async with connect(server.url, RUN, credentials=run.credentials.nats(ADMIN), tls_dir=run.credentials.tls_dir) as bus:
             write_json(run.address("nats"), {"url": server.url})
             write_json(run.pids, {"nats": server.pid, "trainer": server.pid})  # both of this folder, and alive
             await bus.create_streams()
@@ -87,8 +87,9 @@ async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path, audit:
         counts = one.tracker.ledger.counts
         assert f"issued {counts.issued} = trained 4 + dropped stale 0" in said
         assert "SEQUENCES holds 6 messages, positions 1 to 6; durable up to 4" in said
-        login = str(RunDir(folder, RUN).credentials.nats(ADMIN))
-        elsewhere = await told(audit, folder, "--nats", url, "--credentials", login)
+        own = RunDir(folder, RUN).credentials
+        login = ("--credentials", str(own.nats(ADMIN)), "--tls-dir", str(own.tls_dir))
+        elsewhere = await told(audit, folder, "--nats", url, *login)
         assert (elsewhere["ok"], elsewhere["streams"]["messages"]) == (True, 6)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     code, said = await audit(folder, "--versions")

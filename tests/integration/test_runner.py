@@ -13,13 +13,14 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import nats
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipelinerl.bus.link import read_login
+from pipelinerl.bus.link import read_login, tls_context
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.cli import main
 from pipelinerl.errors import ServiceError
@@ -134,7 +135,9 @@ async def test_killed_services_are_started_again_and_one_address_tells_of_it(tmp
         assert before["pipelinerl_runner_actors_wanted", ""] == 2
         verifier = read_address(run.dir.address("verifier"))
         url = json.loads(run.dir.address("nats").read_text())["url"]
-        async with await nats.connect(url, **read_login(run.dir.credentials.nats(ADMIN))) as client:
+        own = run.dir.credentials
+        login: dict[str, Any] = {"tls": tls_context(own.tls_dir), **read_login(own.nats(ADMIN))}
+        async with await nats.connect(url, **login) as client:
             await client.jetstream().add_stream(name="KEPT", subjects=["kept"])
             await client.jetstream().publish("kept", b"one")
         for name in killed:
@@ -145,7 +148,7 @@ async def test_killed_services_are_started_again_and_one_address_tells_of_it(tmp
         again = read_address(run.dir.address("verifier"))
         assert (again.grpc, again.http, again.pid) == (verifier.grpc, verifier.http, new["verifier"])
         assert json.loads(run.dir.address("nats").read_text())["url"] == url
-        async with await nats.connect(url, **read_login(run.dir.credentials.nats(ADMIN))) as client:
+        async with await nats.connect(url, **login) as client:
             assert (await client.jetstream().stream_info("KEPT")).state.messages == 1
         assert (await figures(runner))["pipelinerl_runner_restarts_total", "actor"] == 1
         for _ in range(3):

@@ -169,8 +169,9 @@ class RunningCommand:
         server = self.run_dir / "nats" / f"nats-server_{self.pids()['nats']}.ports"
         url = json.loads(server.read_bytes())["nats"][0]
         name = self.said.partition(":")[0]
-        login = RunDir(self.run_dir, name).credentials.nats(ADMIN)
-        async with connect(url, name, name="test", credentials=login) as bus, bus.watch_control([kind]) as messages:
+        own = RunDir(self.run_dir, name).credentials
+        login = {"credentials": own.nats(ADMIN), "tls_dir": own.tls_dir}
+        async with connect(url, name, name="test", **login) as bus, bus.watch_control([kind]) as messages:
             await anext(messages)  # the last one before
             async for message in messages:
                 if message.actor in ("", actor):

@@ -55,6 +55,7 @@ def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, mon
     actor = settings_of(launches.actor(2), ActorSettings, monkeypatch)
     assert actor.items() >= (policy | {"instance": "actor-2"}).items()
     assert (actor["tls_dir"], actor["nats_credentials"]) == (secrets / "tls", secrets / "nats-actor")
+    assert actor["nats_tls_dir"] == trainer["nats_tls_dir"] == secrets / "tls"
     assert actor["address_file"] == tmp_path.resolve() / "addresses" / "actor-2.json"
     again = ServiceAddress("127.0.0.1:5000", "127.0.0.1:5001", 1)
     verifier = settings_of(launches.verifier(again), VerifierSettings, monkeypatch)
