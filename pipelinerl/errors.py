@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import traceback
+from collections.abc import Sequence
 
 
 class PipelineRLError(Exception):
@@ -100,6 +101,12 @@ def first_line(error: BaseException) -> str:
 def counted(count: int, what: str) -> str:
     """`1 actor`, `2,048 actors`."""
     return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def one_of(names: Sequence[str]) -> str:
+    """`a, b or c`, of at least one."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)

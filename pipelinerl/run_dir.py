@@ -145,10 +145,16 @@ NAMED_IN = ("run.json", "lineage.json")
 """Files of a run's folder that say what the run is called: of a run on this machine, and the trainer's."""
 
 
+def check_folder(folder: Path, option: str = "RUN_DIR") -> None:
+    """Raises `FieldError` unless it is there."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "there is no such folder"
+        raise FieldError(option, str(folder), f"{what}; give the folder of a run")
+
+
 def run_name(folder: Path, option: str = "RUN_DIR") -> str:
     """What the run in this folder is called: `NAMED_IN` say so; without them, the folder's name. Raises `FieldError`."""
-    if not folder.is_dir():
-        raise FieldError(option, str(folder), "is not a folder: give the folder of a run")
+    check_folder(folder, option)
     name = folder.resolve().name
     for file in NAMED_IN:
         try:

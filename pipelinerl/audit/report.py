@@ -8,6 +8,7 @@ from typing import Any
 
 from pipelinerl.audit.audit import Audit
 from pipelinerl.audit.replay import Check, CheckResult
+from pipelinerl.errors import counted
 from pipelinerl.local.progress import number
 from pipelinerl.rl.ledger import Outcome
 
@@ -64,7 +65,7 @@ _OUTLIERS = 10
 def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     """`versions`: every version's count instead of the unusual ones'."""
     replay = audit.replay
-    yield f"{audit.run}: {audit.state}, {len(audit.history.starts)} incarnation(s), version {number(replay.version)}"
+    yield f"{audit.run}: {audit.state}, {counted(len(audit.history.starts), 'start')}, version {number(replay.version)}"
     yield ""
     yield f"  {equation(replay.counts.as_dict())}"
     if replay.trained_branches:

@@ -36,7 +36,10 @@ def _recipes(prefix: str, **_: Any) -> list[str]:
     return [*recipe_names(), *glob.glob(f"{prefix}*")]
 
 
-def _fields(prefix: str, **_: Any) -> list[str]:
-    from pipelinerl.recipe.fields import Recipe, dotted_paths
+def _fields(prefix: str, **_rest: Any) -> list[str]:
+    from pipelinerl.recipe.fields import Recipe, choices, dotted_paths, field_at
 
+    path, equals, _ = prefix.partition("=")
+    if equals and (field := field_at(Recipe, tuple(path.split(".")))):
+        return [f"{path}={choice}" for choice in choices(field.annotation)]
     return [f"{path}=" for path in dotted_paths(Recipe)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,8 @@ def execute(args: argparse.Namespace) -> int:
         recipe, run_dir, notes = make(args, overrides, stack)
         with open_display() as display:
             configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
-            display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
+            with suppress(BrokenPipeError):  # the run finds it out too, and stops in order
+                display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
             local = LocalRun(recipe, run_dir, display, page_port=page_port, metrics_port=metrics_port)
             ending = asyncio.run(local.run())
         return finish(recipe, run_dir, ending)

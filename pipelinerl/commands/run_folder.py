@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelinerl.commands import Command
 from pipelinerl.errors import FieldError
-from pipelinerl.run_dir import NAMED_IN, RunDir, run_name
+from pipelinerl.run_dir import LINEAGE, NAMED_IN, RunDir, run_name
 
 if TYPE_CHECKING:
     from pipelinerl.bus.jetstream import Bus
@@ -108,7 +108,10 @@ async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     from pipelinerl.messages.sequences import decode_dead_letter
 
     folder, where = args.run_dir, "give the folder of a run, or --nats URL --run NAME"
-    opened = None if folder and args.nats else _streams_of(args, args.run or (run_name(folder) if folder else ""))
+    run = args.run or (run_name(folder) if folder else "")
+    if folder and not args.nats and (folder / NAMED_IN[0]).is_file() and not (folder / LINEAGE).is_file():
+        return [], 0  # a run on this machine that was stopped before its trainer started
+    opened = None if folder and args.nats else _streams_of(args, run)
     if opened is None:
         what = "" if args.nats or not folder else "holds no streams of a run; "
         raise FieldError("RUN_DIR", str(folder or ""), f"{what}{where}")

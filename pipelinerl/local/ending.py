@@ -25,7 +25,7 @@ from pipelinerl.page.data import report_data
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.ledger import MEANINGS
-from pipelinerl.run_dir import RunDir, read_json, trainer_starts, write_json
+from pipelinerl.run_dir import RunDir, check_folder, read_json, trainer_starts, write_json
 from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
@@ -43,9 +43,7 @@ def write_report(run_dir: Path) -> Path:
 def report_of(run_dir: Path, samples_read: int = SAMPLES_READ) -> str:
     """The report, of at most 2 · `samples_read` samples. Raises `FieldError` when the folder is not a run's."""
     recipe_file = run_dir / "recipe.yaml"
-    if not run_dir.is_dir():
-        what = "is a file" if run_dir.exists() else "there is no such folder"
-        raise FieldError("RUN_DIR", str(run_dir), f"{what}; give the folder of a run")
+    check_folder(run_dir)
     if not recipe_file.is_file():
         raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
     recipe = load_recipe(recipe_file)
@@ -155,7 +153,9 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
     newest = (summary.get("heldout") or [{}])[-1]
     if last is not None:
         bound = f"; {percent(newest.get('lower_bound'))} with unanswered problems as wrong"
-        yield f"  held-out accuracy  {percent(first)} -> {percent(last)}{bound if newest.get('unanswered') else ''}"
+        version = newest.get("version")
+        of = "" if version in (None, summary.get("policy_version")) else f" (version {version})"
+        yield f"  held-out accuracy  {percent(first)} -> {percent(last)}{of}{bound if newest.get('unanswered') else ''}"
         if len(sets := newest.get("sets") or {}) > 1:
             yield from (f"    {name:<17}{percent(of['accuracy']['value'])}" for name, of in sets.items())
     if lag.get("mean") is not None:

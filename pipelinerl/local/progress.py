@@ -64,6 +64,8 @@ Metrics = Mapping[str, Any]
 """One object of metrics.jsonl."""
 
 _RATE_STEPS = 20
+_UNSTEADY_S = 10.0
+"""So long without a step may be chance."""
 _HISTORY_STEPS = 400
 
 
@@ -142,11 +144,12 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Time to the last step at the pace of the newest steps, less what has passed since the newest; None = unknown."""
-    pace_s = _pace_s(state)
-    if state.ended or pace_s is None:
+    """Time to the last step at the pace of the newest steps, less what has passed since the newest; None = unknown, as where
+    there has been no step for much longer than they took."""
+    pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
+    if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
-    return max(0.0, (state.total_steps - state.step) * pace_s - (elapsed_s - state.moved_s))
+    return max(0.0, (state.total_steps - state.step) * pace_s - quiet_s)
 
 
 def _pace_s(state: RunState) -> float | None:

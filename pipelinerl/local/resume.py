@@ -16,7 +16,16 @@ from pipelinerl.recipe.loading import Change, check_resumable, load_recipe, read
 from pipelinerl.recipe.model_folder import known_parameters
 from pipelinerl.recipe.preflight import check_environment, doubts
 from pipelinerl.rl.memory import checkpoint_bytes
-from pipelinerl.run_dir import RunDir, check_space, missing_from, newest_checkpoint, newest_state, read_json, run_name
+from pipelinerl.run_dir import (
+    RunDir,
+    check_folder,
+    check_space,
+    missing_from,
+    newest_checkpoint,
+    newest_state,
+    read_json,
+    run_name,
+)
 from pipelinerl.run_summary import is_finished
 
 OPTION = "--resume"
@@ -67,9 +76,7 @@ def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | N
 def find_run(folder: Path) -> RunDir:
     """The run in `folder`, by its own name. Raises `FieldError` when there is none that can go on."""
     run_dir, shown = RunDir(folder, ""), str(folder)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "there is no such folder"
-        raise FieldError(OPTION, shown, f"{what}; give the folder of a run")
+    check_folder(folder, OPTION)
     missing = [file.name for file in (run_dir.recipe, run_dir.identity) if not file.is_file()]
     if missing:
         raise FieldError(OPTION, shown, f"is not the folder of a run: it has no {' and no '.join(missing)}")

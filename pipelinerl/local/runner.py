@@ -153,11 +153,11 @@ class LocalRun:
         for record in read_jsonl(self.run_dir.metrics) if begun else ():
             if (record.get("step") or 0) <= begun:
                 self._state.on_step(record, None)
-        work = asyncio.ensure_future(self._work())
+        self._running = asyncio.ensure_future(self._work())
         error: PipelineRLError | None = None
-        with self._signals(work):
+        with self._signals():
             try:
-                await work
+                await self._running
             except asyncio.CancelledError:
                 if not self._interrupts:
                     raise
@@ -259,6 +259,7 @@ class LocalRun:
         service = self._service("verifier", lambda: self._launches.verifier(again=address), follows_run=True)
         address = await (await self._start(service)).ready(_VERIFIER_READY_S)
         self._launches.verifier_address = address.grpc
+        self._set_phase("starting trainer and actors")
         return service
 
     def _prepare_trainer(self) -> Launch:
@@ -462,12 +463,23 @@ class LocalRun:
         self._told |= problems.keys()
 
     def _note(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone; the run goes on
+        with self._perhaps_unread():
             self.display.note(text)
 
     def _show(self) -> None:
-        with contextlib.suppress(OSError):
+        with self._perhaps_unread():
             self.display.show(self._state, self._elapsed_s())
+
+    @contextmanager
+    def _perhaps_unread(self) -> Iterator[None]:
+        """A run whose output nobody reads any more, as after `| head`, stops in order; one whose terminal is gone goes on."""
+        try:
+            yield
+        except BrokenPipeError:
+            if not self._interrupts and self._stop_by_s is None:
+                self._on_signal()
+        except OSError:
+            pass
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_s
@@ -475,17 +487,17 @@ class LocalRun:
     # Signals.
 
     @contextmanager
-    def _signals(self, work: asyncio.Future[None]) -> Iterator[None]:
+    def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, work)
+            loop.add_signal_handler(number, self._on_signal)
         try:
             yield
         finally:
             for number in _STOP_SIGNALS:
                 loop.remove_signal_handler(number)
 
-    def _on_signal(self, work: asyncio.Future[None]) -> None:
+    def _on_signal(self) -> None:
         """The first stops the run in order (or is too late: it is stopping already), the second kills what is left."""
         self._interrupts += 1
         if self._interrupts > 1:
@@ -495,7 +507,7 @@ class LocalRun:
             self._set_phase("stopping; Ctrl-C again to kill at once")
             self._note(self._state.phase)
             self._stop_by_s = time.monotonic() + self.stop_within_s
-            work.cancel()
+            self._running.cancel()
 
 
 def _only_ours(group: ExceptionGroup) -> PipelineRLError:

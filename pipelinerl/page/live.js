@@ -81,7 +81,7 @@ const PrlLive = (() => {
     const recent = records.slice(-20).map((one) => one.reward_mean).filter((one) => one !== null && one !== undefined);
     const mean = recent.length ? recent.reduce((a, b) => a + b, 0) / recent.length : null;
     return [
-      ["version", "Policy version", String(versionOf(data)), `of ${number(data.total_steps)} steps; every actor serves ${state.served_version ?? "none yet"}`],
+      ["version", "Policy version", String(versionOf(data)), `of ${number(data.total_steps)} steps; ${serving.length ? `every actor serves ${state.served_version ?? "none yet"}` : "no actor serves"}`],
       ["reward", "Train reward", number(last.reward_mean), `step ${last.step ?? "–"}; mean of the last ${recent.length}: ${number(mean)}`],
       ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}${heldoutNote(newest)}` : "no evaluation yet"],
       ["lag", "Token lag", number(lag.mean), ...lagNote(last, data.max_lag, counts)],

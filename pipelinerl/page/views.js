@@ -88,7 +88,7 @@ const PrlViews = (() => {
       (root) => lines(root, { title: "Held-out accuracy", sub: "Problems never trained on", series: evaluations, xName: axis.name, format: percent, yLow: 0, yHigh: 1, emptyText: "No evaluation yet" }),
       (root) => lines(root, { title: "Train reward", sub: "Mean over the batch", series: [...noisy("reward", COLOR[0], pick(r, axis, (one) => one.reward_mean)), ...rewards], xName: axis.name }),
       (root) => lines(root, { title: "Reported in training", sub: "Terms of the reward and environments' metrics, mean over the step", series: reported(r, (one) => one.reported || {}), xName: axis.name }),
-      (root) => lines(root, { title: "Reported of held-out problems", sub: "The same, mean over the answers of an evaluation", series: reported(data.heldout, ofSets, true), xName: axis.name, emptyText: "No evaluation yet" }),
+      (root) => lines(root, { title: "Reported on held-out problems", sub: "The same, mean over the answers of an evaluation", series: reported(data.heldout, ofSets, true), xName: axis.name, emptyText: "No evaluation yet" }),
       (root) => lines(root, { title: "Entropy", sub: "Of the policy's next token, nats; near zero means it has stopped exploring", series: noisy("entropy", COLOR[0], pick(r, axis, (one) => one.entropy)), xName: axis.name, yLow: 0 }),
       (root) => lines(root, { title: "Gradient norm", sub: clippedNote(r), series: noisy("norm", COLOR[0], pick(r, axis, (one) => one.grad_norm)), xName: axis.name, yLow: 0 }),
     ];
@@ -102,7 +102,7 @@ const PrlViews = (() => {
     return [
       (root) => bars(root, { title: recent.length ? `Token lag, last ${recent.length} steps` : "Token lag now", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(lagSums(recent)), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
       (root) => bars(root, { title: "Token lag, whole run", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(data.lag_totals), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
-      (root) => heat(root, { title: "Token lag over time", sub: "Share of each step's tokens; darker (by night: brighter) is more", ...lagColumns(r, axis), xName: axis.name, rowName: "lag" }),
+      (root) => heat(root, { title: "Token lag over time", sub: "Share of each step's tokens; darker is more (brighter in dark mode)", ...lagColumns(r, axis), xName: axis.name, rowName: "lag" }),
       (root) => lines(root, { title: "Lag by step", sub: "Growing: completions take more steps, or weights arrive late", xName: axis.name, yLow: 0, series: [
         { name: "mean", color: COLOR[0], points: pick(r, axis, (one) => one.lag && one.lag.mean) },
         { name: "p95", color: COLOR[1], points: pick(r, axis, (one) => one.lag && one.lag.p95) },

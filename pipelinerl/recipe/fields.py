@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchem
 from pydantic.fields import FieldInfo
 
 from pipelinerl.bus.protocol import RUN_NAME
+from pipelinerl.errors import one_of
 from pipelinerl.recipe.rules import IMPORT_PATH, check_rules
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
     """The error text for a path that the model does not have: similar fields, or else all that the section has."""
     near = near_matches(model, ".".join(path))
     if near:
-        return f"no such field; did you mean {' or '.join(near)}?"
+        return f"no such field; did you mean {one_of(near)}?"
     parent = field_at(model, path[:-1])
     section = section_of(parent.annotation) if parent else model
     if parent and (item := listed_section(parent.annotation)) is not None:
@@ -115,6 +116,18 @@ def takes(field: FieldInfo) -> str:
         f"{words} {getattr(one, name)}" for name, words in _BOUNDS.items() for one in field.metadata if hasattr(one, name)
     ]
     return ", ".join(filter(None, (_type_name(field.annotation), " and ".join(bounds))))
+
+
+def choices(annotation: Any) -> tuple[str, ...]:
+    """What a field may hold, where that can be listed."""
+    if annotation is bool:
+        return ("true", "false")
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return tuple(map(str, arguments))
+    if origin in (Annotated, Union, types.UnionType):
+        return tuple(choice for argument in arguments for choice in choices(argument))
+    return ()
 
 
 def _type_name(annotation: Any) -> str:

@@ -44,8 +44,8 @@ class Call:
     message: str = ""
 
     def __str__(self) -> str:
-        of = f"of line {self.problem.line}" if self.problem.line else f"to {self.problem.question!r:.60}"
-        return f"the reference answer {of}" if self.completion else f"an empty answer to the problem {of}"
+        line, answer = self.problem.line, "the reference answer" if self.completion else "an empty answer"
+        return f"{answer} {f'of line {line}' if line else f'to {self.problem.question!r:.60}'}"
 
 
 def is_rehearsed(share: ProblemSet) -> bool:

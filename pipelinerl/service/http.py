@@ -235,4 +235,8 @@ class _EmbeddedServer(uvicorn.Server):
         with contextlib.suppress(SystemExit):  # uvicorn's way to say that the application's lifespan failed
             await super().startup(sockets)
         self.should_exit = self.should_exit or not self.started
-        self._callers_loop.call_soon_threadsafe(self.up.set_result, self.started)
+        self._callers_loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        if not self.up.done():  # else who waited has been cancelled
+            self.up.set_result(self.started)

@@ -18,7 +18,7 @@ from dataclasses import fields
 from functools import cached_property, lru_cache
 from typing import Any
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, one_of
 from pipelinerl.recipe.fields import TaskConfig
 from pipelinerl.tasks.source import Problem, Split
 
@@ -142,7 +142,7 @@ def check_family(family: str) -> None:
     families = _families()
     if family not in families:
         near = difflib.get_close_matches(family, families, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"list its {len(families)} families: {_LIST_FAMILIES}"
+        hint = f"did you mean {one_of(near)}?" if near else f"list its {len(families)} families: {_LIST_FAMILIES}"
         raise FieldError("task.name", family, f"not a reasoning-gym family; {hint}")
 
 

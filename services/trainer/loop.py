@@ -115,7 +115,7 @@ class OptimizerLoop:
                 await self._measure(evaluate=True, probe=False)
             while self.version < self._recipe.trainer.steps:
                 await self._step()
-            self.waiting_for = "the last version to be served"
+            self.waiting_for = "actors to serve the last version"
             await self._measured()
             await self._updater.all_served()
         finally:
@@ -199,6 +199,7 @@ class OptimizerLoop:
         if measure:
             await self._measure(evaluate=evaluate)
         if self.version == self._recipe.trainer.steps:
+            self.waiting_for = f"the evaluation of version {self.version}"
             await self._measured()  # the last record carries its own evaluation
         self._unrecorded()
         if self.skipped_in_a_row >= self._recipe.trainer.max_skipped_steps:
@@ -245,10 +246,12 @@ class OptimizerLoop:
         version = PolicyVersion(self._resume.start.lineage.incarnation, self.version)
         with measured(seconds, "snapshot"):
             snapshot = await self._in_compute(self._policy.snapshot, version)
+        before, self.waiting_for = self.waiting_for, "actors to take new weights"
         with measured(seconds, "send"):
             await self._updater.offer(self.version, snapshot)
             if self._recipe.mode == "conventional":
                 await self._updater.all_served()
+        self.waiting_for = before
         self._feeder.look_again()
 
     async def _offer_when_measured(self) -> None:

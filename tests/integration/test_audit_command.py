@@ -83,7 +83,7 @@ async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path, audit:
     async with run_that_goes_on(folder) as (one, _, url):
         code, said = await audit(folder)
         assert code == 0, said
-        assert "unit: goes on, 1 incarnation(s), version 1" in said
+        assert "unit: goes on, 1 start, version 1" in said
         counts = one.tracker.ledger.counts
         assert f"issued {counts.issued} = trained 4 + dropped stale 0" in said
         assert "SEQUENCES holds 6 messages, positions 1 to 6; durable up to 4" in said
@@ -144,7 +144,7 @@ async def test_in_the_trainers_pod_the_environment_says_where_nats_is(
 
 
 @pytest.mark.parametrize(
-    ("made", "said"), [(True, "has neither run.json nor lineage.json"), (False, "is not a folder: give the folder of a run")]
+    ("made", "said"), [(True, "has neither run.json nor lineage.json"), (False, "there is no such folder; give")]
 )
 async def test_what_is_no_run_exits_2(tmp_path: Path, audit: Audit, made: bool, said: str) -> None:
     folder = tmp_path / "x"
@@ -163,8 +163,9 @@ async def test_only_streams_that_no_trainer_has_made_yet_may_be_missing(
     with NatsServer(run.nats_store):
         pass
     code, said = await audit(tmp_path)
-    assert (code, "unit: no trainer has started, 0 incarnation(s)" in said) == (0, True), said
+    assert (code, "unit: no trainer has started, 0 starts" in said) == (0, True), said
     assert "-       every sequence in flight is somewhere: no trainer has started" in said
+    assert await asyncio.to_thread(main, ["dead-letters", str(tmp_path)]) == 0
     write_json(tmp_path / "lineage.json", {"run": RUN, "starts": [0]})
     code, said = await audit(tmp_path)
     assert (code, "the streams cannot be read: looking at PROMPTS_unit" in said) == (1, True), said

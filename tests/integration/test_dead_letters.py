@@ -101,7 +101,7 @@ async def test_in_a_pod_of_the_run_nothing_need_be_named(
         (["RUN", "--nats", "nats://h", "--run", "demo"], "give the folder of a run, or --nats URL --run NAME"),
         (["--nats", "nats://h"], "--run = ''"),
         (["RUN"], "holds no streams"),
-        (["RUN/absent"], "is not a folder"),
+        (["RUN/absent"], "there is no such folder"),
         (["RUN/broken"], "its run.json does not name the run"),
     ],
 )
@@ -109,5 +109,6 @@ def test_a_place_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("[")
     (tmp_path / "run.json").write_text('{"run": "demo"}')
+    (tmp_path / "lineage.json").touch()
     assert main(["dead-letters", *(part.replace("RUN", str(tmp_path)) for part in arguments)]) == 2
     assert said in capsys.readouterr().err

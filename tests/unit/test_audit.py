@@ -328,7 +328,7 @@ async def test_the_report_has_the_equation_with_its_numbers(tmp_path: Path) -> N
           step(2, issued=6, trained=3, dropped_stale=2, in_flight=1))  # fmt: skip
     audit = await audit_of(tmp_path)
     text = "\n".join(lines(audit))
-    assert "unit: stopped before its end, 2 incarnation(s), version 2" in text
+    assert "unit: stopped before its end, 2 starts, version 2" in text
     assert "issued 6 = trained 3 + dropped stale 2 + dropped filtered 0 + failed 0 + in flight 1" in text
     assert "dropped stale: lag above max_lag  2" in text
     assert "incarnation 2 went on from version 1 and undid 1 steps, 1 sequences trained, 0 ended otherwise" in text

@@ -183,7 +183,7 @@ async def test_the_report_of_a_run_with_streams(tmp_path: Path) -> None:
         assert failures(audit) == {}
         assert audit.replay.counts == again.tracker.ledger.counts
         text = "\n".join(lines(audit))
-        assert "unit: goes on, 2 incarnation(s), version 2" in text
+        assert "unit: goes on, 2 starts, version 2" in text
         assert "SEQUENCES holds 11 messages, positions 1 to 11; durable up to 6" in text
         assert "6 of them may be purged" in text
         told = as_json(audit)["streams"]

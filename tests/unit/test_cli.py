@@ -168,6 +168,8 @@ def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(
         ("pipelinerl run arith", {"arithmetic "}),
         ("pipelinerl run there", {"there", "there.yaml"}),
         ("pipelinerl validate gsm --set sampling.max_t", {"sampling.max_tokens="}),
+        ("pipelinerl run arithmetic --set algorithm.loss=gr", {"algorithm.loss=grpo "}),
+        ("pipelinerl run arithmetic --set trainer.compile=t", {"trainer.compile=true "}),
     ],
 )
 def test_a_shell_completes_commands_recipes_and_fields(workplace: Path, line: str, completed: set[str]) -> None:

@@ -5,13 +5,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.run_dir import resumable
+from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.run_state import load_run_state
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
@@ -79,7 +80,16 @@ async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
         waits: list[tuple[float, bool]] = []
         one.run.feeder.begin_step = lambda share, for_max_lag: waits.append((share, for_max_lag))  # type: ignore[method-assign]
         one.run.feeder.bounds.held_by_max_lag = lambda *_: len(waits) > 1  # type: ignore[method-assign]
+        said, offer, updater = list[tuple[int, str]](), one.run.updater.offer, cast("Any", one.run.updater)
+
+        async def offered(version: int, snapshot: object) -> None:
+            said.append((one.run.recorder.phase, one.loop.waiting_for))
+            await offer(version, snapshot)  # type: ignore[arg-type]
+
+        updater.offer = offered
+        one.run.recorder.training_begins()
         await one.loop.run()
+        assert set(said) == {(trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS, "actors to take new weights")}
         assert [for_max_lag for _, for_max_lag in waits] == [False, False, True, True]
         assert all(0 <= share <= 1 for share, _ in waits)
         steps = [f"{what} {step}" for step in range(4) for what in ("snapshot", "step")]

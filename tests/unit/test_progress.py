@@ -97,7 +97,8 @@ def test_time_left_is_the_pace_of_the_newest_steps_less_what_has_passed() -> Non
     run = state(metrics(1), metrics(2), metrics(3), total=10)  # 2 s a step, the last one heard of at 14 s
     assert seconds_left(run, 14.0) == 14.0
     assert seconds_left(run, 17.5) == 10.5
-    assert seconds_left(run, 1000.0) == 0.0
+    assert seconds_left(run, 24.0) == 4.0
+    assert seconds_left(run, 24.5) is None, "the pace says nothing while nothing moves"
     assert seconds_left(state(metrics(1), total=10), 14.0) is None
     assert seconds_left(RunState("r", 10), 14.0) is None
 

@@ -208,7 +208,7 @@ def test_unknown_override_paths_get_near_matches(override: str, said: str) -> No
         ("trainer.learning_rate", True, "use a number"),
         ("trainer.gradient_checkpointing", "maybe", "use true or false"),
         ("trainer.beta1", 1.0, "below 1"),
-        ("trainer.lerning_rate", 1, "no such field; did you mean trainer.learning_rate or"),
+        ("trainer.lerning_rate", 1, "no such field; did you mean trainer.learning_rate, trainer.value_learning_rate or"),
         ("model.dtype", "fp8", "use one of float32, bfloat16, float16"),
         ("model.warmstart.head_dim", 48, "use a multiple of 32: vLLM on CPU takes no other"),
         ("algorithm.max_lag", -1, "use an integer or null, at least 0"),
@@ -613,7 +613,7 @@ def test_rewards_are_tried_on_the_users_problems_before_a_run(rehearsed: Callabl
     told = {problem.field.split(".")[2]: problem.fix for problem in found.problems}
     for position, said in {
         "1": "3 of 3 calls, .* KeyError: 'solution' at my_rewards.py:7; item.reference has answer, row, and its row prompt, ",
-        "2": r"1 of 3 calls, first for an empty answer to the problem of line \d: .* at my_rewards.py:10; item.answer is None",
+        "2": r"1 of 3 calls, first for an empty answer of line \d: .* at my_rewards.py:10; item.answer is None",
         "3": "3 of 3 calls, first for the reference answer of line .*: the reward is '1', not a number",
         "4": "1 of 1 calls, .*: the process of reward my_rewards:leaves died: exit code 3",
         "5": r"1 of 1 calls, .* took more than reward.timeout_s = 0.5 s",

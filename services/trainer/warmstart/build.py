@@ -9,6 +9,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -174,6 +175,6 @@ def _progress(config: WarmStartConfig, say: Say) -> OnStep:
             return
         said = now
         left_s = (now - started) / steps * (config.steps - steps)
-        say(f"warm-start {steps} of {config.steps} steps, loss {loss:.3f}, {left_s:.0f} s left")
+        say(f"warm-start {steps} of {config.steps} steps, loss {loss:.3f}, {timedelta(seconds=round(left_s))} left")
 
     return on_step
