@@ -96,7 +96,10 @@ _OWN_STATE = (
     "getrandom clock_gettime clock_getres gettimeofday time times getrusage sysinfo uname getcpu sched_getaffinity getpriority "
     "getrlimit setrlimit execve execveat exit exit_group wait4 waitid"
 )
-_PAIRS = "recvfrom recvmsg recvmmsg shutdown getsockopt setsockopt getsockname getpeername"
+_PAIRS = "recvfrom recvmsg recvmmsg shutdown getsockopt getsockname getpeername"
+_SETSOCKOPT = {1: (2, 9, 13, 20, 21), 6: (1, 4, 5, 6, 18)}
+"""By level, what neither enlarges a buffer, which no limit counts, nor changes what a socket does: of SOL_SOCKET SO_REUSEADDR,
+SO_KEEPALIVE, SO_LINGER and time-outs; of TCP TCP_NODELAY and when it asks whether the other end is there."""
 _SIGNALS = "kill tkill tgkill"
 _SESSIONS = "setsid setpgid pidfd_open"
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
@@ -112,6 +115,8 @@ _CLONE_ASIDE = 0x7E02_8000
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _PRCTL = (3, 15, 16, 23, _PR_SET_NO_NEW_PRIVS)
 """Reads whether it is dumpable and what it may do, its name, and the flag that is set already."""
+_MOST_FILES = 512
+"""Open at once, of each process under `confine`: what waits in pipes and sockets is no process's memory."""
 _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
 _LISTENER = 1 << 3 | 1 << 5
@@ -161,6 +166,9 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
             add(_ALLOW, "socketpair", (1, _MASKED_EQUAL, 0xF, kind))
         for name, flags in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)):  # MSG_FASTOPEN would connect
             add(_ALLOW, name, (flags, _MASKED_EQUAL, _MSG_FASTOPEN, 0))
+        for level, options in _SETSOCKOPT.items():
+            for option in options:
+                add(_ALLOW, "setsockopt", (1, _EQUAL, level, 0), (2, _EQUAL, option, 0))
         for option in _PRCTL:
             add(_ALLOW, "prctl", (0, _EQUAL, option, 0))
         if signals:
@@ -377,6 +385,8 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
             keep_in_bounds(child, outside, inside)
         outside.close()
         attach_to_parent()
+        most_files = min(_MOST_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         # A fork waits for the answer from outside: the end of one child must not fail the start of the next.
         signal.siginterrupt(signal.SIGCHLD, False)
         shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)

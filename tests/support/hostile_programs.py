@@ -8,7 +8,8 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 _SYSCALL = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -155,6 +156,21 @@ while True:
     "nests without end": "exec('(' * 10**6)",
     "recurses in C": "import sys\nsys.setrecursionlimit(10**9)\nf = lambda: f()\nf()",
     "raises with a huge text": "raise ValueError('x' * (1 << 28))",
+    "fills buffers of sockets": """
+import socket
+sent, pairs = 0, []
+try:
+    while sent < 200_000_000:
+        pairs.append(socket.socketpair())
+        for end in pairs[-1]:
+            end.setblocking(False)
+            try: end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+            except OSError: pass
+            try:
+                while True: sent += end.send(bytes(1 << 16))
+            except BlockingIOError: pass
+    print('escaped')
+except OSError: pass""",
     "closes all it has": "import os\nos.closerange(0, 256)\nwhile True: pass",
 }
 
@@ -178,8 +194,11 @@ class Surroundings:
     victim: Path
     run_dir: Path
     """In a folder that may be readable, with a file `beside` it."""
+    parents: set[int] = field(default_factory=set)
+    """With which programs were filled."""
 
     def filled(self, program: str, parent: int) -> str:
+        self.parents.add(parent)
         port, paths = self.server.getsockname()[1], {"secret": self.secret, "victim": self.victim, "run_dir": self.run_dir}
         return program.format(port=port, parent=parent, **paths)
 
@@ -204,6 +223,6 @@ def surroundings_in(folder: Path) -> Iterator[Surroundings]:
     run_dir.with_name("beside").write_text("escaped")
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        yield Surroundings(server, secret, victim, run_dir)
-    for left in ("/tmp", "/dev/shm"):
-        Path(left, f"escape-{os.getpid()}").unlink(missing_ok=True)
+        yield (surroundings := Surroundings(server, secret, victim, run_dir))
+    for left, parent in product(("/tmp", "/dev/shm"), surroundings.parents):
+        Path(left, f"escape-{parent}").unlink(missing_ok=True)
