@@ -33,6 +33,7 @@ from google.protobuf.message import DecodeError
 
 from pipelinerl.errors import PipelineRLError, ServiceError, UserError
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.grpc import MAX_MESSAGE_BYTES
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.v1 import verifier_pb2
@@ -53,6 +54,8 @@ _PRINTED_BYTES, _PRINTED_BYTES_PER_S = 64 * 1024, 4096
 """Of what the code in one worker prints: at once, and for long."""
 FRAME_LENGTH = struct.Struct("!I")
 """Before each frame. Unsigned, since what a reward writes there must not look like a negative one."""
+LONGEST_RESULT_BYTES = MAX_MESSAGE_BYTES // 4096
+"""So much of a worker is held here, whatever its code writes; results of the largest `actor.verify_batch` fit an answer."""
 
 Loss = Literal["timeout", "death", "retirement"]
 """What ends a worker. It retires of its own accord and between two items, so that no item is to blame."""
@@ -271,6 +274,8 @@ class WorkerProcess:
 
     async def _next_frame(self) -> bytes:
         (length,) = FRAME_LENGTH.unpack(await self._stdout.readexactly(FRAME_LENGTH.size))
+        if length > LONGEST_RESULT_BYTES:
+            raise WorkerGone(f"a result of {length:,} bytes is in its pipe, and {LONGEST_RESULT_BYTES:,} may be")
         return await self._stdout.readexactly(length)
 
     async def gone(self) -> WorkerGone:

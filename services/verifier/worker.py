@@ -40,6 +40,7 @@ from services.verifier.sandbox import NoSandbox, confine
 RETIRED = 75
 """Exit code of a worker that leaves of its own accord, between two items, to be replaced by a fresh one."""
 MESSAGE_CHARACTERS = 500
+_MISTAKE_CHARACTERS = 8000
 _FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -131,7 +132,8 @@ def main() -> int:
         results.send_bytes(f"reward.scorer: {error}; pip install 'pipelinerl[verifier]'".encode())
         return 1
     except (UserError, NoSandbox) as error:
-        results.send_bytes(f"{'reward.sandbox: ' if isinstance(error, NoSandbox) else ''}{error}".encode())
+        mistake = f"{'reward.sandbox: ' if isinstance(error, NoSandbox) else ''}{error}"
+        results.send_bytes(mistake[:_MISTAKE_CHARACTERS].encode(errors="replace"))
         return 1
     results.send_bytes(b"")
     try:

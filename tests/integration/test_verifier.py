@@ -224,7 +224,7 @@ MISDEEDS = [
     ("os_exit", "crashed", "exit code 3"),
     ("segfault", "crashed", "SIGSEGV"),
     ("close_pipes", "crashed", "closed its pipe"),
-    ("write_in_pipes", "timeout", "more than reward.timeout_s = 2.4 s"),
+    ("write_in_pipes", "crashed", "a result of 4,294,967,295 bytes is in its pipe"),
     ("fill_memory", "out_of_memory", "reward.memory_mib"),
     ("say nan", "bad_reward", "nan"),
     ("say inf", "bad_reward", "inf"),

@@ -318,6 +318,8 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "def half(item): return 0.5 if item.answer == item.reference['answer'] else 0\n"
         "def parts(item): return {'style': 0.25, 'length': len(item.completion) / 10}\n"
         "def word(item): return '1'\n"
+        "def many(item): return dict.fromkeys(range(129), 0.1)\n"
+        "def named(item): return {item.completion: 1}\n"
         "def nothing(item): pass\n"
         "def two(a, b): return 1\n"
         "async def later(item): return 1\n"
@@ -347,6 +349,11 @@ def test_what_is_no_number_is_no_reward(user_module: str) -> None:
     for name in ("word", "nothing"):
         with pytest.raises(BadReward, match="not a number"):
             user_scorer(f"house_rewards:{name}")(item("x"))
+    with pytest.raises(BadReward, match="has 129 terms; return at most 128"):
+        user_scorer("house_rewards:many")(item("x"))
+    with pytest.raises(BadReward, match=r"name of a term has 101 characters; use at most 100: x{40}\.\.\."):
+        user_scorer("house_rewards:named")(item("x" * 101))
+    assert user_scorer("house_rewards:named")(item("\ud800")).parts == {"\ufffd": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,15 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipelinerl.errors import FieldError, located
+from pipelinerl.errors import FieldError, as_unicode, located
 from pipelinerl.recipe.fields import RewardConfig, TaskConfig
 from services.verifier.rewards.answers import exact, json_schema_scorer, judge_scorer, math_scorer, regex
 from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 
+MOST_TERMS, TERM_CHARACTERS = 128, 100
+"""That a user's function returns, and of the name of one: all are kept with each sequence."""
 _ALMOST = 1e-9
 """How far below 1 a score may be and still count as right: room for a scorer's rounding."""
 
@@ -158,11 +160,20 @@ def user_scorer(path: str) -> Scorer:
     def score(item: RewardInput) -> Score:
         returned = function(item)
         if isinstance(returned, Mapping):
-            parts = {str(name): _number(value, f"part {name!r}") for name, value in returned.items()}
+            if len(returned) > MOST_TERMS:
+                raise BadReward(f"the reward has {len(returned):,} terms; return at most {MOST_TERMS}")
+            parts = {_term(name): _number(value, f"part {name!r}") for name, value in returned.items()}
             return Score(sum(parts.values()), parts=parts)
         return Score(_number(returned, "the reward"))
 
     return score
+
+
+def _term(name: Any) -> str:
+    term = as_unicode(str(name))
+    if len(term) > TERM_CHARACTERS:
+        raise BadReward(f"the name of a term has {len(term):,} characters; use at most {TERM_CHARACTERS}: {term:.40}...")
+    return term
 
 
 def _number(value: Any, what: str) -> float:
