@@ -14,6 +14,7 @@ from pipelinerl import __version__
 from pipelinerl.commands import cache, plan, run, scale, validate
 from pipelinerl.commands.run_folder import AUDIT, DEAD_LETTERS, REPORT
 from pipelinerl.errors import PipelineRLError, UserError
+from pipelinerl.service.logs import printable
 
 COMMANDS = (run.COMMAND, scale.COMMAND, validate.COMMAND, plan.COMMAND, REPORT, AUDIT, DEAD_LETTERS, cache.COMMAND)
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except PipelineRLError as error:
-        print(f"pipelinerl: {error}", file=sys.stderr)
+        print(f"pipelinerl: {printable(str(error))}", file=sys.stderr)  # it may quote a user's code, data and model output
         return WRONG_USE if isinstance(error, UserError) else FAILED
     return code
 

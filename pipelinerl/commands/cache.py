@@ -12,10 +12,22 @@ from pipelinerl.errors import FieldError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    clear = parser.add_argument(
         "--clear", metavar="NAME", nargs="*",
         help="remove these, or all of them; a run that goes on needs its own for restarts",
     )  # fmt: skip
+    clear.completer = lambda **_: list(_kept())  # type: ignore[attr-defined]
+
+
+def _kept() -> dict[str, Path]:
+    """Folders by name."""
+    import os
+
+    from pipelinerl.initial_model import COMPILED, cache_folder
+
+    folder = cache_folder(os.environ)
+    found = [*sorted(folder.glob("models/[!.]*")), *folder.glob(COMPILED)]
+    return {path.name: path for path in found if path.is_dir() and any(path.iterdir())}
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -25,12 +37,7 @@ def execute(args: argparse.Namespace) -> int:
 
     from pipelinerl.initial_model import COMPILED, cache_folder
 
-    folder = cache_folder(os.environ)
-    kept = {
-        path.name: path
-        for path in [*sorted(folder.glob("models/[!.]*")), *folder.glob(COMPILED)]
-        if path.is_dir() and any(path.iterdir())
-    }
+    folder, kept = cache_folder(os.environ), _kept()
     chosen = args.clear or list(kept)
     for name in chosen:
         if name not in kept:

@@ -56,6 +56,7 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.recipe.preflight import Examination, doubts, examine
     from pipelinerl.recipe.rehearsal import rehearsed
     from pipelinerl.rl.memory import actor_problem, trainer_problem
+    from pipelinerl.service.logs import printable
 
     recipe = load_recipe(args.recipe, args.overrides)
     examined, memory = Examination() if args.fields_only else examine(recipe, args.reward_rows), list[tuple[str, str]]()
@@ -76,11 +77,11 @@ def execute(args: argparse.Namespace) -> int:
     data += [("rewards", rehearsed(shares[place], calls)) for place, calls in called.items() if calls]
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
-        print(f"  {name:<11}  {value}")
+        print(printable(f"  {name:<11}  {value}"))
     warnings = [*doubts(recipe, examined), *too_long]
     for title, problems in (("warning", warnings), ("not runnable on this machine", examined.problems)):
         if lines := [f"  - {problem}" for problem in problems]:
-            print(f"{title}:", *lines, sep="\n")
+            print(f"{title}:", *map(printable, lines), sep="\n")
     return 0
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ModelConfig
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "spiece.model", "vocab.json", "vocab.txt")
-"""One of them is in every folder of a tokenizer."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""One of them is in every folder of a tokenizer, but of one with code of its own, which its tokenizer_config.json names."""
 _SMOLLM2_PARAMETERS = 134_515_008
 _COUNTED = 64
 """Of so many texts, the longest by characters, tokens are counted: the longest by tokens is among them, but for oddities."""
@@ -38,9 +38,18 @@ def problems_in(folder: Path) -> Iterator[str]:
         return
     if not isinstance(config, dict) or not config.get("architectures"):
         yield 'its config.json names no architecture; give it one, such as "architectures": ["LlamaForCausalLM"]'
-    if not any((folder / name).is_file() for name in TOKENIZERS):
+    described = folder / "tokenizer_config.json"
+    has_code = described.is_file() and b'"auto_map"' in described.read_bytes()
+    if not has_code and not any((folder / name).is_file() for name in TOKENIZERS):
         yield "has no tokenizer (tokenizer.json); copy the tokenizer's files into it"
     yield from _weights_problems(folder)
+
+
+def longest_context(folder: Path) -> int | None:
+    """Tokens, of a folder without problems; None where its config.json does not say."""
+    config = json.loads((folder / "config.json").read_bytes())
+    longest = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None
 
 
 def _weights_problems(folder: Path) -> Iterator[str]:
@@ -60,6 +69,8 @@ def _weights_problems(folder: Path) -> Iterator[str]:
             header_of(path)
         except ValueError as error:
             broken.append(f"{path.name} {error}")
+        except OSError as error:
+            broken.append(f"{path.name} cannot be read: {error.strerror}")
     if broken:
         yield f"{_some(broken)}; copy what is broken again"
 

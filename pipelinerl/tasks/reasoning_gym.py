@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -125,6 +126,7 @@ def _global_random(seed: int) -> Iterator[None]:
 
 def _families() -> Mapping[str, tuple[Any, Any]]:
     """Data set and configuration of each family, ours among them. Raises `FieldError` without reasoning-gym."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which it imports, and which warns of a home that is read-only
     try:
         from reasoning_gym.factory import DATASETS, register_dataset
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipelinerl.errors import FieldError, MissingPackage, UserError
+from pipelinerl.errors import FieldError, MissingPackage, UserError, counted
 from pipelinerl.recipe.fields import TaskConfig
 
 
@@ -123,11 +123,11 @@ class Division:
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
-        if is_trained_on and size <= self.num_heldout:
-            fix = f"{where} has {size} distinct problems; some must be left for training"
-            raise FieldError("task.heldout_problems", self.num_heldout, fix)
         if not size:
             raise FieldError("task.path", where, "holds no problem; give a file that does")
+        if is_trained_on and size <= self.num_heldout:
+            fix = f"{where} has {counted(size, 'distinct problem')}; some must be left for training"
+            raise FieldError("task.heldout_problems", self.num_heldout, fix)
         self._heldout = random.Random(f"{seed}/heldout").sample(range(size), self.num_heldout)
         self._train = sorted(set(range(size)) - set(self._heldout))
         self._order = lru_cache(maxsize=2)(self._shuffled)
@@ -283,14 +283,29 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | _BadRow]]
             yield number, row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | _BadRow]]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise MissingPackage("reading Parquet needs pyarrow: pip install pyarrow, or convert it to JSONL") from error
+    number = 0
     try:
-        rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
-        yield from enumerate(rows, start=1)
+        for batch in ParquetFile(path).iter_batches():
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:  # one by one, which is slower
+                rows = [_parquet_row(batch.slice(row, 1)) for row in range(batch.num_rows)]
+            yield from enumerate(rows, start=number + 1)
+            number += len(rows)
     except (ArrowException, OSError) as error:
         raise UserError(f"{path}: not a Parquet file: {error}") from error
+
+
+def _parquet_row(batch: Any) -> Mapping[str, Any] | _BadRow:
+    """Of a batch that is one row."""
+    try:
+        row: Mapping[str, Any] = batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return _BadRow(f"a text is not UTF-8: {error.reason} at byte {error.start + 1}")
+    return row

@@ -82,6 +82,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         recipe = f"name: mine\nmodel: {{source: path, name: {name}}}\ntask: {{}}\n"
         (tmp_path / f"{name}.yaml").write_text(recipe)
     (tmp_path / "p.jsonl").write_text('{"prompt": "q"\n')
+    (tmp_path / "esc.jsonl").write_text(r'{"\u001b[2J": "q"}')
     model_folder(tmp_path / "there")
     (tmp_path / "ended").mkdir()
     (tmp_path / "ended" / "pids.json").write_text('{"trainer": 4194304}')  # a pid above every other
@@ -101,6 +102,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate a --fast", "usage: pipelinerl"),
         ("validate gsm --fields-only --set trainer.batch_size=7", "trainer.batch_size = 7"),
         ("validate smollm2 --set task.source=jsonl --set task.path=p.jsonl", "= 'p.jsonl': p.jsonl, line 1: not JSON"),
+        ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of those that it has: \x1b[2J"),
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
         ("validate gsm --parameters 7B", "--parameters = '7B': is for --gpu-memory; give that too"),
@@ -170,6 +172,7 @@ def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(
         ("pipelinerl validate gsm --set sampling.max_t", {"sampling.max_tokens="}),
         ("pipelinerl run arithmetic --set algorithm.loss=gr", {"algorithm.loss=grpo "}),
         ("pipelinerl run arithmetic --set trainer.compile=t", {"trainer.compile=true "}),
+        ("pipelinerl cache --clear smol", {"smollm2-2 "}),
     ],
 )
 def test_a_shell_completes_commands_recipes_and_fields(workplace: Path, line: str, completed: set[str]) -> None:
@@ -179,7 +182,9 @@ def test_a_shell_completes_commands_recipes_and_fields(workplace: Path, line: st
         "COMP_LINE": line,
         "COMP_POINT": str(len(line)),
         "_ARGCOMPLETE_IFS": "|",
+        "PIPELINERL_CACHE": "cache",
     }
+    (workplace / "cache" / "models" / "smollm2-2" / "model").mkdir(parents=True)
     subprocess.run([sys.executable, "-m", "pipelinerl.cli"], env={**os.environ, **given}, check=True)
     assert set((workplace / "done").read_text().split("|")) == completed
 

@@ -481,6 +481,7 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("config.json", b'{"model_type": "llama"}', "its config.json names no architecture"),
         ("config.json", b'{"architectures": [', "its config.json is not JSON"),
         ("tokenizer.json", None, "has no tokenizer (tokenizer.json); copy"),
+        ("config.json", b'{"architectures": ["A"], "max_position_embeddings": 9}', "the model's context is 9 tokens at most"),
         ("model.safetensors", None, "has no weights (*.safetensors)"),
         ("model.safetensors", -3, "model.safetensors has 74 bytes where its header says 77; copy what is broken again"),
         ("model.safetensors", 5, "model.safetensors is no safetensors file, or its beginning is cut"),
@@ -498,8 +499,9 @@ def test_a_broken_model_folder_is_told_before_anything_loads_it(
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
     ((field, (text, is_lacking)),) = found(model={"source": "path", "name": str(tmp_path)}).items()
-    assert (field, is_lacking) == ("model.name", False)
+    assert (field, is_lacking) == ("model.max_context" if "context" in said else "model.name", False)
     assert said in text
 
 
@@ -631,6 +633,8 @@ def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(
         assert str(problem).startswith(f"evaluation.sets.1.reward.scorer = 'my_rewards:{scorer}': {said}")
     (problem,) = rehearsed("json_schema", json_schema={"type": "strin"}).problems
     assert str(problem).startswith("evaluation.sets.0.reward.json_schema = {'type': 'strin'}: not a JSON Schema: 'strin'")
+    (problem,) = rehearsed("json_schema", json_schema={"$ref": "#/$defs/x"}).problems
+    assert "gives no reward in 2 of 3 calls, first for the reference answer of line" in str(problem)
     monkeypatch.setitem(sys.modules, "services.verifier", None)
     (lacking,) = rehearsed("right").problems
     assert isinstance(lacking, Lacking)

@@ -155,11 +155,14 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def write_parquet(path: Path, rows: list[Any]) -> Path:
+def write_parquet(path: Path, rows: list[Any], *, prompts_are_text: bool = False) -> Path:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    table = pyarrow.Table.from_pylist(rows)
+    if prompts_are_text:  # whatever their bytes
+        table = table.set_column(0, "prompt", table["prompt"].cast(pyarrow.string(), safe=False))
+    parquet.write_table(table, path)
     return path
 
 
@@ -255,6 +258,13 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     first, *lines = str(info.value).splitlines()
     assert first.endswith("many.jsonl: 13 lines cannot be used")
     assert [line.split(":")[0].strip() for line in lines] == [*(f"line {number}" for number in range(11, 21)), "and 3 more"]
+    rows = [{"prompt": b"q", "answer": "a"}, {"prompt": b"\xff", "answer": "b"}]
+    path = write_parquet(tmp_path / "latin.parquet", rows, prompts_are_text=True)
+    with pytest.raises(UserError, match=r"latin\.parquet, row 2: a text is not UTF-8: .* at byte 1"):
+        make_source(file_task(path), seed=0)
+    (tmp_path / "none.jsonl").touch()
+    with pytest.raises(FieldError, match=r"none.jsonl': holds no problem"):
+        make_source(file_task(tmp_path / "none.jsonl"), seed=0)
 
 
 @pytest.mark.parametrize(("suffix", "write"), [(".jsonl", write_jsonl), (".parquet", write_parquet)])
