@@ -176,7 +176,9 @@ def _row(letter: dict[str, Any]) -> tuple[str, ...]:
 
 def _cut(text: str, length: int) -> str:
     """One line of at most `length` characters."""
-    line = " ".join(text.split())
+    from pipelinerl.service.logs import printable
+
+    line = printable(" ".join(text.split()))
     return line if len(line) <= length else line[: length - 1] + "…"
 
 

@@ -169,6 +169,7 @@ async def test_only_streams_that_no_trainer_has_made_yet_may_be_missing(
     write_json(tmp_path / "lineage.json", {"run": RUN, "starts": [0]})
     code, said = await audit(tmp_path)
     assert (code, "the streams cannot be read: looking at PROMPTS_unit" in said) == (1, True), said
+    assert await asyncio.to_thread(main, ["dead-letters", str(tmp_path)]) == 1
     (tmp_path / "lineage.json").unlink()
     monkeypatch.setattr("pipelinerl.bus.jetstream.connect", partial(connect, connect_timeout_s=0.2))
     code, said = await audit(tmp_path, "--nats", "nats://127.0.0.1:1")

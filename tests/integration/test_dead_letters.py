@@ -26,7 +26,7 @@ LETTERS = (
         run="demo",
         msg_id="g00000008/actor-0-1f",
         prompt_group=b"\xff\xff",
-        reason="unreadable_group: no\nwire format",
+        reason="unreadable_group: no\nwire \x1b[2Jformat",
         deliveries=1,
         actor="actor-0",
         at_s=1e300,
@@ -57,7 +57,7 @@ def test_the_table_has_a_line_for_each(run_dir: Path, capsys: pytest.CaptureFixt
     assert heading.split() == ["TIME", "GROUP", "DELIVERIES", "ACTOR", "REASON", "PROMPT"]
     assert first.split() == ["2023-11-14T22:13:20+00:00", "g00000007", "6", "actor-1", "redelivered_too_often", "1+2"]
     assert "g00000008" in second
-    assert "unreadable_group: no wire format" in second
+    assert r"unreadable_group: no wire \x1b[2Jformat" in second
     assert second.endswith("(2 bytes that are no prompt group)")
     assert "1 messages are no dead letters of this run" in shown.err
 
