@@ -199,6 +199,17 @@ def locked(run_dir: RunDir, option: str = "--resume") -> Iterator[None]:
         yield
 
 
+def open_to_others(run_dir: RunDir) -> FieldError | None:
+    """What a person should know of a folder that was there before the run: who else may read it, and so the run's texts."""
+    state, value = run_dir.path.stat(), str(run_dir.path)
+    if state.st_uid != os.geteuid():
+        return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
+    if state.st_mode & 0o077:
+        fix = "other users may look into it, and read prompts, completions and logs; chmod 700 it to keep them out"
+        return FieldError("--run-dir", value, fix)
+    return None
+
+
 def _make_empty(run: RunDir, option: str) -> None:
     """Removes what a run left whose trainer never started. Raises `FieldError` naming the `option` that chose the folder."""
     path, value = run.path, str(run.path)

@@ -93,15 +93,16 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     from pipelinerl.recipe.model_folder import known_parameters
     from pipelinerl.recipe.preflight import check_environment, doubts
     from pipelinerl.rl.memory import checkpoint_bytes
-    from pipelinerl.run_dir import create_run_dir, locked
+    from pipelinerl.run_dir import create_run_dir, locked, open_to_others
 
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or go on with a run by --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
-    warnings = [f"warning: {doubt}" for doubt in doubts(recipe, check_environment(recipe, args.reward_rows))]
+    doubtful = [*doubts(recipe, check_environment(recipe, args.reward_rows))]
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)
     stack.enter_context(locked(run_dir))
+    warnings = [f"warning: {doubt}" for doubt in filter(None, (*doubtful, open_to_others(run_dir)))]
     return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}", *understood(overrides), *warnings]
 
 

@@ -14,6 +14,7 @@ from pipelinerl.run_dir import (
     create_run_dir,
     locked,
     next_checkpoint_bytes,
+    open_to_others,
     stamped_name,
     trainer_starts,
     write_json,
@@ -39,7 +40,7 @@ def test_a_long_recipe_name_still_makes_a_valid_run_name() -> None:
     assert check_run_name(f"{name}-99") == f"{'a' * 20}-20260304-050607-99"
 
 
-def test_given_name_and_given_folder_which_may_be_there_and_empty(tmp_path: Path) -> None:
+def test_given_name_and_given_folder_which_may_be_there_and_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "y").mkdir()
     assert create_run_dir("arithmetic", NOW, name="mine") == RunDir(Path("runs/mine"), "mine")
     elsewhere = create_run_dir("arithmetic", NOW, path=tmp_path / "deep" / "here")
@@ -47,6 +48,11 @@ def test_given_name_and_given_folder_which_may_be_there_and_empty(tmp_path: Path
     run = create_run_dir("arithmetic", NOW, name="x", path=tmp_path / "y")
     assert run == RunDir(tmp_path / "y", "x")
     assert run.identity.is_file()
+    assert open_to_others(elsewhere) is None
+    run.path.chmod(0o750)
+    assert "/y': other users may look into it, and read prompts, completions and logs; chmod 700" in str(open_to_others(run))
+    monkeypatch.setattr("os.geteuid", lambda: run.path.stat().st_uid + 1)
+    assert "/y': belongs to another user" in str(open_to_others(run))
 
 
 def test_a_new_folder_says_which_run_it_is_of() -> None:
