@@ -190,7 +190,8 @@ _UNSTARTED = {
 def locked(run_dir: RunDir, option: str = "--resume") -> Iterator[None]:
     """Keeps a second command out of the folder. Raises `FieldError` when another one is at it; the kernel lets go when the
     process ends, however it ends."""
-    with (run_dir.path / ".running").open("a") as file:
+    # Whoever may read it could hold the lock.
+    with open(run_dir.path / ".running", "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
