@@ -210,7 +210,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
         ("stale", _stale(plan)),
         ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor"),
         ("settings", settings(split)),
-        ("conventional", f"{conventional:.2f} times as fast at the same largest lag (G = {split.largest_lag + 1})"),
+        ("conventional", f"{conventional:.2f} times as fast as this, at the same largest lag (G = {split.largest_lag + 1})"),
     ]  # fmt: skip
 
 

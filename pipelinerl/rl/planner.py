@@ -271,7 +271,8 @@ def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
     if given:
         return f"H = {h} was given; the KV cache of an actor holds {most_in_progress}"
     if h == max(one for one in IN_PROGRESS if one <= max(h, most_in_progress)):
-        return f"H = {h}: more in progress decode faster, and the KV cache of an actor holds {most_in_progress}"
+        holds = f"the KV cache of an actor holds {most_in_progress}"
+        return f"H = {h}: more in progress decode faster, but {holds}, fewer than the next larger H that was tried"
     return f"H = {h}: more in progress on each actor decode faster, but are older when they are trained on"
 
 

@@ -157,9 +157,7 @@ def nothing_is_readable_by_others(run_dir: RunDir) -> None:
     passwords = [run_dir.credentials.nats(user).read_text().partition(":")[2] for user in ("trainer", "actor", "admin")]
     passwords.append(run_dir.credentials.page_key.read_text())
     assert len(secrets) == 7
-    assert all(
-        path.stat().st_mode & 0o777 == 0o600 for path in (*secrets, run_dir.nats_store / "nats.conf", run_dir.path / ".running")
-    )
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in (*secrets, run_dir.nats_store / "nats.conf"))
     assert all(path.stat().st_mode & 0o077 == 0 for path in (run_dir.path, run_dir.path / "secrets", run_dir.nats_store))
     logs = [path.read_bytes() for path in (run_dir.path / "logs").iterdir()]
     for path in Path("/proc").glob("[0-9]*/*"):

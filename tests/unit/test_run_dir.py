@@ -120,6 +120,7 @@ def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on()
     (failed.path / "models").symlink_to(elsewhere.resolve())
     with locked(failed), pytest.raises(FieldError, match="--name = 'runs/mine': another command runs in it"):
         create_run_dir("arithmetic", NOW, name="mine")
+    assert (failed.path / ".running").stat().st_mode & 0o777 == 0o600
     again = create_run_dir("arithmetic", NOW, name="mine")
     assert (again.log("verifier").exists(), (again.path / "models").exists(), (elsewhere / "kept").exists()) == (
         *(False, False), True,
