@@ -26,8 +26,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """`12 345` or `0.123`; `-` for None."""
-    return "-" if value is None else f"{value:,.{digits}f}".replace(",", " ")
+    """`12,345` or `0.123`; `-` for None."""
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(fraction: float | None) -> str:
@@ -259,7 +259,7 @@ def _sequences_text(sequences: Mapping[str, int]) -> str:
         return "-"
     shown = [(name, sequences.get(name, 0)) for name in ("issued", "trained", "in_flight")]
     lost = [(name, sequences.get(name, 0)) for name in ("dropped_stale", "dropped_filtered", "failed")]
-    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in [*shown, *(row for row in lost if row[1])])
+    return ", ".join(f"{number(count)} {name.replace('_', ' ')}" for name, count in [*shown, *(row for row in lost if row[1])])
 
 
 def _restarts_text(state: RunState) -> str:

@@ -75,7 +75,7 @@ def test_rows_of_a_running_run() -> None:
     assert shown["held-out accuracy"] == "55.0% (version 2), from 40.0% (version 0), best 55.0%"
     assert shown["token lag"] == "mean 1.25, p95 3, max 5"
     assert shown["ESS"] == "0.961"
-    assert shown["tokens/s"] == "3 120 generated, 2 951 trained"
+    assert shown["tokens/s"] == "3,120 generated, 2,951 trained"
     assert shown["actor stall"] == "72 ms (version 2)"
     assert shown["sequences"] == "512 issued, 384 trained, 120 in flight, 8 dropped stale"
     run.sequences = {"issued": 600, "trained": 384, "failed": 1, "in_flight": 215}  # from the status, between two steps
@@ -166,7 +166,7 @@ def test_any_metric_may_be_missing_or_null(missing: set[str], null: set[str]) ->
 
 
 def test_numbers_for_people() -> None:
-    assert [number(None), number(12345.6), number(0.12345, 3)] == ["-", "12 346", "0.123"]
+    assert [number(None), number(12345.6), number(0.12345, 3)] == ["-", "12,346", "0.123"]
     assert [percent(None), percent(0.4142)] == ["-", "41.4%"]
     assert [duration(s) for s in (None, 0, 59.4, 59.6, 185, 7620)] == ["-", "0s", "59s", "1m 00s", "3m 05s", "2h 07m"]
 
@@ -242,7 +242,7 @@ def test_plain_line_has_everything_on_one_line() -> None:
     line = plain_line(state(metrics(1), metrics(2, heldout_accuracy=0.5, heldout_version=1)), 12.0)
     assert line == (
         "step 2/100 | version 2 | reward 0.500 | heldout 50.0% | lag mean 1.25, p95 3, max 5 | ess 0.961 | "
-        "tokens/s 3 120 generated, 2 951 trained | stall 72 ms (version 1) | "
+        "tokens/s 3,120 generated, 2,951 trained | stall 72 ms (version 1) | "
         "sequences 512 issued, 384 trained, 120 in flight, 8 dropped stale | 12s passed, 3m 16s left"
     )
 

@@ -159,7 +159,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     lost = {"failed": {"engine": 1, "reward_timeout": 1200, "a": 2, "b": 3}, "dropped_filtered": {"equal rewards": 8}}
     told = closing_lines({"sequence_reasons": lost}, run, Ending(1.0))[2:-1]
     assert [line.partition(" (")[0].split(maxsplit=1) for line in told[:3]] == [
-        ["failed", "1 200: reward_timeout"], ["failed", "3: b"], ["failed", "2: a"]
+        ["failed", "1,200: reward_timeout"], ["failed", "3: b"], ["failed", "2: a"]
     ]  # fmt: skip
     assert told[0].endswith("(the reward ran past reward.timeout_s; its worker was killed)")
     assert told[3].startswith("  dropped filtered   8: equal rewards (all answers of the group were equally right")
