@@ -3,7 +3,8 @@
 nats-py's client, with what it lacks: refusals that reach the task that waits, requests that end with the connection, and
 logins and certificates that are read again for each connection. What cannot be read is an error at the start; later the last
 that could be read is used, and a warning logged, so that a half-renewed file costs nothing. A password is neither shown nor
-sent to a server without TLS where TLS was asked for. It knows nothing of runs, streams or sequences.
+sent to a server without TLS where TLS was asked for; what a server says of itself counts once it has been logged in to, since
+before TLS anybody may say it. It knows nothing of runs, streams or sequences.
 """
 
 from __future__ import annotations
@@ -204,6 +205,7 @@ class Connection(Client):
         self._tokens = map(str, itertools.count())
         self._answers = ""  # subjects of answers begin with it
         self._unanswered = False  # this user may not have answers (any more)
+        self._longest_message = self._max_payload
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
@@ -221,6 +223,11 @@ class Connection(Client):
                 if self.options:  # else it has refused the url itself, and there is nothing to close
                     with contextlib.suppress(OSError):  # the server is gone already
                         await self.close()
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes, of the newest server that has been logged in to."""
+        return self._longest_message
 
     async def wait_connected(self, timeout_s: float | None = None) -> None:
         """Raises `BusError` when there is no connection within `timeout_s`, by default `request_timeout_s`."""
@@ -369,12 +376,20 @@ class Connection(Client):
     async def _process_connect_init(self) -> None:
         try:
             await super()._process_connect_init()
-        except OSError:  # TLS errors are of these
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # TLS errors are of the first
             # asyncio gives a connection's end to the handshake, which keeps it when it fails: nats-py would wait for ever.
             if self._transport is not None:
                 self._transport.close()
                 self._transport = None
-            raise
+            if isinstance(error, OSError):
+                raise
+            raise nats.errors.Error(f"what listens there does not greet as NATS does: {error}") from error  # nats-py would end
+        self._longest_message = self._max_payload
+        await super()._process_info(self._server_info)
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if not initial_connection:
+            await super()._process_info(info)
 
     async def _process_err(self, err_msg: str) -> None:
         if self.is_connected and not any(harmless in err_msg.lower() for harmless in _ENDS_NOTHING):
