@@ -89,7 +89,7 @@ async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
         updater.offer = offered
         one.run.recorder.training_begins()
         await one.loop.run()
-        assert set(said) == {(trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS, "actors to take new weights")}
+        assert set(said) == {(trainer_pb2.TRAINER_PHASE_TRAINING, "actors to take new weights")}
         assert [for_max_lag for _, for_max_lag in waits] == [False, False, True, True]
         assert all(0 <= share <= 1 for share, _ in waits)
         steps = [f"{what} {step}" for step in range(4) for what in ("snapshot", "step")]

@@ -49,11 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_WAITING_FOR = {
-    "actors": trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS,
-    "sequences": trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES,
-}
-"""By the first word of what the optimizer loop waits for."""
 PAGE_STATE_EVERY_S = 1.0
 SAMPLES_READ = 256
 """Of the first samples of a run that goes on, and as many of the last: the page has a choice of trained and held-out ones."""
@@ -255,9 +250,10 @@ class Recorder:
 
     @property
     def phase(self) -> trainer_pb2.TrainerPhase:
-        if self._phase != trainer_pb2.TRAINER_PHASE_TRAINING:
-            return self._phase
-        return _WAITING_FOR.get(self._training.loop.waiting_for.partition(" ")[0], self._phase)
+        """Sending weights and waiting for actors to take them is part of training: alerts of a run under way go by it."""
+        if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and self._training.loop.waiting_for.startswith("sequences"):
+            return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
+        return self._phase
 
     def status(self) -> trainer_pb2.TrainerStatus:
         """As the trainer's gRPC service answers."""
