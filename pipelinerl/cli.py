@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         code = args.execute(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed before the start, by `>&-`
+            sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains once more at its end
         return code

@@ -58,7 +58,7 @@ def execute(args: argparse.Namespace) -> int:
         recipe, run_dir, notes = make(args, overrides, stack)
         with open_display() as display:
             configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
-            with suppress(BrokenPipeError):  # the run finds it out too, and stops in order
+            with suppress(OSError):  # the run finds out too when nobody reads, and stops in order
                 display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
             local = LocalRun(recipe, run_dir, display, page_port=page_port, metrics_port=metrics_port)
             ending = asyncio.run(local.run())

@@ -303,10 +303,11 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as unread:
-        done = subprocess.run(
-            [sys.executable, "-m", "pipelinerl.cli", "validate", "gsm", "--fields-only"], stdout=unread, stderr=subprocess.PIPE
-        )
+        command = [sys.executable, "-m", "pipelinerl.cli", "validate", "gsm", "--fields-only"]
+        done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (141, b"")
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE)
+    assert (closed.returncode, closed.stderr) == (0, b"")
 
 
 def test_what_the_machine_lacks_is_no_mistake(pipelinerl: Command) -> None:
