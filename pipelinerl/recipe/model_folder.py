@@ -16,7 +16,10 @@ from typing import Any
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ModelConfig
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("vocab.json", "vocab.txt"),
+)
 """One of them is in every folder of a tokenizer, but of one with code of its own, which its tokenizer_config.json names."""
 _SMOLLM2_PARAMETERS = 134_515_008
 _COUNTED = 64
@@ -46,10 +49,13 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 
 def longest_context(folder: Path) -> int | None:
-    """Tokens, of a folder without problems; None where its config.json does not say."""
+    """Tokens, of a folder without problems; None where its config.json does not say, or scales what it says."""
     config = json.loads((folder / "config.json").read_bytes())
-    longest = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
-    return longest if isinstance(longest, int) else None
+    text = config.get("text_config")
+    config |= text if isinstance(text, dict) else {}
+    scaled = '"factor"' in json.dumps([config.get("rope_scaling"), config.get("rope_parameters")])
+    longest = config.get("max_position_embeddings")
+    return longest if isinstance(longest, int) and not scaled else None
 
 
 def _weights_problems(folder: Path) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -493,8 +494,12 @@ def test_what_is_a_mistake_and_what_is_lacking(
 def test_a_broken_model_folder_is_told_before_anything_loads_it(
     tmp_path: Path, file: str, content: bytes | int | None, said: str
 ) -> None:
-    path = model_folder(tmp_path) / file
+    path, config = model_folder(tmp_path) / file, tmp_path / "config.json"
+    before = config.read_bytes()
+    scaled = {"max_position_embeddings": 9, "rope_scaling": {"type": "yarn", "factor": 64.0}, "text_config": []}
+    config.write_text(json.dumps(json.loads(before) | scaled))
     assert found(model={"source": "path", "name": str(tmp_path)}) == {}
+    config.write_bytes(before)
     if content is None:
         path.unlink()
     else:
