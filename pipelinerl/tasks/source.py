@@ -294,7 +294,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | _BadRow
         for batch in ParquetFile(path).iter_batches():
             try:
                 rows = batch.to_pylist()
-            except UnicodeDecodeError:  # one by one, which is slower
+            except (ValueError, OverflowError):  # one by one, which is slower
                 rows = [_parquet_row(batch.slice(row, 1)) for row in range(batch.num_rows)]
             yield from enumerate(rows, start=number + 1)
             number += len(rows)
@@ -308,4 +308,6 @@ def _parquet_row(batch: Any) -> Mapping[str, Any] | _BadRow:
         row: Mapping[str, Any] = batch.to_pylist()[0]
     except UnicodeDecodeError as error:
         return _BadRow(f"a text is not UTF-8: {error.reason} at byte {error.start + 1}")
+    except (ValueError, OverflowError) as error:  # a date that Python does not have
+        return _BadRow(f"a value cannot be read: {error}")
     return row

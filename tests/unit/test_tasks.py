@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -261,6 +262,10 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     rows = [{"prompt": b"q", "answer": "a"}, {"prompt": b"\xff", "answer": "b"}]
     path = write_parquet(tmp_path / "latin.parquet", rows, prompts_are_text=True)
     with pytest.raises(UserError, match=r"latin\.parquet, row 2: a text is not UTF-8: .* at byte 1"):
+        make_source(file_task(path), seed=0)
+    rows = [{"prompt": "q", "answer": "a", "asked": np.datetime64(10**13, "s")}]
+    path = write_parquet(tmp_path / "dates.parquet", rows)
+    with pytest.raises(UserError, match=r"dates\.parquet, row 1: a value cannot be read: date value out of range"):
         make_source(file_task(path), seed=0)
     (tmp_path / "none.jsonl").touch()
     with pytest.raises(FieldError, match=r"none.jsonl': holds no problem"):
