@@ -488,13 +488,15 @@ class LocalRun:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in _STOP_SIGNALS:
+        loop, heeded = asyncio.get_running_loop(), list(_STOP_SIGNALS)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+            heeded.remove(signal.SIGHUP)
+        for number in heeded:
             loop.add_signal_handler(number, self._on_signal)
         try:
             yield
         finally:
-            for number in _STOP_SIGNALS:
+            for number in heeded:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:

@@ -439,11 +439,12 @@ async def test_actors_are_added_and_taken_away_while_the_run_goes_on(tmp_path: P
 async def test_scaling_down_takes_an_actor_that_is_given_up_and_leaves_the_one_that_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until nobody reads its output any more."""
+    """Until nobody reads its output any more; not at the terminal's end, under nohup."""
 
     def unread(text: str) -> None:
         raise BrokenPipeError
 
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     run = Run(tmp_path / "run", recipe(steps=100_000), {"FAKE_ACTOR_EXIT": "2", "FAKE_ONLY_ACTOR": "actor-0"})
     run.dir.scale.write_text('{"actors": 2}')
     async with running(run) as ending:
@@ -452,6 +453,7 @@ async def test_scaling_down_takes_an_actor_that_is_given_up_and_leaves_the_one_t
         run.dir.scale.write_text('{"actors": 1}')
         await until(lambda: "actor-0" not in run.pids())
         assert (run.pids()["actor-1"], ending.done()) == (lives, False)
+        assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
         monkeypatch.setattr(run.local.display, "note", unread)
         assert (await ending).interrupted
 
