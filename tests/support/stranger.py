@@ -176,16 +176,16 @@ SILENT = 1100
 
 
 @contextlib.contextmanager
-def another_user(run_dir: RunDir, runner: int, beside: Collection[str] = ()) -> Iterator[None]:
-    """Connects to every port of a run whose runner has that pid, says something and stays. For root, who can be another user.
+def another_user(run_dir: RunDir, beside: Collection[str] = ()) -> Iterator[None]:
+    """Connects to every port of a run's processes, says something and stays. For root, who can be another user.
 
     Asserts that only servers that ask for a login listen, and, where it is `beside`, the `actor` to its episodes and Gloo in an
     `engine`, which waits for nobody; all on this machine's own addresses. And that nobody else gets at the run's files,
     temporary ones and sockets included.
     """
     latest = time.monotonic() + REFUSED_WITHIN_S
-    while (found := _listeners(run_dir, runner))[1] != set(beside):  # a service listens before it tells where
-        assert time.monotonic() < latest, found
+    while (found := _listeners(run_dir))[1] != set(beside):  # a service listens before it tells where
+        assert time.monotonic() < latest, found[1]
         time.sleep(0.1)
     wanted, _, private = found
     (temporary,) = private
@@ -205,10 +205,14 @@ def another_user(run_dir: RunDir, runner: int, beside: Collection[str] = ()) -> 
         process.join()
 
 
-def _listeners(run_dir: RunDir, runner: int) -> tuple[list[tuple[int, bytes]], set[str], set[Path]]:
+def _listeners(run_dir: RunDir) -> tuple[list[tuple[int, bytes]], set[str], set[Path]]:
     """What to say to which port, what listens and is not known to ask for a login, and folders for temporary files."""
     wanted, unknown, private = list[tuple[int, bytes]](), list[tuple[str, int]](), set[Path]()
-    for service in psutil.Process(runner).children(recursive=True):
+    services = list[psutil.Process]()
+    for pid in json.loads(run_dir.pids.read_bytes()).values():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it is being started again
+            services += [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for service in services:
         with contextlib.suppress(psutil.NoSuchProcess):  # an environment's
             listens = [found.laddr for found in service.net_connections("inet") if found.status == psutil.CONN_LISTEN]
             assert {address.ip for address in listens} <= set(LOOPBACK), service
