@@ -49,7 +49,7 @@ JOBS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SUITE := $(PYTEST) --numprocesses $(JOBS) --dist loadgroup
 
-test: $(STAMP)  ## The whole test suite, end to end included (8 minutes on two cores, 12 with the chart's releases; JOBS=3 workers)
+test: $(STAMP)  ## The whole test suite, end to end included (13 minutes on two cores, 18 with the chart's releases; JOBS=3 workers)
 	@$(SUITE) $(ARGS) tests
 
 durations: $(STAMP)  ## Run the suite and record what each file takes: the time budgets of tests/durations.json
