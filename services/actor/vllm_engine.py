@@ -185,6 +185,8 @@ def _private_folder() -> AbstractContextManager[str]:
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
     """vLLM with its engine process, ready to serve. Blocks; runs on any thread. Raises `EngineError`."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
+    # FlashInfer's sampler serves top-p and top-k only, which a recipe cannot ask for, and at its start it compiles with nvcc.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import envs
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
