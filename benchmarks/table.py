@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 DOCUMENTS = (README, FOLDER.parent / "docs" / "reliability.md")
 _BLOCK = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "load_average_before", "every_steps")
+_CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "nccl", "load_average_before", "every_steps")
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "bus": ("payload", "payload_bytes", "ours_per_s", "bare_per_s", "ratio", "goal"),
@@ -53,6 +53,22 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "bare_mfu",
         "peak_gib",
         "bare_peak_gib",
+    ),
+    "gpu_runs": (
+        "run",
+        "weights",
+        "steps",
+        "heldout_first",
+        "heldout_last",
+        "lag_mean",
+        "ess_mean",
+        "mib_per_update",
+        "transfer_ms",
+        "stall_ms",
+        "stall_ms_p99",
+        "failed_probes",
+        "largest_mismatch",
+        "mismatch_kl",
     ),
     "checkpoint": (
         "case",
