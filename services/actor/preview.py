@@ -29,14 +29,13 @@ _SHOWN = 160
 
 def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[str, Any]:
     found: dict[str, Any] = {"rows": [], "mistakes": [], "control": [], "unread": []}
-    is_file = source.endswith(".gguf")
-    if not is_file:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers load without it, five seconds sooner
     from transformers import AutoTokenizer
 
-    model, where = recipe.model, {"gguf_file": Path(source).name} if is_file else {}
-    folder = Path(source).parent if is_file else source
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code, **where)
+    model, (folder, file) = (
+        recipe.model,
+        (Path(source).parent, Path(source).name) if source.endswith(".gguf") else (source, None),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, trust_remote_code=model.trust_remote_code)
     try:
         if template := model.chat_template or tokenizer.chat_template:
             found["unread"] = unread_variables(template, model.chat_template_kwargs)
@@ -97,6 +96,8 @@ def shown(token_ids: list[int], tokenizer: Any) -> str:
 def main() -> int:
     asked = json.load(sys.stdin)
     recipe = Recipe.model_validate_json(json.dumps(asked["recipe"]))
+    if not asked["source"].endswith(".gguf"):
+        sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers load without it, five seconds sooner
     with contextlib.redirect_stdout(sys.stderr):
         found = preview(recipe, asked["source"], {place: Problem(**problem) for place, problem in asked["problems"].items()})
     print(json.dumps(found))

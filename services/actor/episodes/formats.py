@@ -257,7 +257,7 @@ class TemplateFormat:
         if self._is_next_role:
             self._end, _ = self._turn_end(asked_again=True)
         self.stop_token_ids = tuple(sorted({self._end, tokenizer.eos_token_id} - {None}))
-        self._has_tools = self._knows_tools()
+        self._has_tools, self._has_system = self._knows_tools(), self._knows([{"role": "system", "content": "zero"}, *_ASK])
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
         return self.control.encode(self._text(messages, tools))
@@ -292,7 +292,7 @@ class TemplateFormat:
 
     def _text(self, messages: list[Message], tools: Tools, *, begins_turn: bool = True) -> str:
         if not self._has_tools:
-            messages, tools = _with_tools_as_text(messages, tools), []
+            messages, tools = _with_tools_as_text(messages, tools, in_system=self._has_system), []
         try:
             return written(self._tokenizer, messages, tools, begins_turn=begins_turn)
         except Exception as error:  # a template calls raise_exception, or fails on a field that is not there
@@ -304,6 +304,12 @@ class TemplateFormat:
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""
         return tokens[0], str(self._tokenizer.decode(tokens[1:]))
+
+    def _knows(self, messages: list[Message]) -> bool:
+        try:
+            return bool(written(self._tokenizer, messages))
+        except Exception:  # noqa: BLE001 - it calls raise_exception
+            return False
 
     def _knows_tools(self) -> bool:
         """Whether the template writes tools, and calls as Hermes models do."""
@@ -364,14 +370,19 @@ def _with_tool_names(messages: list[Message]) -> list[Message]:
     ]
 
 
-def _with_tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
-    """For a template that knows no tools: they, calls and results as text, as Hermes models write it."""
+def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:
+    """For a template that knows no tools: they, calls and results as text, as Hermes models write it. The tools are part of the
+    system message or, in a template without one, of the first message."""
     said: list[Message] = []
     if tools:
         text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
-        if messages[0]["role"] == "system":
-            text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
-        said.append({"role": "system", "content": text})
+        first = messages[0]
+        if first["role"] == "system":
+            messages = [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+        elif in_system:
+            messages = [{"role": "system", "content": text}, *messages]
+        else:
+            messages = [{**first, "content": f"{text}\n\n{first.get('content', '')}"}, *messages[1:]]
     for message in messages:
         content = message.get("content", "")
         if message["role"] == "tool":
