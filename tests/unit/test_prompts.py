@@ -286,7 +286,7 @@ def test_a_run_does_not_start_with_such_a_template(tmp_path: Path, monkeypatch: 
 
 
 def test_tools_and_a_long_prompt_are_shown_as_the_policy_sees_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template that takes no system message gets the tools with the question. Of 1,000 tokens the first and last are shown."""
+    """A template without system message gets the tools with the question. A long prompt is shown without its middle."""
     tools = {"source": "tools", "tools": ["examples.tools.arithmetic:add"]}
     recipe = recipe_with(tmp_path, NO_SYSTEM, monkeypatch, task=tools)
     ((_, shown),) = preview(recipe, "model", {"": Problem("What is 6*7?" + " " * 1000 + "Say it.")})["rows"]
