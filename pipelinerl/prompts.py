@@ -110,23 +110,18 @@ class ControlTokens:
         """The tokens of a text, in which control tokens are those that stand there without a mark."""
         first, *others = text.split(_MARK)
         token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
-        if others and add_special_tokens:  # what the tokenizer puts at the end of a text comes after its last part
-            bare = list(self._tokenizer.encode(first, add_special_tokens=False))
-            starts = range(len(token_ids) - len(bare) + 1)
-            end = len(bare) + next((at for at in starts if token_ids[at : at + len(bare)] == bare), 0)
-            return [*token_ids[:end], *self._following(others), *token_ids[end:]]
-        return token_ids + self._following(others)
-
-    def _following(self, parts: list[str]) -> list[int]:
-        """Behind a line end, which is taken away again: some tokenizers put a space before the first word of a text."""
-        token_ids, before = list[int](), list(self._tokenizer.encode("\n", add_special_tokens=False)) if parts else []
-        for part in parts:
-            found = list(self._tokenizer.encode(f"\n{part}", add_special_tokens=False))
-            if found[: len(before)] == before:
-                token_ids += found[len(before) :]
-            else:
-                token_ids += self._tokenizer.encode(part, add_special_tokens=False)
-        return token_ids
+        if not others:
+            return token_ids
+        # Behind a line end, which is taken away again: some tokenizers put a space before the first word of a text.
+        line_end, *behind = self._tokenizer(["\n", *(f"\n{part}" for part in others)], add_special_tokens=False)["input_ids"]
+        following = list[int]()
+        for part, ids in zip(others, behind, strict=True):
+            is_whole = ids[: len(line_end)] == line_end
+            following += ids[len(line_end) :] if is_whole else self._tokenizer.encode(part, add_special_tokens=False)
+        # What the tokenizer puts at the end of a text comes after its last part.
+        bare = list(self._tokenizer.encode(first, add_special_tokens=False))
+        end = next((at for at in range(len(token_ids), 0, -1) if token_ids[:at][-len(bare) :] == bare), len(token_ids))
+        return [*token_ids[:end], *following, *token_ids[end:]]
 
 
 @lru_cache(maxsize=8)
@@ -217,5 +212,6 @@ def refusal(
                 fix = f"the prompt of line {problem.line} begins with one; put its text into the question"
             told = f"the model's chat template takes no system message ({error}); {fix}"
             return FieldError("task.system_prompt", config.system_prompt, told)
-    told = f"the model's chat template refuses {messages!r:.200}: {error}".replace(_MARK, "")
+    shown = repr(messages).replace(_MARK, "")
+    told = f"the model's chat template refuses {shown:.200}: {error}".replace(_MARK, "")
     return FieldError("task.prompt_style", config.prompt_style, told)

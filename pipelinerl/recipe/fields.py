@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import keyword
 import re
 import types
 from collections.abc import Iterator
@@ -258,7 +259,7 @@ class ModelConfig(Section):
     @classmethod
     def _variables(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
-            if not name.isidentifier() or name in _GIVEN_TO_TEMPLATES:
+            if not name.isidentifier() or keyword.iskeyword(name) or name in _GIVEN_TO_TEMPLATES or name.endswith("_token"):
                 raise ValueError(f"{name!r} cannot be set; name a variable that the template reads, such as enable_thinking")
         try:
             json.dumps(value, allow_nan=False)
@@ -267,7 +268,16 @@ class ModelConfig(Section):
         return value
 
 
-_GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
+_GIVEN_TO_TEMPLATES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "raise_exception",
+    "strftime_now",
+    "true",
+    "false",
+)
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")
 """Sources whose samples are episodes: what they ask the policy depends on its turns."""

@@ -236,20 +236,13 @@ def _read_chat_template(data: dict[str, Any]) -> None:
     if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):
         return
     try:
-        if not path or not Path(path).is_file():
-            return
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(_TEMPLATE_CHARACTERS)
+        text = Path(path).read_text(encoding="utf-8") if path and Path(path).is_file() else ""
     except (OSError, ValueError) as error:
         raise FieldError("model.chat_template", path, f"cannot be read: {error}") from error
-    if len(text) == _TEMPLATE_CHARACTERS:
-        raise FieldError("model.chat_template", path, "has more than a million characters; give a file with a chat template")
-    if not is_template(text):
+    if is_template(text):
+        model["chat_template"] = text
+    elif path and Path(path).is_file():
         raise FieldError("model.chat_template", path, "holds no Jinja, such as {{ messages }}; give a chat template")
-    model["chat_template"] = text
-
-
-_TEMPLATE_CHARACTERS = 1_000_000
 
 
 def is_template(text: str) -> bool:

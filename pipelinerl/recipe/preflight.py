@@ -142,7 +142,7 @@ def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> E
             examined.problems.append(type(problem)(f"{of_task}{problem.field}", problem.value, problem.fix))
     if not any(problem.field.startswith("model.") and not isinstance(problem, Lacking) for problem in examined.problems):
         examined.preview = preview(recipe, examined.sources, all_prompts=prompts)
-        examined.problems += examined.preview.mistakes
+        examined.problems += [FieldError(*mistake) for mistake in examined.preview.mistakes]
     if reward_rows and not any(".reward." in f".{problem.field}" for problem in examined.problems):
         examined.calls, problems = rehearse(recipe, examined.sources, reward_rows)
         examined.problems += problems

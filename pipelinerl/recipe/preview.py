@@ -11,10 +11,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete
@@ -29,13 +29,18 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """`rows`: for a person, (name, value). `control`: the tokens that no text of a row becomes. `unread`: the variables of
-    `model.chat_template_kwargs` that the template does not read."""
+    """`rows`: (name, value) for a person. `mistakes`: field, value and fix of each. `control`: the tokens that no text of a row
+    becomes. `unread`: the variables of `model.chat_template_kwargs` that the template does not read."""
 
-    rows: tuple[tuple[str, str], ...] = ()
-    mistakes: tuple[FieldError, ...] = ()
-    control: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
+    rows: Sequence[tuple[str, str]] = ()
+    mistakes: Sequence[tuple[str, Any, str]] = ()
+    control: Sequence[str] = ()
+    unread: Sequence[str] = ()
+
+
+def _has_prompt(share: ProblemSet) -> bool:
+    """Whether it is known before the run."""
+    return bool(share.task.tools) or not share.task.is_episodic
 
 
 def _uses_template(share: ProblemSet) -> bool:
@@ -53,26 +58,23 @@ def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool)
     problems = {
         place: asdict(source.problem(Split.TRAIN if shares[place].name in recipe.mixture else Split.HELDOUT, 0))
         for place, source in sources.items()
-        if shares[place].task.tools or not shares[place].task.is_episodic
+        if _has_prompt(shares[place])
     }
     if all_prompts and not problems and not set_by_user:
-        return Preview((("prompt", "written during an episode, by its environment or agent"),))
+        return Preview([("prompt", "written during an episode, by its environment or agent")])
     missing = [package for package in ("services.actor", "transformers") if importlib.util.find_spec(package) is None]
     if missing or (source := _tokenizer(recipe)) is None:
         what = f"{missing[0]} is not installed" if missing else f"no tokenizer of {recipe.model.name or recipe.model.source} is"
-        return Preview((("prompt", f"not shown: {what} on this machine"),))
+        return Preview([("prompt", f"not shown: {what} on this machine")])
     request = json.dumps({"recipe": recipe.model_dump(mode="json"), "source": str(source), "problems": problems}, default=str)
     command, environment = [sys.executable, "-m", "services.actor.preview"], {**os.environ, "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return Preview((("prompt", f"not shown: to load the tokenizer and write the prompts takes over {_TIMEOUT_S:g} s"),))
+        return Preview([("prompt", f"not shown: to load the tokenizer and write the prompts takes over {_TIMEOUT_S:g} s")])
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"its process ended with code {done.returncode}"])[-1]
-        return Preview((("prompt", f"not shown: {why}"),))
-    found = json.loads(done.stdout)
-    mistakes = tuple(FieldError(*mistake) for mistake in found["mistakes"])
-    return Preview(tuple(map(tuple, found["rows"])), mistakes, tuple(found["control"]), tuple(found["unread"]))
+        return Preview([("prompt", f"not shown: {done.stderr.strip().rpartition(chr(10))[2]} (code {done.returncode})")])
+    return Preview(**json.loads(done.stdout))
 
 
 def _tokenizer(recipe: Recipe) -> Path | None:
@@ -101,9 +103,9 @@ def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Previe
     if model.chat_template and not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):
         yield FieldError("model.chat_template", model.chat_template, "no prompt uses it; set task.prompt_style: chat")
     for place, source in sources.items():
-        problems = source.problems if isinstance(source, FileSource) else []
+        share = recipe.sets_by_place[place]
+        problems = source.problems if isinstance(source, FileSource) and _has_prompt(share) else []
         if spelled := [one for one in problems if any(map(spellings.first, one.texts))]:
             token = spellings.first("\n".join(spelled[0].texts))
             fix = f"prompts that spell a control token: {len(spelled)}, the first in line {spelled[0].line} ({token}), as text"
-            task = recipe.sets_by_place[place].task
-            yield FieldError(f"{place}task.path", task.path, f"{fix}; write a conversation as a list of messages")
+            yield FieldError(f"{place}task.path", share.task.path, f"{fix}; write a conversation as a list of messages")
