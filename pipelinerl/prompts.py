@@ -64,8 +64,12 @@ def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
 
 def written(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, *, begins_turn: bool = True) -> str:
     """By the chat template, in transformers' sandbox. Raises what the template does."""
-    arguments = {"tools": tools or None, "tokenize": False, "add_generation_prompt": begins_turn}
-    return str(tokenizer.apply_chat_template(messages, **arguments))
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("tool_use" if tools and "tool_use" in template else "default")
+    # Given by name, since an engine's tokenizer writes with copies of itself, which have the model's own template.
+    arguments = {"chat_template": template, "tokenize": False, "add_generation_prompt": begins_turn}
+    return str(tokenizer.apply_chat_template(messages, tools=tools or None, **arguments))
 
 
 _ASK = {"role": "user", "content": "Question"}

@@ -246,7 +246,7 @@ def test_a_copy_of_a_known_model_is_written_by_its_familys_renderer_and_others_b
     chat, tokenizer = format_of("qwen3")
     assert isinstance(chat, FamilyFormat)
 
-    def as_qwen(messages: list, tools: list | None, tokenize: bool, add_generation_prompt: bool) -> str:
+    def as_qwen(messages: list, tools: list | None, add_generation_prompt: bool, **_: object) -> str:
         ids = chat.renderer.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         return tokenizer.decode(ids)
 

@@ -21,6 +21,7 @@ from services.actor.episodes.record import EpisodeRecord
 from services.actor.episodes.rendering import Rendering
 from services.actor.preview import preview
 from services.trainer.data.feeder import encode
+from services.trainer.policy_trainer import load_tokenizer
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
 from tests.unit.builders import model_folder
 
@@ -162,6 +163,18 @@ def test_the_engine_stops_at_each_end_token_of_the_model_beside_the_templates() 
     asked = vllm_sampling(SamplingParams(max_tokens=8, stop_token_ids=(end,)), None)
     asked.update_from_generation_config({"eos_token_id": [7, 9]}, 7)
     assert asked.all_stop_token_ids == {7, 9, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+
+
+def test_an_engines_tokenizer_writes_the_recipes_template_too() -> None:
+    """vLLM's lends copies of itself to threads."""
+    from vllm.tokenizers.hf import maybe_make_thread_pool
+
+    tokenizer = maybe_make_thread_pool(tokenizer_with(CHATML))
+    model = ModelConfig(name="m", chat_template=THINKS, chat_template_kwargs={"enable_thinking": False})
+    use_chat_template(tokenizer, model)
+    rendered = chat_format_of(tokenizer, model).render([{"role": "user", "content": "Hi"}], [])
+    assert tokenizer.decode(rendered).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert prompt_of(tokenizer).endswith("<think>\n\n</think>\n\n")
 
 
 def llama_tokenizer() -> PreTrainedTokenizerFast:
@@ -313,6 +326,12 @@ def test_a_template_or_variables_of_another_kind_are_refused(
     with pytest.raises(RecipeError, match=r"model\.chat_template") as raised:
         recipe_with(tmp_path, CHATML, monkeypatch, model=model)
     assert said in str(raised.value)
+
+
+def test_the_trainer_loads_the_tokenizer_with_the_recipes_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"chat_template": THINKS, "chat_template_kwargs": {"enable_thinking": False}}
+    loaded = load_tokenizer("model", recipe_with(tmp_path, CHATML, monkeypatch, model=variables))
+    assert prompt_of(loaded) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def test_a_service_without_the_templates_file_says_so() -> None:
