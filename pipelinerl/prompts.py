@@ -51,17 +51,6 @@ def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
         tokenizer.chat_template = named
 
 
-def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
-    """Those of `names` that a chat template, or none of several, reads. Raises `jinja2.TemplateError`."""
-    from jinja2 import Environment, meta
-
-    environment, read = Environment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
-    for text in template.values() if isinstance(template, dict) else (template,):
-        without = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)  # a tag of transformers' own
-        read |= meta.find_undeclared_variables(environment.parse(without))
-    return [name for name in names if name not in read]
-
-
 def written(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, *, begins_turn: bool = True) -> str:
     """By the chat template, in transformers' sandbox. Raises what the template does."""
     template = tokenizer.chat_template

@@ -10,15 +10,17 @@ import contextlib
 import importlib
 import itertools
 import json
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
 from pipelinerl.episodes.tools import tool_of
 from pipelinerl.errors import FieldError
-from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt, refusal, unread_variables, use_chat_template
+from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt, refusal, use_chat_template
 from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig
 from pipelinerl.tasks.source import Problem
 from services.actor.episodes.formats import Unrenderable, chat_format_of
@@ -59,6 +61,15 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
             told = f"{f'{share.name}: ' if place else ''}{len(token_ids):,} tokens, special ones in ⟨⟩{lines}"
             found["rows"].append(("prompt", told))
     return found
+
+
+def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
+    """Those of `names` that a chat template, or none of several, reads. Raises `jinja2.TemplateError`."""
+    environment, read = Environment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
+    for text in template.values() if isinstance(template, dict) else (template,):
+        without = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)  # a tag of transformers' own
+        read |= meta.find_undeclared_variables(environment.parse(without))
+    return [name for name in names if name not in read]
 
 
 def _token_ids(problem: Problem, task: TaskConfig, tokenizer: Any, model: ModelConfig) -> list[int]:
