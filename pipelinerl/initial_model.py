@@ -44,7 +44,8 @@ def built_name(recipe: Recipe, run: str) -> str:
     if recipe.model.source == "smollm2":
         return f"smollm2-{_FORMAT}"
     tasks = [(share.weight, share.task.model_dump(mode="json")) for share in recipe.mixture.values()]
-    built_from: dict[str, Any] = {"model": recipe.model.model_dump(mode="json"), "tasks": tasks}
+    model = recipe.model.model_dump(mode="json", exclude={"chat_template", "chat_template_kwargs"})  # they change no weight
+    built_from: dict[str, Any] = {"model": model, "tasks": tasks}
     if recipe.model.source == "checkpoint":
         built_from["run"] = run
     text = json.dumps({"format": _FORMAT, **built_from}, sort_keys=True)

@@ -59,7 +59,10 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.service.logs import printable
 
     recipe = load_recipe(args.recipe, args.overrides)
-    examined, memory = Examination() if args.fields_only else examine(recipe, args.reward_rows), list[tuple[str, str]]()
+    examined, memory = (
+        Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True),
+        list[tuple[str, str]](),
+    )
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
         raise FieldError("--parameters", args.parameters, "is for --gpu-memory; give that too, or leave both out")
@@ -75,6 +78,7 @@ def execute(args: argparse.Namespace) -> int:
     shares = recipe.sets_by_place
     called = {place: [call for call in examined.calls if call.place == place] for place in shares}
     data += [("rewards", rehearsed(shares[place], calls)) for place, calls in called.items() if calls]
+    data += examined.preview.rows
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
         print(printable(f"  {name:<11}  {value}"))

@@ -8,6 +8,8 @@ beside it. Unknown keys are errors. The first functions read the models: for err
 from __future__ import annotations
 
 import difflib
+import json
+import keyword
 import re
 import types
 from collections.abc import Iterator
@@ -237,6 +239,14 @@ class ModelConfig(Section):
         "auto", description="Attention of the trainer; `auto` = this project's own for packed rows, else eager."
     )
     trust_remote_code: bool = Field(False, description="Run Python code that a hub model brings along.")
+    chat_template: str = Field(
+        "", description="File with a Jinja chat template, or its text, in place of the model's own; checkpoints have it."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Values of variables that the chat template reads, such as `enable_thinking: false`; in checkpoints they "
+        "are the template's defaults.",
+    )
     warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
 
     @model_validator(mode="before")
@@ -245,6 +255,29 @@ class ModelConfig(Section):
         source = data.get("source") if isinstance(data, dict) else None
         return {**data, "source": "checkpoint", "name": source} if isinstance(source, str) and "/" in source else data
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if not name.isidentifier() or keyword.iskeyword(name) or name in _GIVEN_TO_TEMPLATES or name.endswith("_token"):
+                raise ValueError(f"{name!r} cannot be set; name a variable that the template reads, such as enable_thinking")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error}; use texts, numbers, true, false, null, lists and mappings of them") from error
+        return value
+
+
+_GIVEN_TO_TEMPLATES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "raise_exception",
+    "strftime_now",
+    "true",
+    "false",
+)
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")
 """Sources whose samples are episodes: what they ask the policy depends on its turns."""

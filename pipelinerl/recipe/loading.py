@@ -216,12 +216,45 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
         except FieldError as error:
             problems.append(error)
     try:
+        _read_chat_template(changed)
+    except FieldError as error:
+        problems.append(error)
+    try:
         recipe = Recipe.model_validate(changed)
     except ValidationError as error:
         raise RecipeError(source, [*problems, *problems_of(error, Recipe)]) from error
     if problems:
         raise RecipeError(source, problems)
     return recipe
+
+
+def _read_chat_template(data: dict[str, Any]) -> None:
+    """Puts the text of the file `model.chat_template` in its place: services may run where that file is not. The name of a
+    file that is not there stays, for the preflight. Raises `FieldError`."""
+    model = data.get("model")
+    path = model.get("chat_template") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):
+        return
+    try:
+        text = Path(path).read_text(encoding="utf-8") if path and Path(path).is_file() else ""
+    except (OSError, ValueError) as error:
+        raise FieldError("model.chat_template", path, f"cannot be read: {error}") from error
+    if is_template(text):
+        model["chat_template"] = text
+    elif path and Path(path).is_file():
+        raise FieldError("model.chat_template", path, "holds no Jinja, such as {{ messages }}; give a chat template")
+
+
+def is_template(text: str) -> bool:
+    """Whether this is a chat template, and not the name of its file."""
+    return "{{" in text or "{%" in text
+
+
+def no_template_file(path: str) -> FieldError:
+    fix = f"there is no such file{'' if Path(path).is_absolute() else f' in {Path.cwd()}'}; name one with a Jinja chat template"
+    return FieldError(
+        "model.chat_template", path, f"{fix}, or give its text (helm --set-file recipe.set.model.chat_template=FILE)"
+    )
 
 
 def _set(data: dict[str, Any], path: Sequence[str], value: Any) -> None:

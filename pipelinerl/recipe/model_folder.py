@@ -130,7 +130,7 @@ def known_parameters(model: ModelConfig) -> int:
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
     """Counts the tokens of the longest of some texts, with the tokenizer of the model's folder or, of a hub model, the one that
     is in the cache; None where there is none, or the package tokenizers is not installed."""
-    path = Path(model.name, "tokenizer.json") if model.source == "path" else _cached(model)
+    path = Path(model.name, "tokenizer.json") if model.source == "path" else cached(model, "tokenizer.json")
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
         return None
     from tokenizers import Tokenizer
@@ -147,13 +147,14 @@ def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
     return longest
 
 
-def _cached(model: ModelConfig) -> Path | None:
+def cached(model: ModelConfig, file: str) -> Path | None:
+    """A file of a hub model in this machine's cache."""
     if model.source != "hub" or importlib.util.find_spec("huggingface_hub") is None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(model.name, "tokenizer.json", revision=model.revision or None)
+        found = try_to_load_from_cache(model.name, file, revision=model.revision or None)
     except ValueError:  # no name that a hub has
         return None
     return Path(found) if isinstance(found, str) else None

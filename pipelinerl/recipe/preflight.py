@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
 from pipelinerl.recipe.fields import ProblemSet, Recipe
-from pipelinerl.recipe.loading import RecipeError
+from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
 from pipelinerl.recipe.model_folder import known_parameters, longest_context, problems_in
+from pipelinerl.recipe.preview import Preview, preview, template_doubts
 from pipelinerl.recipe.rehearsal import Call, rehearse, unearned
 from pipelinerl.recipe.rules import unreached_learning_rate
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
@@ -117,6 +118,7 @@ class Examination:
     """Of the problems of each set that can be used, by `Recipe.sets_by_place`."""
     calls: list[Call] = dataclasses.field(default_factory=list)
     """Of rewards, in their rehearsal."""
+    preview: Preview = dataclasses.field(default_factory=Preview)
 
 
 def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
@@ -127,9 +129,10 @@ def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
     return examined
 
 
-def examine(recipe: Recipe, reward_rows: int = 0) -> Examination:
-    """Makes the held-out problems and imports the reward function, which takes a second or more; then calls rewards on as many
-    problems of each set as `reward_rows`."""
+def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> Examination:
+    """Makes the held-out problems and imports the reward function, which takes a second or more; then renders a prompt of each
+    set, if a chat template writes any or `prompts` is true, and calls rewards on as many problems of each set as
+    `reward_rows`."""
     examined = Examination()
     for rule in (_model, _cache, _gpu, _ranks, _compiler, _packages, _trackers, _actors):
         examined.problems += rule(recipe)
@@ -137,6 +140,9 @@ def examine(recipe: Recipe, reward_rows: int = 0) -> Examination:
         for problem in (*_task(recipe, place, share, examined.sources), *_code(share)):
             of_task = "" if problem.field.startswith("model.") else place
             examined.problems.append(type(problem)(f"{of_task}{problem.field}", problem.value, problem.fix))
+    if not any(problem.field.startswith("model.") and not isinstance(problem, Lacking) for problem in examined.problems):
+        examined.preview = preview(recipe, examined.sources, all_prompts=prompts)
+        examined.problems += [FieldError(*mistake) for mistake in examined.preview.mistakes]
     if reward_rows and not any(".reward." in f".{problem.field}" for problem in examined.problems):
         examined.calls, problems = rehearse(recipe, examined.sources, reward_rows)
         examined.problems += problems
@@ -150,6 +156,7 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     yield from filter(None, found)
     for place, share in recipe.sets_by_place.items():
         yield from unearned(place, share, [call for call in examined.calls if call.place == place])
+    yield from template_doubts(recipe, examined.sources, examined.preview)
     for place, source in files_in(examined.sources):
         scorer = recipe.sets_by_place[place].reward.scorer
         if lines := source.repeated:
@@ -176,6 +183,8 @@ def has_gpu() -> bool:
 
 def _model(recipe: Recipe) -> Iterator[FieldError]:
     model = recipe.model
+    if model.chat_template and not is_template(model.chat_template):
+        yield no_template_file(model.chat_template)
     if model.source == "path":
         problems = [FieldError("model.name", model.name, problem) for problem in problems_in(Path(model.name))]
         yield from problems

@@ -38,6 +38,7 @@ from pipelinerl.messages.sequences import (
 )
 from pipelinerl.messages.validation import token_ids_from_bytes
 from pipelinerl.messages.verification import VerifierClient
+from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.groups import EVALUATION_SLOTS
@@ -65,7 +66,7 @@ from services.actor.engine import (
 )
 from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import EpisodeBook
-from services.actor.episodes.formats import chat_format
+from services.actor.episodes.formats import chat_format_of
 from services.actor.episodes.rendering import Rendering
 from services.actor.episodes.running import NO_TURNS, EpisodeRunner, verdict_of
 from services.actor.finishing import Finisher
@@ -115,7 +116,8 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         await stack.enter_async_context(verifier)
         episodes = None
         if recipe.episodic_tasks:
-            book, rendering = EpisodeBook(), Rendering(chat_format(engine.tokenizer, recipe.model.name))
+            use_chat_template(engine.tokenizer, recipe.model)
+            book, rendering = EpisodeBook(), Rendering(chat_format_of(engine.tokenizer, recipe.model))
             endpoint = episode_app(book, rendering, metrics, model=recipe.model.name, vocab_size=engine.vocab_size)
             serving = serve_http(endpoint, settings.episode_host, settings.episode_port, on_this_loop=True)
             episode_port = await stack.enter_async_context(serving)

@@ -18,6 +18,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.transfer.group import HOST, GroupStore, LocalStore, on_device, transfer_backend
@@ -156,10 +157,12 @@ def sends_adapter(recipe: Recipe) -> bool:
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """That of folder (or hub id) `source`, at the recipe's revision. Raises `FieldError` when there is none."""
+    """The tokenizer of a folder or hub id at the recipe's revision, with the recipe's chat template. Raises `FieldError`."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
     except (OSError, ValueError) as error:
         raise FieldError("model.name", source, f"its tokenizer does not load: {error}") from error
+    use_chat_template(tokenizer, recipe.model)
+    return tokenizer

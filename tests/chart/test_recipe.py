@@ -8,7 +8,7 @@ import yaml
 
 from pipelinerl.recipe.fields import EPISODIC, Recipe, TaskConfig
 from pipelinerl.recipe.loading import load_recipe
-from tests.chart.rendering import CHART, CPU_VALUES, ROOT, HelmError, Rendered, render
+from tests.chart.rendering import CHART, CPU_VALUES, ROOT, HelmError, Rendered, render, rendered_text
 
 NAMES = tuple(path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")))
 COPY = "cp recipes/*.yaml deploy/helm/recipes/"
@@ -75,6 +75,14 @@ def test_what_is_set_lies_over_the_recipe_as_it_is_and_leaves_the_rest(tmp_path:
     assert recipe_of(render({"recipe": {"name": "arithmetic", "set": SET}}), tmp_path).model_dump() == wanted
 
 
+def test_a_chat_template_reaches_the_services_as_its_text(tmp_path: Path) -> None:
+    """By --set-file: no pod has the file."""
+    (tmp_path / "chat.jinja").write_text("{#- it's #}\n{%- for m in messages %}\n{{- m.content + '\\n' }}\n{%- endfor %}\n\n")
+    text = rendered_text(extra=("--set-file", f"recipe.set.model.chat_template={tmp_path / 'chat.jinja'}"))
+    recipe = recipe_of(Rendered([one for one in yaml.safe_load_all(text) if one]), tmp_path)
+    assert recipe.model.chat_template == (tmp_path / "chat.jinja").read_text()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_models_name_is_enough_and_takes_nothing_of_the_recipes_own(name: str, tmp_path: Path) -> None:
     rendered = render({"model": {"name": "a/b"}, "recipe": {"name": name}})
@@ -132,6 +140,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "recipe.inline: the recipe has no model; give it there or in recipe.set.model, or set model.name": {
         "recipe": {"inline": {"name": "mine", "task": {"source": "reasoning_gym"}}}
+    },
+    "recipe.set.model.chat_template: chat.jinja is a file, which no pod has; give its text by --set-file recipe.set.model": {
+        "recipe": {"set": {"model": {"chat_template": "chat.jinja"}}}
     },
     "the recipe has no task": {"recipe": {"inline": {"name": "mine", "model": {"name": "a/b"}}}},
     "the recipe has no name": {"recipe": {"inline": {"model": {"name": "a/b"}, "task": {"name": "chain_sum"}}}},

@@ -19,6 +19,7 @@ from pipelinerl.cli import main
 from pipelinerl.commands.run import chosen_ports, free_port
 from pipelinerl.commands.scale import _until_there
 from pipelinerl.errors import FieldError
+from pipelinerl.recipe.preview import Preview
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.tls import Certificates
 from pipelinerl.v1.actor_pb2 import ACTOR_PHASE_SERVING, ActorState
@@ -78,6 +79,7 @@ def test_shipped_recipes_validate(pipelinerl: Command, recipe: str, monkeypatch:
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: two recipes, of which the model of `there` exists; prompts that are no JSON; a run that has ended."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipelinerl.recipe.preflight.preview", lambda *args, **options: Preview())  # it takes seconds
     for name in ("nowhere", "there"):
         recipe = f"name: mine\nmodel: {{source: path, name: {name}}}\ntask: {{}}\n"
         (tmp_path / f"{name}.yaml").write_text(recipe)

@@ -8,12 +8,13 @@ import pytest
 
 from pipelinerl.errors import UserError
 from pipelinerl.messages.sequences import FinishReason, PromptGroup, Sequence, VersionSpan, encode_sequence
+from pipelinerl.prompts import answer_end
 from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig, TaskShare
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.tasks.source import Problem
 from pipelinerl.v1 import sequence_pb2
 from services.actor.finishing import FinishedSample, verify_item
-from services.trainer.data.feeder import EncodedProblem, answer_end, encode, prompt_text
+from services.trainer.data.feeder import EncodedProblem, encode
 from services.trainer.data.intake import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, Quarantine, bound_of
 from services.trainer.warmstart.supervised import character_tokenizer
 from services.verifier.rewards.compose import ComposedReward
@@ -460,9 +461,10 @@ def test_prompts_are_texts_or_messages(messages: tuple[dict[str, str], ...], pro
         "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     )
     config = TaskConfig(prompt_style="chat", system_prompt="S", instruction="!")
-    assert prompt_text(Problem("q", messages=messages), config, tokenizer) == prompt
+    share = TaskShare(task=config)
+    assert encode(Problem("q", messages=messages), share, 0, tokenizer).prompt_text == prompt
     with pytest.raises(UserError, match=r"chat template refuses .*no tools"):
-        prompt_text(Problem("q", messages=({"role": "tool", "content": "4"},)), config, tokenizer)
+        encode(Problem("q", messages=({"role": "tool", "content": "4"},)), share, 0, tokenizer)
 
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

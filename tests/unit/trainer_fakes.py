@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import grpc
@@ -156,9 +156,10 @@ class FakeTokenizer:
     """Every prompt is the same three tokens; token 4 is `e`."""
 
     chat_template = None
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [1, 2, 3]}
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1, 2, 3]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(chr(ord("a") + token) for token in token_ids)

@@ -40,6 +40,10 @@
 {{- if and (has (default "hub" .model.source) (list "hub" "path")) (not .model.name) -}}
 {{- include "pipelinerl.fail" "model.name: the recipe names no model; set model.name to a Hugging Face id such as Qwen/Qwen2.5-7B, or recipe.set.model" -}}
 {{- end -}}
+{{- $template := default "" .model.chat_template -}}
+{{- if and $template (not (regexMatch "{{|{%" $template)) -}}
+{{- include "pipelinerl.fail" (printf "recipe.set.model.chat_template: %s is a file, which no pod has; give its text by --set-file recipe.set.model.chat_template=%s" $template $template) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Whether the trainer builds the initial model, or copies it from a checkpoint, for the actors too. "true" or nothing. */}}

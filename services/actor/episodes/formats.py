@@ -10,13 +10,17 @@ import json
 import logging
 import re
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
 from pipelinerl.errors import PipelineRLError, as_unicode
+from pipelinerl.prompts import ControlTokens, after_answer, written
+from pipelinerl.recipe.fields import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +56,10 @@ class Answer:
 
 
 class ChatFormat(Protocol):
-    """How a model family writes conversations. `stop_token_ids` end a turn."""
+    """How a model family writes conversations. `stop_token_ids` end a turn; `control` parts texts that spell control tokens."""
 
     stop_token_ids: tuple[int, ...]
+    control: ControlTokens
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
         """The tokens of all messages, up to where the model's next turn begins. Raises `Unrenderable`."""
@@ -73,8 +78,16 @@ class ChatFormat(Protocol):
         ...
 
 
-def chat_format(tokenizer: Any, model: str) -> ChatFormat:
-    """The format of a Hugging Face tokenizer's model. `model`: the recipe's name of it.
+def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
+    """The format of a recipe's model. A template of the recipe's own, or values for its variables, count more than the model's
+    name."""
+    is_changed = bool(model.chat_template or model.chat_template_kwargs)
+    return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
+
+
+def chat_format(tokenizer: Any, model: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatFormat:
+    """The format of a Hugging Face tokenizer's model. `model`: the recipe's name of it. `variables`: what the chat template's
+    defaults were changed to.
 
     A family's renderer is taken by the model's name, or else because it writes the same tokens as the chat template for every
     conversation of `PROBES`: so do copies in folders, and models that were trained further.
@@ -87,7 +100,7 @@ def chat_format(tokenizer: Any, model: str) -> ChatFormat:
         return FamilyFormat(tokenizer, MODEL_RENDERER_MAP[model])
     for name in sorted(set(MODEL_RENDERER_MAP.values())):
         try:
-            found = FamilyFormat(tokenizer, name)
+            found = FamilyFormat(tokenizer, name, variables)
         except Exception:  # noqa: BLE001 - each says in a way of its own that the tokenizer lacks its special tokens
             continue
         if _writes_the_template(found, tokenizer):
@@ -122,14 +135,14 @@ PROBES: tuple[tuple[list[Message], Tools], ...] = (
 
 
 def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
-    template = TemplateFormat(tokenizer)
+    control = ControlTokens(tokenizer)
     for messages, tools in PROBES:
         try:
-            written = template.encode(template.written(messages, tools))
+            token_ids = control.encode(written(tokenizer, messages, tools))
         except Exception:  # noqa: BLE001 - a template that knows no system message, or no tools
             continue
         try:
-            if found.render(messages, tools) != written:
+            if found.render(messages, tools) != token_ids:
                 return False
         except Unrenderable:
             return False
@@ -140,36 +153,40 @@ class RendererTokenizer:
     """What renderers need of a tokenizer. They write a conversation anew with each of its turns, so the tokens of its texts are
     kept. Without `__call__` they ask for no character offsets, which nobody here reads and which take most of the time."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
         self.name_or_path: str = tokenizer.name_or_path
         self.unk_token_id, self.eos_token_id = tokenizer.unk_token_id, tokenizer.eos_token_id
         self.convert_tokens_to_ids, self.decode = tokenizer.convert_tokens_to_ids, tokenizer.decode
         self.apply_chat_template, self.chat_template = tokenizer.apply_chat_template, tokenizer.chat_template
         self.all_special_tokens = tokenizer.all_special_tokens
-        self._tokenizer, self._kept = tokenizer, lru_cache(_KEPT_TEXTS)(self._encoded)
+        self._control, self._kept = control, lru_cache(_KEPT_TEXTS)(self._encoded)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if add_special_tokens or len(text) > _KEPT_CHARACTERS:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return self._control.encode(text, add_special_tokens=add_special_tokens)
         return list(self._kept(text))
 
     def _encoded(self, text: str) -> array[int]:
-        return array("i", self._tokenizer.encode(text, add_special_tokens=False))
+        return array("i", self._control.encode(text))
 
 
 class FamilyFormat:
     """A renderer of the package `renderers`, by its name there: one model family's format, written down by hand.
 
     Renderers do not extend turns by a user's message where their template drops thoughts then. If there were none, so that it
-    writes the same text but for white space, the recorded tokens are extended nevertheless.
+    writes the same text but for white space, the recorded tokens are extended nevertheless. Some renderers have `variables` of
+    the chat template as settings.
     """
 
-    def __init__(self, tokenizer: Any, family: str) -> None:
+    def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
 
-        self._tokenizer, config = RendererTokenizer(tokenizer), config_from_name(family)
-        self.renderer = create_renderer(self._tokenizer, config)
-        self._keeping = create_renderer(self._tokenizer, type(config)(thinking_retention="all"))
+        # Harmony's own encoder, of gpt-oss, reads no special token in texts.
+        self.control = ControlTokens(tokenizer, has_own_encoder=family == "gpt-oss")
+        self._tokenizer, kind = RendererTokenizer(tokenizer, self.control), type(config_from_name(family))
+        known: dict[str, Any] = {name: value for name, value in variables.items() if name in kind.model_fields}
+        self.renderer = create_renderer(self._tokenizer, kind(**known))
+        self._keeping = create_renderer(self._tokenizer, kind(**{**known, "thinking_retention": "all"}))
         self.stop_token_ids = tuple(self.renderer.get_stop_token_ids())
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
@@ -195,11 +212,11 @@ class FamilyFormat:
         return None
 
     def _is_written(self, token_ids: list[int], messages: list[Message], tools: Tools) -> bool:
-        written = self.render(messages, tools)
-        if written == token_ids:
+        anew = self.render(messages, tools)
+        if anew == token_ids:
             return True
         # As arrays: of a list, transformers looks at every token first.
-        texts = [self._tokenizer.decode(np.array(ids)).split() for ids in (token_ids, written)]
+        texts = [self._tokenizer.decode(np.array(ids)).split() for ids in (token_ids, anew)]
         return "".join(texts[0]) == "".join(texts[1])
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
@@ -233,13 +250,17 @@ class TemplateFormat:
     it did. Tools are called as Hermes models do: by the template where it knows tools, otherwise by what is said here."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._end, self._after_end = self._turn_end()
+        self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
+        self._end, self._after_end = self._turn_end(asked_again=False)
+        self._is_next_role = self._end is None
+        """Whether a turn is ended by the token that begins the next role's message."""
+        if self._is_next_role:
+            self._end, _ = self._turn_end(asked_again=True)
         self.stop_token_ids = tuple(sorted({self._end, tokenizer.eos_token_id} - {None}))
-        self._has_tools = self._knows_tools()
+        self._has_tools, self._has_system = self._knows_tools(), self._knows([{"role": "system", "content": "zero"}, *_ASK])
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
-        return self.encode(self._text(messages, tools))
+        return self.control.encode(self._text(messages, tools))
 
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
@@ -248,12 +269,18 @@ class TemplateFormat:
             return None
         known = self._text(messages[:num_known], tools, begins_turn=False)
         everything = self._text(messages, tools)
-        end = self._tokenizer.decode([self._end]) + self._after_end
+        end = "" if self._is_next_role else self._tokenizer.decode([self._end]) + self._after_end
         said = messages[num_known - 1].get("content", "").strip()
         if not (everything.startswith(known) and known.endswith(end) and said in known):
             return None
-        closed = [] if sampled_ids[-1:] == [self._end] else [self._end]
-        return [*prompt_ids, *sampled_ids, *closed, *self.encode(self._after_end + everything[len(known) :])]
+        rest, is_ended = everything[len(known) :], sampled_ids[-1:] == [self._end]
+        if self._is_next_role:
+            new = self.control.encode(rest)
+            if new[:1] != [self._end] or not known.endswith(said):  # another role's, or text between answer and role
+                return None
+            return [*prompt_ids, *sampled_ids, *(new[1:] if is_ended else new)]
+        closed = [] if is_ended else [self._end]
+        return [*prompt_ids, *sampled_ids, *closed, *self.control.encode(self._after_end + rest)]
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         text = _decoded(self._tokenizer, sampled_ids, self.stop_token_ids)
@@ -263,39 +290,31 @@ class TemplateFormat:
             return Answer(text)
         return Answer(text[: written[0].start()].rstrip("\n"), "", tuple(calls))
 
-    def encode(self, text: str) -> list[int]:
-        """A chat template writes its own special tokens."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def written(self, messages: list[Message], tools: Tools, *, begins_turn: bool = True) -> str:
-        """Raises what the template does."""
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=begins_turn
-            )
-        )
-
     def _text(self, messages: list[Message], tools: Tools, *, begins_turn: bool = True) -> str:
         if not self._has_tools:
-            messages, tools = _with_tools_as_text(messages, tools), []
+            messages, tools = _with_tools_as_text(messages, tools, in_system=self._has_system), []
         try:
-            return self.written(messages, tools, begins_turn=begins_turn)
+            return written(self._tokenizer, messages, tools, begins_turn=begins_turn)
         except Exception as error:  # a template calls raise_exception, or fails on a field that is not there
             raise Unrenderable(f"the model's chat template does not take these messages: {error}") from error
 
-    def _turn_end(self) -> tuple[int | None, str]:
+    def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
         """The token that the template writes after an assistant's content, and the text after that; None: it writes none."""
-        mark = "probe-of-the-end"
-        written = self.written([*_ASK, {"role": "assistant", "content": mark}], [], begins_turn=False)
-        tokens = self.encode(written.rpartition(mark)[2])
+        tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""
         return tokens[0], str(self._tokenizer.decode(tokens[1:]))
 
+    def _knows(self, messages: list[Message]) -> bool:
+        try:
+            return bool(written(self._tokenizer, messages))
+        except Exception:  # noqa: BLE001 - it calls raise_exception
+            return False
+
     def _knows_tools(self) -> bool:
         """Whether the template writes tools, and calls as Hermes models do."""
         try:
-            with_tools, called = self.written(_ASK, [_TOOL]), self.written(_CALLED, [_TOOL])
+            with_tools, called = (written(self._tokenizer, messages, [_TOOL]) for messages in (_ASK, _CALLED))
         except Exception:  # noqa: BLE001 - it does not know the role, or what a call has
             return False
         calls = [call for match in _TOOL_CALL.finditer(called) if (call := _hermes_call(match[1]))]
@@ -307,7 +326,7 @@ class PlainFormat:
     the end-of-sequence token, all after the token that the tokenizer begins a text with, if it has such a one."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
         self._begin = list(tokenizer("")["input_ids"])[:1]
         self._end = tokenizer.eos_token_id
         if self._begin == [self._end] != [tokenizer.bos_token_id]:  # one that only ends texts
@@ -332,7 +351,7 @@ class PlainFormat:
     def _tokens(self, messages: list[Message]) -> list[int]:
         token_ids: list[int] = []
         for message in messages:
-            token_ids += self._tokenizer.encode(message.get("content", ""), add_special_tokens=False)
+            token_ids += self.control.encode(message.get("content", ""))
             if message["role"] == "assistant":
                 token_ids += self.stop_token_ids
         return token_ids
@@ -351,14 +370,19 @@ def _with_tool_names(messages: list[Message]) -> list[Message]:
     ]
 
 
-def _with_tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
-    """For a template that knows no tools: they, calls and results as text, as Hermes models write it."""
+def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:
+    """For a template that knows no tools: they, calls and results as text, as Hermes models write it. The tools are part of the
+    system message or, in a template without one, of the first message."""
     said: list[Message] = []
     if tools:
         text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
-        if messages[0]["role"] == "system":
-            text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
-        said.append({"role": "system", "content": text})
+        first = messages[0]
+        if first["role"] == "system":
+            messages = [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+        elif in_system:
+            messages = [{"role": "system", "content": text}, *messages]
+        else:
+            messages = [{**first, "content": f"{text}\n\n{first.get('content', '')}"}, *messages[1:]]
     for message in messages:
         content = message.get("content", "")
         if message["role"] == "tool":

@@ -30,9 +30,10 @@ class Rendering:
         self.stop_token_ids = chat.stop_token_ids
 
     def context(self, record: EpisodeRecord, messages: list[Message], tools: Tools) -> TokenIds:
-        """int32[context]. Extends the recorded turn that the request's history ends with, if there is one. Raises
-        `Unrenderable`."""
+        """int32[context]. Extends the recorded turn that the request's history ends with, if there is one. No text of
+        `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
         turn = _last_known(record, _history(messages, tools))
+        messages, tools = self._chat.control.parted(messages), self._chat.control.parted(tools)
         token_ids = None
         if turn is not None:
             prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()

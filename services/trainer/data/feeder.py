@@ -17,17 +17,17 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import group_id_of
-from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserError
+from pipelinerl.errors import MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds, encode_group
-from pipelinerl.recipe.fields import ProblemSet, Recipe, TaskConfig
+from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt
+from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.rl.groups import IssueBounds
 from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.retry import retry_forever
@@ -336,48 +336,5 @@ def encode(problem: Problem, share: ProblemSet, index: int, tokenizer: PreTraine
     if config.is_episodic:
         nothing: TokenIds = np.empty(0, np.int32)
         return EncodedProblem(share, index, nothing, problem.question, problem.reference_json, stop)
-    text = prompt_text(problem, config, tokenizer)
-    # A chat template writes its own special tokens.
-    token_ids = tokenizer(text, add_special_tokens=config.prompt_style != "chat")["input_ids"]
+    text, token_ids = encoded_prompt(problem, config, tokenizer, control_tokens(tokenizer))
     return EncodedProblem(share, index, np.array(token_ids, dtype=np.int32), text, problem.reference_json, stop)
-
-
-_ANSWER = "Answer7"
-"""Stands for an answer: a text that no template holds or trims."""
-
-
-@lru_cache(maxsize=8)
-def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token with which the chat template ends an answer: a base model's generation config names another one. None where it
-    is the tokenizer's own end token, which engines know, or where the template ends answers with plain text.
-    Raises `FieldError` when there is no template."""
-    if not tokenizer.chat_template:
-        raise FieldError("task.prompt_style", "chat", "this tokenizer has no chat template; use plain")
-    from jinja2 import TemplateError
-
-    messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except TemplateError as error:
-        log.warning("the chat template says nothing of what ends an answer: %s", error)
-        return None
-    first = tokenizer(text.rpartition(_ANSWER)[2].lstrip(), add_special_tokens=False)["input_ids"][:1]
-    known = (tokenizer.eos_token_id, *(token for token in first if token not in tokenizer.added_tokens_decoder))
-    return next((int(token) for token in first if token not in known), None)
-
-
-def prompt_text(problem: Problem, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The instruction follows what is asked last. The system prompt comes first, unless the problem has one of its own."""
-    *before, last = problem.messages or ({"role": "user", "content": problem.question},)
-    asked = f"{last['content']}\n{config.instruction}" if config.instruction else last["content"]
-    if config.prompt_style != "chat":
-        return str(asked)
-    messages: list[Any] = [*before, {**last, "content": asked}]
-    if config.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    from jinja2 import TemplateError
-
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise FieldError("task.prompt_style", "chat", f"the chat template refuses {messages!r:.200}: {error}") from error

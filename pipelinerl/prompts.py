@@ -1,0 +1,210 @@
+"""How a problem becomes the tokens of a prompt: by the chat template that a recipe names, with text that stays text.
+
+A text that spells one of the tokenizer's control tokens, such as `<|im_end|>`, never becomes that token, be it in a row of a
+file, in a tool's result or in what an environment or agent writes. It is parted by a mark before the chat template writes it,
+and the tokenizer gets what stands before and after the mark by itself. Other texts become the tokens that they always were.
+Imports no library of models: a tokenizer is anything with the interface of Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import ModelConfig, TaskConfig
+from pipelinerl.recipe.loading import is_template, no_template_file
+from pipelinerl.tasks.source import Problem
+
+log = logging.getLogger(__name__)
+
+_MARK = f"k{secrets.token_hex(12)}q"
+"""Letters and digits, which JSON and templates leave as they are; drawn for each process, so that no text can hold it."""
+_PREFIX = 3
+"""Characters of a control token that a text is searched for first."""
+
+
+def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
+    """Gives the tokenizer the recipe's chat template, with `chat_template_kwargs` as defaults of its variables: so rendering,
+    checkpoints and whoever serves these need no further setting. Raises `FieldError`."""
+    if model.chat_template:
+        if not is_template(model.chat_template):
+            raise no_template_file(model.chat_template)
+        tokenizer.chat_template = model.chat_template
+    if model.chat_template_kwargs:
+        if not tokenizer.chat_template:
+            fix = "the model has no chat template that could read them; name one with model.chat_template, or leave them out"
+            raise FieldError("model.chat_template_kwargs", model.chat_template_kwargs, fix)
+        # Jinja takes Python's literals. The line end goes with the last tag, so that the template begins as it did.
+        defaults = "".join(
+            f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
+            for name, value in model.chat_template_kwargs.items()
+        )
+        given = tokenizer.chat_template
+        named = {name: defaults + text for name, text in given.items()} if isinstance(given, dict) else defaults + given
+        tokenizer.chat_template = named
+
+
+def written(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, *, begins_turn: bool = True) -> str:
+    """By the chat template, in transformers' sandbox. Raises what the template does."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("tool_use" if tools and "tool_use" in template else "default")
+    # Given by name, since an engine's tokenizer writes with copies of itself, which have the model's own template.
+    arguments = {"chat_template": template, "tokenize": False, "add_generation_prompt": begins_turn}
+    return str(tokenizer.apply_chat_template(messages, tools=tools or None, **arguments))
+
+
+_ASK = {"role": "user", "content": "Question"}
+_ANSWER = "Answer7"
+"""Stands for an answer: a text that no template holds or trims."""
+_ANSWERED = {"role": "assistant", "content": _ANSWER}
+
+
+def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
+    """What the chat template writes after an answer, up to the next question if there is one. Raises what the template does."""
+    messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
+    return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
+
+
+class ControlTokens:
+    """A tokenizer for prompts, and the control tokens that no text in them may become: the special ones, and any other added
+    token with which the chat template begins or ends a message; in a tool's result, every added token. `has_own_encoder`: the
+    renderer does not use this tokenizer, and reads no control token in texts."""
+
+    def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
+        self._tokenizer = tokenizer
+        added = {} if has_own_encoder else tokenizer.added_tokens_decoder
+        added = {token_id: (token.content, token.special) for token_id, token in added.items()}
+        try:
+            ids = tokenizer.encode(written(tokenizer, [_ASK, _ANSWERED, _ASK], begins_turn=False))
+        except Exception:  # noqa: BLE001 - there is no template, or it refuses this conversation
+            ids = []
+        self._all = Spellings({text for text, _ in added.values()})
+        # Thoughts are a part of answers, which a history may hold. By a bar, tokens of roles are told from other tags.
+        frame = {text for token_id, (text, _) in added.items() if token_id in ids and "think" not in text}
+        self.texts = frame | {text for text, special in added.values() if special or "|" in text or "｜" in text}
+        self._control = Spellings(self.texts)
+
+    def parted(self, value: Any) -> Any:
+        """Messages, tools or a text, with the mark in each control token that a text in it spells."""
+        if isinstance(value, list | tuple):
+            return [self.parted(item) for item in value]
+        is_result = isinstance(value, Mapping) and value.get("role") == "tool"
+        return (self._all if is_result else self._control).parted(value)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The tokens of a text, in which control tokens are those that stand there without a mark."""
+        first, *others = text.split(_MARK)
+        token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
+        if not others:
+            return token_ids
+        # Behind a line end, which is taken away again: some tokenizers put a space before the first word of a text.
+        line_end, *behind = self._tokenizer(["\n", *(f"\n{part}" for part in others)], add_special_tokens=False)["input_ids"]
+        following = list[int]()
+        for part, ids in zip(others, behind, strict=True):
+            is_whole = ids[: len(line_end)] == line_end
+            following += ids[len(line_end) :] if is_whole else self._tokenizer.encode(part, add_special_tokens=False)
+        # What the tokenizer puts at the end of a text comes after its last part.
+        bare = list(self._tokenizer.encode(first, add_special_tokens=False))
+        end = next((at for at in range(len(token_ids), 0, -1) if token_ids[:at][-len(bare) :] == bare), len(token_ids))
+        return [*token_ids[:end], *following, *token_ids[end:]]
+
+
+@lru_cache(maxsize=8)
+def control_tokens(tokenizer: Any) -> ControlTokens:
+    """Those of a tokenizer whose chat template does not change any more."""
+    return ControlTokens(tokenizer)
+
+
+@lru_cache(maxsize=8)
+def answer_end(tokenizer: Any) -> int | None:
+    """The token with which the chat template ends an answer, be it the one that begins the next role's message: a base model's
+    generation config names another one. None where it is the tokenizer's own end token, which engines know, or where the
+    template ends answers with plain text. Raises `FieldError` when there is no template."""
+    if not tokenizer.chat_template:
+        fix = "this tokenizer has no chat template; use plain, or name one with model.chat_template"
+        raise FieldError("task.prompt_style", "chat", fix)
+    try:
+        text = after_answer(tokenizer).lstrip() or after_answer(tokenizer, asked_again=True).lstrip()
+    except Exception as error:  # noqa: BLE001 - a template calls raise_exception, or fails on a field that is not there
+        log.warning("the chat template says nothing of what ends an answer: %s", error)
+        return None
+    first = tokenizer.encode(text, add_special_tokens=False)[:1]
+    known = (tokenizer.eos_token_id, *(token for token in first if token not in tokenizer.added_tokens_decoder))
+    return next((int(token) for token in first if token not in known), None)
+
+
+class Spellings:
+    """Finds tokens in texts, in a time that does not grow with their number."""
+
+    def __init__(self, tokens: set[str]) -> None:
+        self._tokens = {token for token in tokens if len(token) > 1}
+        self._lengths = sorted(set(map(len, self._tokens)), reverse=True)
+        prefixes = sorted({re.escape(token[:_PREFIX]) for token in self._tokens})
+        self._begins = re.compile(f"(?={'|'.join(prefixes)})") if prefixes else None
+
+    def found(self, text: str) -> Iterator[tuple[int, str]]:
+        for at in (match.start() for match in self._begins.finditer(text)) if self._begins else ():
+            for length in self._lengths:
+                if (spelled := text[at : at + length]) in self._tokens:
+                    yield at, spelled
+                    break
+
+    def first(self, text: str) -> str:
+        """The first token that the text spells; empty if none."""
+        return next((spelled for _, spelled in self.found(text)), "")
+
+    def parted(self, value: Any) -> Any:
+        if isinstance(value, str):
+            begins = [0, *(at + 1 for at, _ in self.found(value)), len(value)]
+            return _MARK.join(value[start:end] for start, end in itertools.pairwise(begins))
+        if isinstance(value, Mapping):
+            return {self.parted(key): self.parted(item) for key, item in value.items()}
+        return [self.parted(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> tuple[str, list[int]]:
+    """The prompt as it is written, and its tokens: a chat template writes its own special tokens, so that the tokenizer adds
+    none. Raises `FieldError`."""
+    text = _prompt(problem, config, tokenizer, control)
+    return text.replace(_MARK, ""), control.encode(text, add_special_tokens=config.prompt_style != "chat")
+
+
+def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> str:
+    """The instruction follows what is asked last. The system prompt comes first, unless the problem has one of its own. Only
+    what comes from a row is parted: instruction and system prompt are the recipe's."""
+    *before, last = control.parted(problem.messages or ({"role": "user", "content": problem.question},))
+    asked = f"{last['content']}\n{config.instruction}" if config.instruction else last["content"]
+    if config.prompt_style != "chat":
+        return str(asked)
+    messages: list[Any] = [*before, {**last, "content": asked}]
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    try:
+        return written(tokenizer, messages)
+    except Exception as error:  # a template calls raise_exception, is no Jinja, or fails on a field that is not there
+        raise refusal(problem, config, messages, error, lambda others: written(tokenizer, others)) from error
+
+
+def refusal(
+    problem: Problem, config: TaskConfig, messages: list[Any], error: Exception, write: Callable[[list[Any]], object]
+) -> FieldError:
+    """Why the chat template does not `write` a prompt: the system message, if it takes the other ones."""
+    if messages[0]["role"] == "system" and len(messages) > 1:
+        with contextlib.suppress(Exception):  # then the system message is not what is wrong
+            write(messages[1:])
+            fix = 'set task.system_prompt: "" and put its text into task.instruction'
+            if problem.messages and problem.messages[0]["role"] == "system":
+                fix = f"the prompt of line {problem.line} begins with one; put its text into the question"
+            told = f"the model's chat template takes no system message ({error}); {fix}"
+            return FieldError("task.system_prompt", config.system_prompt, told)
+    shown = repr(messages).replace(_MARK, "")
+    told = f"the model's chat template refuses {shown:.200}: {error}".replace(_MARK, "")
+    return FieldError("task.prompt_style", config.prompt_style, told)

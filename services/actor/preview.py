@@ -1,0 +1,119 @@
+"""Prompts of a recipe as its policy will see them: `python -m services.actor.preview`, before a run loads any model.
+
+Reads one JSON object from standard input: `recipe`; `source`, the tokenizer's folder or GGUF file; `problems`, one for each set
+of problems by its place. Prints the fields of a `pipelinerl.recipe.preview.Preview`, each mistake as field, value and fix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
+
+from pipelinerl.episodes.tools import tool_of
+from pipelinerl.errors import FieldError
+from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt, refusal, use_chat_template
+from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig
+from pipelinerl.tasks.source import Problem
+from services.actor.episodes.formats import Unrenderable, chat_format_of
+
+_SHOWN = 160
+"""Tokens at each end of a prompt."""
+
+
+def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[str, Any]:
+    found: dict[str, Any] = {"rows": [], "mistakes": [], "control": [], "unread": []}
+    from transformers import AutoTokenizer
+
+    model, (folder, file) = (
+        recipe.model,
+        (Path(source).parent, Path(source).name) if source.endswith(".gguf") else (source, None),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, trust_remote_code=model.trust_remote_code)
+    try:
+        if template := model.chat_template or tokenizer.chat_template:
+            found["unread"] = unread_variables(template, model.chat_template_kwargs)
+    except TemplateError as error:
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        found["mistakes"].append(("model.chat_template", template, f"is no Jinja{line}: {error}; correct it"))
+        return found
+    for place, problem in problems.items():
+        share = recipe.sets_by_place[place]
+        try:
+            if not found["control"]:
+                use_chat_template(tokenizer, model)
+                found["control"] = sorted(control_tokens(tokenizer).texts)
+            token_ids = _token_ids(problem, share.task, tokenizer, model)
+        except FieldError as wrong:
+            found["mistakes"].append(
+                (f"{'' if wrong.field.startswith('model.') else place}{wrong.field}", wrong.value, wrong.fix)
+            )
+        else:
+            lines = "".join(f"\n    | {line}" for line in shown(token_ids, tokenizer).split("\n"))
+            told = f"{f'{share.name}: ' if place else ''}{len(token_ids):,} tokens, special ones in ⟨⟩{lines}"
+            found["rows"].append(("prompt", told))
+    return found
+
+
+def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
+    """Those of `names` that a chat template, or none of several, reads. Raises `jinja2.TemplateError`."""
+    environment, read = Environment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
+    for text in template.values() if isinstance(template, dict) else (template,):
+        without = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)  # a tag of transformers' own
+        read |= meta.find_undeclared_variables(environment.parse(without))
+    return [name for name in names if name not in read]
+
+
+def _token_ids(problem: Problem, task: TaskConfig, tokenizer: Any, model: ModelConfig) -> list[int]:
+    """Raises `FieldError`."""
+    if not task.tools:
+        if task.prompt_style == "chat":
+            answer_end(tokenizer)
+        return encoded_prompt(problem, task, tokenizer, control_tokens(tokenizer))[1]
+    chat, names = chat_format_of(tokenizer, model), [path.split(":") for path in task.tools]
+    tools = [dict(tool_of(getattr(importlib.import_module(module), name)).schema) for module, name in names]
+    asked = {"role": "user", "content": "\n".join(filter(None, (problem.question, task.instruction)))}
+    system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
+    messages = chat.control.parted([*system, asked])
+    try:
+        return chat.render(messages, tools)
+    except Unrenderable as error:
+        raise refusal(problem, task, messages, error, lambda others: chat.render(others, tools)) from error
+
+
+def shown(token_ids: list[int], tokenizer: Any) -> str:
+    """The text of a prompt, each added token in ⟨⟩, without the middle of a long one."""
+    added, left_out = tokenizer.added_tokens_decoder, len(token_ids) - 2 * _SHOWN
+    texts = []
+    for part in [token_ids] if left_out <= 0 else [token_ids[:_SHOWN], token_ids[-_SHOWN:]]:
+        runs = [(is_added, list(ids)) for is_added, ids in itertools.groupby(part, added.__contains__)]
+        texts.append(
+            "".join(
+                "".join(f"⟨{added[one].content}⟩" for one in ids) if is_added else tokenizer.decode(ids)
+                for is_added, ids in runs
+            )
+        )
+    return f"\n[... {left_out:,} tokens are not shown ...]\n".join(texts)
+
+
+def main() -> int:
+    asked = json.load(sys.stdin)
+    recipe = Recipe.model_validate_json(json.dumps(asked["recipe"]))
+    if not asked["source"].endswith(".gguf"):
+        sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers load without it, five seconds sooner
+    with contextlib.redirect_stdout(sys.stderr):
+        found = preview(recipe, asked["source"], {place: Problem(**problem) for place, problem in asked["problems"].items()})
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
