@@ -1,5 +1,6 @@
 """Fixtures for all tests: a real nats-server for the session, and a run name of each test's own on it."""
 
+import os
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from pipelinerl.local.nats import NatsServer
 from tests.support.runs import write_tiny_model
 from tests.support.suite import Suite
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach for the real hub, whatever its recipe names
 
 # How long an example takes says something about the machine, and nothing about the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

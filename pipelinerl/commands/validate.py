@@ -145,7 +145,7 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
     total = sum(share.weight for share in recipe.mixture.values())
     for place, share in recipe.tasks_by_place.items():
         task = share.task
-        what = task.path if task.source == "jsonl" else f"{task.name} ({task.source})"
+        what = task.path if task.source in ("jsonl", "hub") else f"{task.name} ({task.source})"
         if task.is_episodic:
             about = ", ".join(filter(None, (what, task.path, task.command, *task.tools)))
         else:

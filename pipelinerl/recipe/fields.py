@@ -284,9 +284,10 @@ EPISODIC = ("environment", "tools", "agent", "verifiers")
 
 
 class TaskConfig(Section):
-    source: Literal["reasoning_gym", "jsonl", "environment", "tools", "agent", "verifiers"] = Field(
+    source: Literal["reasoning_gym", "jsonl", "hub", "environment", "tools", "agent", "verifiers"] = Field(
         "reasoning_gym",
-        description="Where problems come from; the last four are episodes of several turns. `environment`: a "
+        description="Where problems come from; the last four are episodes of several turns. `jsonl`: files of any of the "
+        "forms that `path` takes; `hub`: a data set of the Hugging Face hub; `environment`: a "
         "class of yours; `tools`: problems of a file, with functions that the model may call; `agent`: a program that calls an "
         "OpenAI-compatible server; `verifiers`: an environment of that package.",
     )
@@ -295,10 +296,26 @@ class TaskConfig(Section):
         description="reasoning-gym family; `pkg.module:Class` for `environment`; the id of an environment for `verifiers`; "
         "otherwise a label, by default the name of the file in `path`.",
     )
-    config: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the reasoning-gym family, or of the environment."
+    config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = Field(
+        default_factory=dict,
+        description="Arguments of the reasoning-gym family, or of the environment. For `hub`, a text here means `subset`.",
     )
-    path: str = Field("", description="JSONL or Parquet file of problems; an `environment` may do without.")
+    path: str = Field(
+        "",
+        description="File of problems: JSONL, a JSON array, CSV, TSV or Parquet, also compressed (.gz, .zst); a folder of such "
+        "files or a pattern such as data/*.jsonl. For `hub`, the id of the set or a local folder in the hub's form. An "
+        "`environment` may do without.",
+    )
+    subset: str = Field(
+        "", description="Configuration of a `hub` set that has several, such as main; `config: main` is the same."
+    )
+    split: str = Field("train", description="Split of a `hub` set; another one, such as test, can be an evaluation set.")
+    revision: str = Field("", description="Commit, tag or branch of a `hub` set; empty = its default branch.")
+    max_rows: int = Field(
+        0,
+        ge=0,
+        description="Rows read at most, from the first one on; 0 = all. A `hub` set is then streamed, not fetched whole.",
+    )
     tools: tuple[str, ...] = Field(
         (), strict=False, description="Functions `pkg.module:function` that the model may call, for source `tools`."
     )
@@ -309,8 +326,20 @@ class TaskConfig(Section):
     answer_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="That of the environment between two turns, its start and its end included."
     )
-    prompt_field: str = Field("prompt", description="Field of the file that holds the prompt.")
-    answer_field: str = Field("answer", description="Field of the file that holds the reference answer; empty = there is none.")
+    prompt_field: str = Field(
+        "prompt", description="Field that holds the prompt, a text or a list of messages; a.b names a nested field."
+    )
+    prompt_template: str = Field(
+        "",
+        description="Text of the prompt in which {name} stands for a field of the row, in place of `prompt_field`; "
+        "{{name}} stands for itself in single braces.",
+    )
+    answer_field: str = Field(
+        "answer", description="Field that holds the reference answer, nested ones as a.b; empty = there is none."
+    )
+    answer_pattern: str = Field(
+        "", description="Regular expression whose last match's group 1 in that field is the reference; empty = all of it."
+    )
     prompt_style: Literal["compact", "plain", "chat"] = Field(
         "plain",
         description="`compact`: bare expression (chain_sum, repeated_addition, one_line_function); `plain`: the question; "
@@ -324,17 +353,26 @@ class TaskConfig(Section):
     def is_episodic(self) -> bool:
         return self.source in EPISODIC
 
+    @field_validator("answer_pattern")
+    @classmethod
+    def _finds_an_answer(cls, value: str) -> str:
+        return compiled(value, "answer" if value else "")
+
     @model_validator(mode="before")
     @classmethod
     def _called_by_its_file(cls, data: Any) -> Any:
-        return {"name": _label(data), **data} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        if data.get("source") == "hub" and isinstance(subset := data.get("config"), str):
+            data = {"subset": subset, **{key: value for key, value in data.items() if key != "config"}}
+        return {"name": _label(data), **data}
 
 
 def _label(task: dict[str, Any]) -> str:
     """What a task is called that has no name: by its file, if it has one. Of plain data."""
     stem = Path(path).stem if isinstance(path := task.get("path"), str) else ""
     default: str = TaskConfig.model_fields["name"].default
-    return stem if stem and task.get("source") in ("jsonl", "tools", "agent") else default
+    return stem if stem and task.get("source") in ("jsonl", "hub", "tools", "agent") else default
 
 
 class OverlongConfig(Section):

@@ -161,11 +161,11 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
         scorer = recipe.sets_by_place[place].reward.scorer
         if lines := source.repeated:
             others = f", {len(source.contradicted)} of them with another answer" if source.contradicted else ""
-            fix = f"repeated prompts: {len(lines)}, the first in line {lines[0].line}{others}; they are left out"
+            fix = f"repeated prompts: {len(lines)}, the first in {lines[0].place}{others}; they are left out"
             yield FieldError(f"{place}task.path", source.path, fix)
         if lines := source.unanswered:
             refused = "" if ":" in scorer or scorer in ("code", "judge") else f", with which reward.scorer = {scorer!r} fails"
-            fix = f"empty answers: {len(lines)}, the first in line {lines[0].line}{refused}; leave such lines out"
+            fix = f"empty answers: {len(lines)}, the first in {lines[0].place}{refused}; leave such lines out"
             yield FieldError(f"{place}task.path", source.path, fix)
 
 

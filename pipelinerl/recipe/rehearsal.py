@@ -44,8 +44,8 @@ class Call:
     message: str = ""
 
     def __str__(self) -> str:
-        line, answer = self.problem.line, "the reference answer" if self.completion else "an empty answer"
-        return f"{answer} {f'of line {line}' if line else f'to {self.problem.question!r:.60}'}"
+        answer = "the reference answer" if self.completion else "an empty answer"
+        return f"{answer} {f'of {place}' if (place := self.problem.place) else f'to {self.problem.question!r:.60}'}"
 
 
 def is_rehearsed(share: ProblemSet) -> bool:

@@ -124,8 +124,19 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
             yield "name", f"{policy} has demonstrations of one family, here {first}; {other}"
         elif task.prompt_style != "compact" and not task.is_episodic:
             yield "prompt_style", f"{policy} reads compact prompts only; use compact, or {other}"
-    if task.source in ("jsonl", "tools", "agent") and not task.path:
-        yield "path", f"is empty: task.source = {task.source!r} needs a .jsonl or .parquet file here"
+    if task.source in ("jsonl", "hub", "tools", "agent") and not task.path:
+        needed = "the id of a data set, such as openai/gsm8k," if task.source == "hub" else "a file of problems"
+        yield "path", f"is empty: task.source = {task.source!r} needs {needed} here"
+    for field in ("subset", "split", "revision"):
+        if task.source != "hub" and getattr(task, field) != type(task).model_fields[field].default:
+            yield field, f"is for task.source = 'hub', not {task.source!r}; leave it out"
+    for field in ("max_rows", "prompt_template", "answer_pattern"):
+        if getattr(task, field) and not task.path:
+            yield field, "is for rows of task.path, and there is none; leave it out"
+    if task.prompt_template and task.source in ("environment", "agent"):
+        yield "prompt_template", f"task.source = {task.source!r} makes its prompts itself; leave it out"
+    if task.answer_pattern and not task.answer_field:
+        yield "answer_pattern", "looks into task.answer_field, which is empty; name that field"
     if task.source == "verifiers" and task.path:
         yield "path", "task.source = 'verifiers' needs none: the environment has its tasks; leave it out"
     if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):

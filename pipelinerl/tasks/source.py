@@ -3,29 +3,31 @@
 The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder
 resumes from a number. Held-out problems never occur in training. How a problem becomes tokens is the trainer's business.
 
-A file of prompts and answers, JSONL or Parquet, is read and checked whole at start: bad lines are one error with their numbers,
-not a surprise hours later. The seed draws its held-out problems, since files are often sorted; training goes through the others
-in a shuffled order, epoch after epoch.
+Rows of files or of the hub (`rows`) are read and checked whole at start: bad rows are one error with their places, not a
+surprise hours later. The seed draws the held-out problems, since files are often sorted; training goes through the others in
+a shuffled order, epoch after epoch.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
 from math import floor
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from pipelinerl.errors import FieldError, MissingPackage, UserError, counted
+from pipelinerl.errors import FieldError, UserError, counted
 from pipelinerl.recipe.fields import TaskConfig
+from pipelinerl.tasks.rows import ABSENT, BadRow, Row, rows_of, value_in
 
 
 class Split(StrEnum):
@@ -45,7 +47,15 @@ class Problem:
     reference: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     line: int = field(default=0, compare=False)
-    """Of its file (in Parquet its row), from 1; 0 where no file has it."""
+    """Number of its line or row, from 1; 0 for a generated problem."""
+    unit: str = field(default="line", compare=False)
+    file: str = field(default="", compare=False)
+    """The rest of its file's path where `task.path` stands for several files."""
+
+    @property
+    def place(self) -> str:
+        """Where a person finds it, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
+        return f"{self.unit} {self.line}{f' of {self.file}' if self.file else ''}" if self.line else ""
 
     @property
     def texts(self) -> list[str]:
@@ -89,7 +99,7 @@ class Interleaving:
 def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> Source:
     """Raises `FieldError` or `UserError` for what the user can mend. Imports what the source needs (about a second).
     `is_trained_on`: False where a file's problems may all be evaluated."""
-    if config.path:
+    if config.path:  # of files, or of the hub
         return FileSource(config, seed, is_trained_on=is_trained_on)
     if config.is_episodic:
         return SeededSource(config)
@@ -169,71 +179,102 @@ class FileSource:
 
 
 def _problems(config: TaskConfig) -> Iterator[Problem]:
-    path, readers = Path(config.path), {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
-    if not path.is_file():
-        raise FieldError("task.path", str(path), f"there is no such file{'' if path.is_absolute() else f' in {Path.cwd()}'}")
-    if path.suffix not in readers:
-        raise FieldError("task.path", str(path), "give a .jsonl or a .parquet file")
-    told, num_rows, absent, fields = list[str](), 0, Counter[str](), ""
-    unit, num_wrong = "row" if path.suffix == ".parquet" else "line", 0
-    for number, row in readers[path.suffix](path):
+    told, num_rows, num_wrong, absent, fields = list[str](), 0, 0, Counter[str](), ""
+    for row in rows_of(config):
         num_rows += 1
         try:
-            problem = _problem(row, config, number)
-        except _BadRow as wrong:
+            problem = _problem(row, config)
+        except BadRow as wrong:
             num_wrong += 1
             absent[wrong.absent] += 1
-            fields = fields or ", ".join(map(str, row if isinstance(row, Mapping) else ()))
+            fields = fields or ", ".join(_fields(row.values))
             if num_wrong <= _MOST_TOLD:
-                told.append(f"{unit} {number}: {wrong}")
+                told.append(f"{row.place}: {wrong}".removeprefix(f"{config.path}, "))
         else:
             yield problem
     for name in (key for key, count in absent.items() if key and count == num_rows):
-        key = "prompt_field" if name == config.prompt_field else "answer_field"
-        raise FieldError(f"task.{key}", name, f"{path} has no such field; name one of those that it has: {fields}")
+        keys = {config.prompt_field: "prompt_field", config.answer_field: "answer_field"}
+        key = "prompt_template" if name in _names(config.prompt_template) else keys[name]
+        raise FieldError(f"task.{key}", name, f"{config.path} has no such field; name one of those that it has: {fields}")
     if num_wrong == 1:
-        raise UserError(f"{path}, {told[0]}")
+        raise UserError(f"{config.path}, {told[0]}")
     if num_wrong:
         more = [f"and {num_wrong - len(told)} more"] if num_wrong > len(told) else []
-        raise UserError("\n      ".join([f"{path}: {num_wrong} {unit}s cannot be used", *told, *more]))
+        raise UserError("\n      ".join([f"{config.path}: {num_wrong} rows cannot be used", *told, *more]))
 
 
 _MOST_TOLD = 10
-"""Bad lines of a file, one by one."""
+"""Number of bad rows that are told one by one."""
 
 
-class _BadRow(Exception):
-    """`absent`: the field that the row lacks."""
+def _fields(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
+    """Yield the names of a row's fields, dotted ones of nested objects included."""
+    for name, value in row.items() if isinstance(row, Mapping) else ():
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{prefix}{name}.")
 
-    def __init__(self, problem: str, absent: str = "") -> None:
-        self.absent = absent
-        super().__init__(problem)
+
+_PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w. -]*)\}\}|\{([A-Za-z_][\w. -]*)\}")
+"""A field of the row in `task.prompt_template`; in double braces, the text in single ones. Other braces are as they stand."""
 
 
-def _problem(row: Mapping[str, Any] | _BadRow, config: TaskConfig, line: int) -> Problem:
-    """Raises `_BadRow`."""
-    if isinstance(row, _BadRow):
+def _names(template: str) -> list[str]:
+    return [field for _, field in _PLACEHOLDER.findall(template) if field]
+
+
+def _problem(given: Row, config: TaskConfig) -> Problem:
+    """Raises `BadRow`."""
+    row = given.values
+    if isinstance(row, BadRow):
         raise row
-    if config.source in ("environment", "agent"):  # what they read of a row is theirs
-        question = json.dumps(row, ensure_ascii=False, default=str)
-        return Problem(_text(question, "the line"), _reference(row, config), line=line)
-    messages: Any = row.get(config.prompt_field)
-    in_messages = isinstance(messages, list) and config.source == "jsonl"
-    for name in filter(None, (config.prompt_field, config.answer_field)[in_messages:]):
-        if name not in row:
-            raise _BadRow(f"has no field {name!r}, only {', '.join(map(str, row)) or 'an empty object'}", name)
-        if not isinstance(row[name], str | int | float) or isinstance(row[name], bool):
-            raise _BadRow(f"field {name!r} is {row[name]!r:.200}; it must be a text or a number")
-        _text(str(row[name]), f"field {name!r}")
-    if in_messages:
+    question, messages = _prompt(row, config)
+    place = given.file.removeprefix(config.path)
+    return Problem(question, _reference(row, config), tuple(messages), given.number, given.unit, place)
+
+
+def _prompt(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any]]:
+    """Return the prompt as text, and its messages where the row has it in that form. Raises `BadRow`."""
+    if config.source in ("environment", "agent"):  # they read of a row what they like
+        return _text(json.dumps(row, ensure_ascii=False, default=str), "the row"), []
+    if config.prompt_template:
+        filled = _PLACEHOLDER.sub(
+            lambda found: f"{{{found[1]}}}" if found[1] else _text_at(row, found[2]), config.prompt_template
+        )
+        return filled, []
+    messages: Any = value_in(row, config.prompt_field)
+    if isinstance(messages, list) and config.source in ("jsonl", "hub"):
+        messages = [_without_nulls(message) for message in messages]
         if wrong := _wrong_with(messages, config):
-            raise _BadRow(f"field {config.prompt_field!r} {wrong}")
-        question = _text(json.dumps(messages, ensure_ascii=False), f"field {config.prompt_field!r}")
-        return Problem(question, _reference(row, config), tuple(messages), line)
-    question = str(row[config.prompt_field])
+            raise BadRow(f"field {config.prompt_field!r} {wrong}")
+        return _text(json.dumps(messages, ensure_ascii=False, default=str), f"field {config.prompt_field!r}"), messages
+    question = _text_at(row, config.prompt_field)
     if not question.strip():
-        raise _BadRow(f"field {config.prompt_field!r} is empty")
-    return Problem(question, _reference(row, config), line=line)
+        raise BadRow(f"field {config.prompt_field!r} is empty")
+    return question, []
+
+
+def _text_at(row: Mapping[str, Any], name: str) -> str:
+    """Return a text or a number of the row as text; a list of one of these counts as that one. Raises `BadRow`."""
+    value = value_in(row, name)
+    if value is ABSENT:
+        raise BadRow(f"has no field {name!r}, only {', '.join(_fields(row)) or 'an empty object'}", name)
+    only = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if not isinstance(only, str | int | float | Decimal) or isinstance(only, bool):
+        raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number")
+    return _text(str(only), f"field {name!r}")
+
+
+def _without_nulls(message: Any) -> Any:
+    """Return the message as a chat template wants it: content parts of text are joined to one text, and keys that are null, as
+    Parquet gives them where other messages have a value, are left out."""
+    if not isinstance(message, Mapping):
+        return message
+    kept = {key: value for key, value in message.items() if value is not None}
+    parts = kept.get("content")
+    if isinstance(parts, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        kept["content"] = "".join(str(part.get("text") or "") for part in parts)
+    return kept
 
 
 def _text(text: str, what: str) -> str:
@@ -242,7 +283,7 @@ def _text(text: str, what: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):x}"
-        raise _BadRow(f"{what} holds {half}, one half of a surrogate pair, which is no character; remove it") from None
+        raise BadRow(f"{what} holds {half}, one half of a surrogate pair, which is no character; remove it") from None
     return text
 
 
@@ -252,62 +293,29 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
         return f"is a list of messages, which task.prompt_style = {config.prompt_style!r} does not take; use chat"
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return f"has {message!r:.100}, which is no message: an object with the texts role and content"
+            return f"has {message!r:.100}, which is no message: an object with the texts role and content (or parts of text)"
     if not messages or messages[-1]["role"] == "assistant":
         return "must end with a message that the policy answers, not one of its own"
     return ""
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
-    """The whole row too, where somebody may read more of it than prompt and answer."""
-    answer = {"answer": str(row[config.answer_field])} if config.answer_field in row else {}
+    """Return the reference answer, and the whole row where a reward may read more of it. Environments, agents and conversations
+    may do without an answer unless the recipe names its field; otherwise `BadRow` is raised where the row lacks it, or
+    `task.answer_pattern` does not find it."""
+    answer: dict[str, Any] = {}
+    may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
+    may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
+    if config.answer_field and not (may_lack and value_in(row, config.answer_field) is ABSENT):
+        answer = {"answer": _answer_in(_text_at(row, config.answer_field), config)}
     has_more = config.is_episodic or bool(row.keys() - {config.prompt_field, config.answer_field})
     return {**answer, "row": dict(row)} if has_more else answer
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | _BadRow]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                if not text:
-                    continue
-                row = json.loads(text)
-            except UnicodeDecodeError as error:
-                row = _BadRow(f"not UTF-8: {error.reason} at byte {error.start + 1}")
-            except (ValueError, RecursionError) as error:
-                at = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-                row = _BadRow(f"not JSON: {at}")
-            if not isinstance(row, dict | _BadRow):
-                row = _BadRow(f"{type(row).__name__} where an object with the problem's fields is needed")
-            yield number, row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | _BadRow]]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise MissingPackage("reading Parquet needs pyarrow: pip install pyarrow, or convert it to JSONL") from error
-    number = 0
-    try:
-        for batch in ParquetFile(path).iter_batches():
-            try:
-                rows = batch.to_pylist()
-            except (ValueError, OverflowError):  # one by one, which is slower
-                rows = [_parquet_row(batch.slice(row, 1)) for row in range(batch.num_rows)]
-            yield from enumerate(rows, start=number + 1)
-            number += len(rows)
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a Parquet file: {error}") from error
-
-
-def _parquet_row(batch: Any) -> Mapping[str, Any] | _BadRow:
-    """Of a batch that is one row."""
-    try:
-        row: Mapping[str, Any] = batch.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        return _BadRow(f"a text is not UTF-8: {error.reason} at byte {error.start + 1}")
-    except (ValueError, OverflowError) as error:  # a date that Python does not have
-        return _BadRow(f"a value cannot be read: {error}")
-    return row
+def _answer_in(text: str, config: TaskConfig) -> str:
+    if not config.answer_pattern:
+        return text
+    *_, last = None, *re.finditer(config.answer_pattern, text, re.DOTALL)
+    if last is None or last[1] is None:
+        raise BadRow(f"task.answer_pattern finds nothing in field {config.answer_field!r}: {text!r:.200}")
+    return str(last[1]).strip()

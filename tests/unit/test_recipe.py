@@ -760,7 +760,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
             "reward.truncated",
             "the reward does not know which turns were cut here; use score or mask",
         ),
-        ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a .jsonl or .parquet file here"),
+        ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a file of problems here"),
     ],
 )
 def test_what_the_sources_of_episodes_need(task: dict[str, Any], field: str, said: str) -> None:

@@ -1,5 +1,6 @@
 """Sources of problems: the same index means the same problem, held-out ones stay apart, mistakes are named."""
 
+import gzip
 import json
 import random
 import subprocess
@@ -244,9 +245,9 @@ def test_a_bad_line_is_named_by_file_line_and_field(row: Any, said: str, tmp_pat
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_text("prompt,answer\n")
-    with pytest.raises(FieldError, match=r"task\.path.*\.jsonl or a \.parquet"):
-        make_source(file_task(tmp_path / "p.csv"), seed=0)
+    (tmp_path / "p.docx").write_text("prompt,answer\n")
+    with pytest.raises(FieldError, match=r"task\.path.*give a \.jsonl, .* or \.parquet file"):
+        make_source(file_task(tmp_path / "p.docx"), seed=0)
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "answer": "a"}])
     with pytest.raises(UserError, match=r"line 1: field 'prompt' is a list of messages, .* use chat"):
         make_source(file_task(path), seed=0)
@@ -257,7 +258,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(UserError) as info:
         make_source(file_task(path), seed=0)
     first, *lines = str(info.value).splitlines()
-    assert first.endswith("many.jsonl: 13 lines cannot be used")
+    assert first.endswith("many.jsonl: 13 rows cannot be used")
     assert [line.split(":")[0].strip() for line in lines] == [*(f"line {number}" for number in range(11, 21)), "and 3 more"]
     rows = [{"prompt": b"q", "answer": "a"}, {"prompt": b"\xff", "answer": "b"}]
     path = write_parquet(tmp_path / "latin.parquet", rows, prompts_are_text=True)
@@ -270,6 +271,133 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").touch()
     with pytest.raises(FieldError, match=r"none.jsonl': holds no problem"):
         make_source(file_task(tmp_path / "none.jsonl"), seed=0)
+
+
+def as_csv(rows: list[dict[str, Any]]) -> bytes:
+    lines = [",".join(rows[0]), *(",".join(f'"{value}"' for value in row.values()) for row in rows)]
+    return "\r\n".join(lines).encode("utf-8-sig")
+
+
+def as_jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+def as_zstd(content: bytes) -> bytes:
+    compressed: bytes = pytest.importorskip("pyarrow").Codec("zstd").compress(content, asbytes=True)
+    return compressed
+
+
+MULTILINE = [{"prompt": f"q{number},\nnext line", "answer": number} for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p.csv", as_csv(MULTILINE)),
+        ("p.tsv", as_csv(MULTILINE).replace(b'","', b'"\t"').replace(b"t,a", b"t\ta")),
+        ("p.json", json.dumps(MULTILINE).encode()),
+        ("lines.json", as_jsonl(MULTILINE)),
+        ("p.ndjson", as_jsonl(MULTILINE)),
+        ("p.csv.gz", gzip.compress(as_csv(MULTILINE))),
+        ("p.jsonl.zst", as_zstd(as_jsonl(MULTILINE))),
+    ],
+)
+def test_files_of_other_forms_hold_the_same_problems(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    source = FileSource(file_task(tmp_path / name, heldout=1), seed=0)
+    assert [(one.question, one.reference["answer"]) for one in source.problems] == [
+        (f"q{number},\nnext line", str(number)) for number in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.csv", b"prompt,answer\nq,1\nq,1,2\n", "p.csv, line 3: has 3 values where the header has 2 columns"),
+        ("p.csv", b'prompt,answer\n"a\nb",1\nq\n', "p.csv, line 4: has 1 values where the header has 2 columns"),
+        ("p.csv", b"prompt,answer\n\xe9,1\n", "p.csv, line 2: not UTF-8"),
+        ("p.csv", b"prompt,prompt\nq,1\n", "p.csv: its header has a column twice: prompt, prompt"),
+        ("p.csv", b'prompt,answer\n"q,1\n', "p.csv, line 2: not CSV: unexpected end of data"),
+        ("p.json", b'[{"prompt": "q", "answer": "a"}, 7]', "p.json, entry 2: int where an object"),
+        ("p.json", b"[1,", "p.json: not a JSON array"),
+        ("p.jsonl.gz", b"no gzip", "p.jsonl.gz: cannot be read: Not a gzipped file"),
+        ("p.jsonl.gz", gzip.compress(as_jsonl(ROWS))[:-9], "p.jsonl.gz: cannot be read: Compressed file ended"),
+        ("p.jsonl.zst", b"no zstd", "p.jsonl.zst: cannot be read: "),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_another_form_is_named(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        FileSource(file_task(tmp_path / name, heldout=1), seed=0)
+    assert said in str(raised.value)
+
+
+def test_a_folder_and_a_pattern_are_all_their_files_and_mistakes_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
+    (tmp_path / "more" / "b.csv").write_bytes(as_csv(ROWS[3:6]))
+    (tmp_path / "README.md").write_text("not data")
+    for path, expected in ((tmp_path, 6), (tmp_path / "*.jsonl", 3), (tmp_path / "**" / "*.csv", 3)):
+        assert len(FileSource(file_task(path, heldout=1), seed=0).problems) == expected
+    assert len(FileSource(file_task(tmp_path, heldout=1, max_rows=4), seed=0).problems) == 4
+    assert FileSource(file_task(tmp_path, heldout=1), seed=0).problems[-1].place == "line 4 of /more/b.csv"
+    (tmp_path / "more" / "c.csv").write_bytes(b"prompt,answer\n,1\n")
+    with pytest.raises(UserError, match=r"more/c\.csv, line 2: field 'prompt' is empty"):
+        FileSource(file_task(tmp_path, heldout=1), seed=0)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(FieldError, match=r"task\.path = .*none'?: this folder holds no \.jsonl"):
+        FileSource(file_task(tmp_path / "none"), seed=0)
+
+
+def test_rows_as_dapo_and_verl_have_them_in_parquet(tmp_path: Path) -> None:
+    """Nested reference, messages with null keys and content parts, a column whose own name has a dot."""
+    rows: list[dict[str, Any]] = [
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": f"What is {n} + 1?", "tool_calls": None}],
+            "reward_model": {"ground_truth": str(n + 1), "style": "rule"},
+            "a.b": "plain",
+            "a": {"b": "nested"},
+        }
+        for n in range(4)
+    ]
+    rows[1]["prompt"][0]["tool_calls"] = []
+    path = write_parquet(tmp_path / "dapo.parquet", rows)
+    nested = {"prompt_style": "chat", "answer_field": "reward_model.ground_truth"}
+    first = FileSource(file_task(path, **nested), seed=0).problems[0]
+    assert first.messages == ({"role": "user", "content": "What is 0 + 1?"},)
+    assert first.reference["answer"] == "1"
+    assert first.reference["row"]["data_source"] == "math_dapo"
+    assert FileSource(file_task(path, **{**nested, "answer_field": "a.b"}), seed=0).problems[0].reference["answer"] == "plain"
+    filled = file_task(path, **nested, prompt_template="{reward_model.ground_truth}, {{a}} {} \\frac{1}{2}")
+    assert FileSource(filled, seed=0).problems[0].question == "1, {a} {} \\frac{1}{2}"
+    with pytest.raises(
+        FieldError, match=r"task\.answer_field = 'reward_model\.truth': .*reward_model\.ground_truth, reward_model"
+    ):
+        FileSource(file_task(path, **{**nested, "answer_field": "reward_model.truth"}), seed=0)
+    with pytest.raises(FieldError, match=r"task\.prompt_template = 'nothing': .*name one of those that it has: data_source"):
+        FileSource(file_task(path, **nested, prompt_template="{nothing}"), seed=0)
+
+
+def test_parts_of_text_are_one_text_and_other_parts_are_a_mistake(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?"}]
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": parts}], "answer": ["2"]}, *ROWS])
+    first = FileSource(file_task(path, prompt_style="chat"), seed=0).problems[0]
+    assert (first.messages, first.reference) == (({"role": "user", "content": "What is 1 + 1?"},), {"answer": "2"})
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    path = write_jsonl(tmp_path / "i.jsonl", [{"prompt": [{"role": "user", "content": image}], "answer": "2"}])
+    with pytest.raises(UserError, match=r"i\.jsonl, line 1: field 'prompt' has .*image_url.*no message"):
+        FileSource(file_task(path, prompt_style="chat"), seed=0)
+
+
+def test_the_reference_may_be_a_part_of_the_answer(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{n}", "answer": f"<<2+{n}={n + 2}>> so\n#### {n + 2}\n"} for n in range(4)]
+    task = {"answer_pattern": r"####\s*(.+)", "heldout": 1}
+    source = FileSource(file_task(write_jsonl(tmp_path / "p.jsonl", rows), **task), seed=0)
+    assert [one.reference for one in source.problems] == [{"answer": str(n + 2)} for n in range(4)]
+    rows[2]["answer"] = "no mark"
+    with pytest.raises(UserError, match=r"line 3: task\.answer_pattern finds nothing in field 'answer': 'no mark'"):
+        FileSource(file_task(write_jsonl(tmp_path / "p.jsonl", rows), **task), seed=0)
 
 
 @pytest.mark.parametrize(("suffix", "write"), [(".jsonl", write_jsonl), (".parquet", write_parquet)])

@@ -1,0 +1,290 @@
+"""Rows of a data set: from files (JSONL, JSON, CSV, Parquet, compressed or not) and from the Hugging Face hub.
+
+A row that cannot be read becomes a `BadRow` in its place, so that the caller can name all of them at once. This module knows
+nothing of prompts and answers. Libraries are imported by the reader that needs them.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError, one_of
+from pipelinerl.recipe.fields import TaskConfig
+
+ABSENT = object()
+"""The result of `value_in` where a row lacks the field."""
+_CSV_FIELD_BYTES = 64 * 2**20
+_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+_COMPRESSIONS = (".gz", ".zst", ".zstd")
+
+
+class BadRow(Exception):
+    """A row that cannot be used. Attribute: `absent`, the field that the row lacks, if that is the reason."""
+
+    def __init__(self, problem: str, absent: str = "") -> None:
+        self.absent = absent
+        super().__init__(problem)
+
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row with its place: `number` counts lines of text files and rows of others, from 1."""
+
+    file: str
+    unit: str
+    number: int
+    values: Values | BadRow
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}"
+
+
+def value_in(row: Values, name: str) -> Any:
+    """Return the field `name`. A dotted name descends into nested objects, unless a field has that very name."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return ABSENT
+        value = value[part]
+    return value
+
+
+def rows_of(config: TaskConfig) -> Iterator[Row]:
+    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `FieldError`, `UserError` and
+    `MissingPackage`, and `Lacking` where the hub cannot be reached."""
+    rows = _hub_rows(config) if config.source == "hub" else (row for path in files_at(config.path) for row in _file_rows(path))
+    yield from islice(rows, config.max_rows or None)
+
+
+def files_at(path: str) -> list[Path]:
+    """Return the files that a file name, a folder or a glob pattern stands for, sorted. Raises `FieldError`."""
+    given = Path(path)
+    if given.is_file():
+        _format_of(given)
+        return [given]
+    if given.is_dir():
+        found = [file for file in sorted(given.rglob("*")) if file.is_file() and _known_format(file)]
+        lacking = f"this folder holds no {one_of(_FORMATS)} file"
+    else:
+        found = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
+        for file in found:
+            _format_of(file)
+        lacking = f"there is no such file{'' if given.is_absolute() else f' in {Path.cwd()}'}"
+    if not found:
+        raise FieldError("task.path", path, lacking)
+    return found
+
+
+def _known_format(path: Path) -> str:
+    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
+    return suffixes[-1] if suffixes and suffixes[-1] in _FORMATS else ""
+
+
+def _format_of(path: Path) -> str:
+    if known := _known_format(path):
+        return known
+    raise FieldError("task.path", str(path), f"give a {one_of(_FORMATS)} file, or one of these compressed as .gz or .zst")
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    readers = {".parquet": _parquet_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".json": _json_rows}
+    name, kind = str(path), _format_of(path)
+    unit = {".parquet": "row", ".json": "entry"}.get(kind, "line")
+    try:
+        with _opened(path) as stream:
+            for number, values in readers.get(kind, _jsonl_rows)(path, stream):
+                yield Row(name, unit, number, values)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[io.BufferedIOBase]:
+    if path.suffix == ".gz":
+        with gzip.open(path) as stream:
+            yield stream
+    elif path.suffix in _COMPRESSIONS:
+        arrow = _pyarrow("reading zstd")
+        with arrow.CompressedInputStream(str(path), "zstd") as compressed, io.BufferedReader(compressed) as stream:
+            yield stream
+    else:
+        with path.open("rb") as stream:
+            yield stream
+
+
+def _pyarrow(purpose: str) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise MissingPackage(f"{purpose} needs pyarrow: pip install pyarrow, or convert the file to JSONL") from error
+    return pyarrow
+
+
+def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
+    for number, line in enumerate(stream, start=1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            if not text:
+                continue
+            row = json.loads(text)
+        except UnicodeDecodeError as error:
+            row = BadRow(f"not UTF-8: {error.reason} at byte {error.start + 1}")
+        except (ValueError, RecursionError) as error:
+            at = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+            row = BadRow(f"not JSON: {at}")
+        yield number, _object(row)
+
+
+def _object(row: Any) -> Values | BadRow:
+    if isinstance(row, dict | BadRow):
+        return row
+    return BadRow(f"{type(row).__name__} where an object with the problem's fields is needed")
+
+
+def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
+    """Read a JSON array of objects. A file that begins with an object is taken for JSONL, which often has this ending, too."""
+    content = stream.read()
+    if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        yield from _jsonl_rows(path, io.BytesIO(content))
+        return
+    try:
+        rows = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a JSON array: {error}") from error
+    yield from ((number, _object(row)) for number, row in enumerate(rows, start=1))
+
+
+def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
+    """Read rows under a header. Their number is that of their first line: a quoted value may span several."""
+
+    def lines() -> Iterator[str]:
+        for number, line in enumerate(stream, start=1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}, line {number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+
+    csv.field_size_limit(_CSV_FIELD_BYTES)
+    delimiter = "\t" if _format_of(path) == ".tsv" else ","
+    reader, first = csv.reader(lines(), delimiter=delimiter, strict=True), 1
+    header: list[str] | None = None
+    try:
+        for values in reader:
+            if header is None:
+                header = values
+                if len(set(header)) < len(header):
+                    raise UserError(f"{path}: its header has a column twice: {', '.join(header)}")
+            elif len(values) == len(header):
+                yield first, dict(zip(header, values, strict=True))
+            elif values:
+                yield first, BadRow(f"has {len(values)} values where the header has {len(header)} columns; quote its commas")
+            first = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+
+
+def _parquet_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
+    arrow = _pyarrow("reading Parquet")
+    from pyarrow.parquet import ParquetFile
+
+    number = 0
+    try:
+        for batch in ParquetFile(io.BytesIO(stream.read()) if path.suffix in _COMPRESSIONS else path).iter_batches():
+            try:
+                rows = batch.to_pylist()
+            except (ValueError, OverflowError):  # row by row, which is slower
+                rows = [_parquet_row(batch.slice(row, 1)) for row in range(batch.num_rows)]
+            yield from enumerate(rows, start=number + 1)
+            number += len(rows)
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a Parquet file: {error}") from error
+
+
+def _parquet_row(batch: Any) -> Values | BadRow:
+    """Return the only row of `batch`."""
+    try:
+        row: Values = batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return BadRow(f"a text is not UTF-8: {error.reason} at byte {error.start + 1}")
+    except (ValueError, OverflowError) as error:  # a date that Python does not have
+        return BadRow(f"a value cannot be read: {error}")
+    return row
+
+
+def _hub_rows(config: TaskConfig) -> Iterator[Row]:
+    """Read a data set of the hub, or a local folder in its form, by the library `datasets`, which has a cache, takes the token
+    from the environment and refuses a set that wants to run code. With `task.max_rows`, rows are streamed, so that a large set
+    is not fetched whole. Where the hub cannot be reached, the cache alone is asked."""
+    try:
+        import datasets
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingPackage("task.source = 'hub' needs the library datasets: pip install 'pipelinerl[trainer]'") from error
+    where = "/".join(filter(None, (config.path, config.subset, config.split)))
+    datasets.disable_progress_bars()
+    if not Path(config.path).is_dir() and not _is_on_hub(config):
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True  # spares half a minute of retries
+    try:
+        found = datasets.load_dataset(
+            config.path,
+            config.subset or None,
+            split=config.split,
+            revision=config.revision or None,
+            streaming=bool(config.max_rows),
+        )
+        for number, row in enumerate(found, start=1):
+            yield Row(where, "row", number, row)
+    except Exception as error:  # the library and those below it have no common base of their errors
+        raise _hub_error(config, error) from error
+
+
+def _is_on_hub(config: TaskConfig) -> bool:
+    """Return False where the hub cannot be asked. Raises `FieldError` where it answers that the set cannot be had."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        HfApi().dataset_info(config.path, revision=config.revision or None, timeout=10)
+    except GatedRepoError as error:
+        fix = "this set is gated: accept its terms on the hub and set HF_TOKEN"
+        raise FieldError("task.path", config.path, fix) from error
+    except RevisionNotFoundError as error:
+        raise FieldError("task.revision", config.revision, f"{config.path} has no such revision") from error
+    except RepositoryNotFoundError as error:
+        fix = "the hub has no such data set, or hides it from this token (HF_TOKEN)"
+        raise FieldError("task.path", config.path, fix) from error
+    except Exception:  # noqa: BLE001 - the client's errors have no common base, and all others mean that there was no answer
+        return False
+    return True
+
+
+def _hub_error(config: TaskConfig, error: Exception) -> UserError:
+    """Name the field that asks for something that the set does not have, with what it has instead."""
+    from datasets.exceptions import DatasetNotFoundError
+
+    said = " ".join(str(error).split())[:300]
+    if isinstance(error, ValueError) and "split" in said.lower():
+        return FieldError("task.split", config.split, f"{config.path} has no such split: {said}")
+    if isinstance(error, ValueError) and "config" in said.lower():
+        return FieldError("task.config", config.subset, f"{config.path} cannot be read so: {said}")
+    if isinstance(error, DatasetNotFoundError | ConnectionError):
+        fix = "the hub cannot be reached from here, and the cache of this machine does not hold this set"
+        return Lacking("task.path", config.path, fix)
+    return FieldError("task.path", config.path, f"cannot be read: {type(error).__name__}: {said}")

@@ -1,0 +1,114 @@
+"""Data sets by name: the real library `datasets` against a stand-in for the hub, its cache, and a local folder."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.hub import hub_with
+
+NAME = "openai/gsm8k"
+README = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train-*}
+---
+"""
+CHILD = """
+import json, sys
+from pipelinerl.recipe.fields import TaskConfig
+from pipelinerl.tasks.source import make_source
+for task in json.load(sys.stdin):
+    try:
+        source = make_source(TaskConfig(**task), seed=0)
+        first = source.problems[0]
+        print(json.dumps([len(source.problems), first.question, first.reference["answer"], first.place]))
+    except ValueError as error:
+        print(json.dumps([type(error).__name__, str(error)]))
+"""
+
+
+def parquet(num_rows: int) -> bytes:
+    from pyarrow import Table
+    from pyarrow.parquet import write_table
+
+    rows = [{"question": f"What is {n} + 1?", "answer": f"It is <<{n}+1={n + 1}>>.\n#### {n + 1}"} for n in range(num_rows)]
+    buffer = io.BytesIO()
+    write_table(Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+FILES = {"README.md": README.encode(), "main/train-0.parquet": parquet(50), "main/test-0.parquet": parquet(20)}
+FILES["socratic/train-0.parquet"] = parquet(5)
+
+
+def loaded(tasks: list[dict[str, Any]], home: Path, **environment: str) -> list[list[Any]]:
+    """What each task's source holds first, or its error; in a process of its own, since the client reads its endpoint once."""
+    given = {"source": "hub", "path": NAME, "config": "main", "prompt_field": "question", "heldout_problems": 2}
+    set_here = {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=json.dumps([{**given, **task} for task in tasks]),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **set_here, **environment},
+    )
+    assert "hf_secret" not in child.stdout + child.stderr
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_path: Path) -> None:
+    pattern = {"answer_pattern": r"####\s*(.+)"}
+    with hub_with(NAME, FILES) as (endpoint, asked):
+        whole, test, few, missing, split, subset, column, revision = loaded(
+            [
+                {},
+                {"split": "test", **pattern},
+                {"max_rows": 7, "config": "socratic", "prompt_template": r"Problem: {question} \boxed{} {{question}}"},
+                {"path": "openai/none"},
+                {"split": "dev"},
+                {"config": "other"},
+                {"answer_field": "solution"},
+                {"revision": "v2"},
+            ],
+            tmp_path,
+            HF_ENDPOINT=endpoint,
+            HF_TOKEN="hf_secret",
+        )
+    assert whole == [50, "What is 0 + 1?", "It is <<0+1=1>>.\n#### 1", "row 1 of /main/train"]
+    assert test == [20, "What is 0 + 1?", "1", "row 1 of /main/test"]
+    assert few[:2] == [5, r"Problem: What is 0 + 1? \boxed{} {question}"]
+    assert missing == [
+        "FieldError",
+        "task.path = 'openai/none': the hub has no such data set, or hides it from this token (HF_TOKEN)",
+    ]
+    assert split[1].startswith("task.split = 'dev': openai/gsm8k has no such split")
+    assert "'train', 'test'" in split[1]
+    assert subset[1].startswith("task.config = 'other': openai/gsm8k cannot be read so")
+    assert "'main', 'socratic'" in subset[1]
+    assert column[1].startswith("task.answer_field = 'solution': openai/gsm8k has no such field; ")
+    assert column[1].endswith("question, answer")
+    assert revision == ["FieldError", "task.revision = 'v2': openai/gsm8k has no such revision"]
+    assert all(line.endswith("Bearer hf_secret") for line in asked)
+
+    kept, absent = loaded([{}, {"path": "openai/other"}], tmp_path, HF_ENDPOINT=endpoint)
+    assert kept == whole, "of the cache: the hub is away"
+    assert absent[0] == "Lacking"
+    assert "the hub cannot be reached from here" in absent[1]
+
+
+def test_a_local_folder_in_the_form_of_the_hub(tmp_path: Path) -> None:
+    for name, content in FILES.items():
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    ((count, *_),) = loaded([{"path": str(tmp_path / "set"), "split": "test"}], tmp_path / "home", HF_HUB_OFFLINE="1")
+    assert count == 20
