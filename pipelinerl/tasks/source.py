@@ -259,9 +259,10 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
-    """The whole row too, where somebody may read more of it than prompt and answer."""
+    """The whole row too, where somebody may read more of it than the texts of prompt and answer."""
     answer = {"answer": str(row[config.answer_field])} if config.answer_field in row else {}
-    has_more = config.is_episodic or bool(row.keys() - {config.prompt_field, config.answer_field})
+    is_more_than_text = config.prompt_style == "chat" or not isinstance(row.get(config.answer_field, ""), str)
+    has_more = config.is_episodic or is_more_than_text or bool(row.keys() - {config.prompt_field, config.answer_field})
     return {**answer, "row": dict(row)} if has_more else answer
 
 
