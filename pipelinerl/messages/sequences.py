@@ -20,6 +20,7 @@ from pipelinerl.messages.validation import (
     building,
     check_finite,
     check_logprobs,
+    check_reward,
     check_run,
     check_text,
     check_token_ids,
@@ -456,10 +457,11 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
             raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, and the sequence names no failure")
         if any(turn.finish_reason is None for turn in branch.turns):
             raise MessageError(_SEQUENCE, f"{prefix}turns", "one is unfinished: only a sequence handed back may have such")
-    check_finite(sequence.reward, _SEQUENCE, "reward")
-    for field in ("reward_components", "metrics"):
-        for name, value in getattr(sequence, field).items():
-            check_finite(value, _SEQUENCE, f"{field}[{name}]")
+    check_reward(sequence.reward, _SEQUENCE, "reward")
+    for name, value in sequence.reward_components.items():
+        check_reward(value, _SEQUENCE, f"reward_components[{name}]")
+    for name, value in sequence.metrics.items():
+        check_finite(value, _SEQUENCE, f"metrics[{name}]")
     check_finite(sequence.generation_s, _SEQUENCE, "generation_s", at_least=0.0)
 
 

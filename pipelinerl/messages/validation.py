@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
 from pipelinerl.errors import MessageError
+from pipelinerl.recipe.fields import MOST_REWARD
 
 _Proto = TypeVar("_Proto", bound=Message)
 LOGPROB_ROUNDING = 1e-3
@@ -54,6 +55,13 @@ def check_finite(value: float, kind: str, field: str, *, at_least: float = -math
     if not (math.isfinite(value) and value >= at_least):
         wanted = "a finite number" if at_least == -math.inf else f"a finite number >= {at_least:g}"
         raise MessageError(kind, field, f"{value} is not {wanted}")
+
+
+def check_reward(value: float, kind: str, field: str) -> None:
+    """The last guard: who scored it has held it to the recipe's `reward.max_abs`."""
+    check_finite(value, kind, field)
+    if abs(value) > MOST_REWARD:
+        raise MessageError(kind, field, f"{value} is beyond {MOST_REWARD:g}")
 
 
 def check_text(value: str, kind: str, field: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from grpc import aio
 
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import Sequence
+from pipelinerl.recipe.fields import MOST_REWARD
 from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, explained, open_channel
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.service.tls import RenewedCertificates
@@ -109,7 +109,7 @@ class VerifierClient:
         await self._channel.close()
 
     async def verify(self, items: list[VerifyItem]) -> list[VerifyResult]:
-        """One result for each item, in their order; when its status is OK, its reward is finite, otherwise 0.
+        """One result for each item, in their order; when its status is OK, its reward is within `MOST_REWARD`, otherwise 0.
 
         Waits and tries again, without end, while the verifier is unreachable, full or late; cancel the task to stop it.
         Raises `ServiceError` when the verifier refuses the call, `MessageError` when the answer does not fit the items.
@@ -186,9 +186,10 @@ def _results(items: Iterable[VerifyItem | EpisodeRequest], response: VerifyRespo
     for result in response.results:
         if result.status not in VerifyStatus.values() or result.status == VERIFY_STATUS_UNSPECIFIED:
             raise MessageError("VerifyResult", "status", f"{result.status} for {result.sequence_id}")
-        if result.status == VERIFY_STATUS_OK and not math.isfinite(result.reward):
+        is_usable = all(abs(value) <= MOST_REWARD for value in (result.reward, *result.components.values()))  # NaN is not
+        if result.status == VERIFY_STATUS_OK and not is_usable:
             result.status = VERIFY_STATUS_BAD_REWARD
-            result.message = f"the verifier answered a reward of {result.reward}"
+            result.message = f"the verifier answered a reward of {result.reward} with {dict(result.components)}"[:500]
         if result.status != VERIFY_STATUS_OK:
             result.reward = 0.0
     return list(response.results)

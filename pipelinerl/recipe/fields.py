@@ -228,7 +228,7 @@ class ModelConfig(Section):
         "folder is beside this run's. Unused otherwise.",
     )
     revision: str = Field("", description="Commit or tag of a hub model; empty = its default branch.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Compute dtype of actor and trainer.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = Field(
         "float32",
         description="Dtype of logits where `dtype` has 16 bits. float32: trainer and actor compute the head's product in "
@@ -248,6 +248,13 @@ class ModelConfig(Section):
         "are the template's defaults.",
     )
     warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _has_the_range_of_gradients(cls, value: Any) -> Any:
+        if value == "float16":
+            raise ValueError("training has no loss scaling, so that gradients would flush to zero; use bfloat16 or float32")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -279,6 +286,8 @@ _GIVEN_TO_TEMPLATES = (
     "false",
 )
 
+MOST_REWARD = 1e6
+"""Bound of `reward.max_abs`: a message with a larger reward is refused, whoever sends it."""
 EPISODIC = ("environment", "tools", "agent", "verifiers")
 """Sources whose samples are episodes: what they ask the policy depends on its turns."""
 
@@ -444,12 +453,14 @@ class RewardConfig(Section):
         description="`task` (reasoning-gym's own scorer; `exact` for a file's problems), `exact` (same text), `regex` "
         "(the reference is a pattern), `math` (math-verify; finds an answer anywhere in the text), `math_boxed` (the same, but "
         "only what the last `\\boxed{}` holds), `json_schema`, `code` (runs the program in the answer against the problem's "
-        "tests), `judge` (another model, section `judge`), or `pkg.module:function`. The number of the last two is taken as "
-        "it is.",
+        "tests), `judge` (another model, section `judge`), or `pkg.module:function` (our form, verl's or TRL's). The number "
+        "of the last two is taken as it is.",
     )
     judge: JudgeConfig | None = Field(None, description="The model that scores, for scorer `judge`.")
     answer_pattern: str = Field(
-        "", description="Regular expression whose last match's group 1 is the answer; empty = the whole completion."
+        "",
+        description="Regular expression whose last match's group 1 is the answer; empty = the whole completion. A `.` passes "
+        "over ends of lines where no match is found without.",
     )
     json_schema: dict[str, Any] = Field(
         default_factory=dict,
@@ -465,9 +476,18 @@ class RewardConfig(Section):
     )
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; partial scores scale it.")
     binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
-    format_pattern: str = Field("", description="Regular expression the whole completion should match; empty = no term.")
+    format_pattern: str = Field(
+        "", description="Regular expression the whole completion should match, `.` over ends of lines; empty = no term."
+    )
     format_weight: float = Field(0.0, description="Reward added when it matches.")
     overlong: OverlongConfig = OverlongConfig()
+    max_abs: float = Field(
+        1e4,
+        gt=0,
+        le=MOST_REWARD,
+        description="Largest size of a reward and of each of its terms; a sample beyond it fails, since one such reward would "
+        "decide a whole batch.",
+    )
     truncated: Literal["score", "zero", "mask"] = Field(
         "score",
         description="What a completion gets that was cut at its length limit. `score`: what the scorer gives it; `zero`: 0, "
@@ -765,7 +785,7 @@ class WeightUpdateConfig(Section):
     staging_buffers: Changeable[int] = Field(
         2, ge=1, le=64, description="Chunks an actor holds while it receives; 1 = receive and load in turn."
     )
-    wire_dtype: Literal["model", "float32", "bfloat16", "float16"] = Field("model", description="Dtype on the wire.")
+    wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype on the wire.")
     deadline_s: Changeable[float] = Field(60.0, gt=0, description="A member that has not staged a version by then is evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: Changeable[int] = Field(10, ge=0, description="Updates between two parity probes; 0 = off.")
@@ -790,6 +810,13 @@ class WeightUpdateConfig(Section):
     join_timeout_s: Changeable[float] = Field(
         600.0, gt=0, description="How long a run waits for its first actors, and then for its first version to be served."
     )
+
+    @field_validator("wire_dtype", mode="before")
+    @classmethod
+    def _has_the_range_of_weights(cls, value: Any) -> Any:
+        if value == "float16":
+            raise ValueError("weights would overflow beyond 65,504 and flush to zero; use model, bfloat16 or float32")
+        return value
 
 
 class EvaluationConfig(Section):

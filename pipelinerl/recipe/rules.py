@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
-    from pipelinerl.recipe.fields import Recipe, TaskConfig
+    from pipelinerl.recipe.fields import Recipe, RewardConfig, TaskConfig
 
 DEMONSTRATED = {
     "reasoning_gym": ("chain_sum", "repeated_addition", "one_line_function"),
@@ -178,13 +178,15 @@ def _rewards(recipe: Recipe) -> Broken:
             yield f"{place}reward.judge", "reward.scorer = 'judge' needs this section"
         if not is_judged and reward.judge is not None:
             yield f"{place}reward.judge", "is for reward.scorer = 'judge'; name that scorer, or leave this section out"
-        if is_judged and share.task.source in ("environment", "verifiers"):
-            yield f"{place}reward.scorer", f"scores completions, not episodes (task.source = {share.task.source!r})"
+        yield from ((f"{place}reward.{name}", fix) for name, fix in _unheard(share.task, reward))
+        for name in ("correct", "format_weight", "overlong.penalty"):
+            if abs(value_at(recipe, f"{place}reward.{name}")) > reward.max_abs:
+                yield f"{place}reward.{name}", f"is beyond reward.max_abs = {reward.max_abs:g}; lower it, or raise that"
         if reward.scorer == "code" and any(
             one.reward.sandbox and one.reward.is_function for one in recipe.sets_by_place.values()
         ):
             yield f"{place}reward.scorer", "code cannot be mixed with a function of your own that has reward.sandbox: true"
-        if reward.scorer == "code" and share.task.is_episodic:
+        if reward.scorer == "code" and share.task.source in ("tools", "agent"):
             yield f"{place}reward.scorer", f"code scores completions, not episodes (task.source = {share.task.source!r})"
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
@@ -195,10 +197,41 @@ def _rewards(recipe: Recipe) -> Broken:
             yield f"{place}reward.sandbox", fix
 
 
+_OF_COMPLETIONS = ("answer_pattern", "format_pattern", "json_schema", "overlong.buffer_tokens", "timeout_s")
+_OF_SCORER = {"json_schema": "json_schema", "tests_field": "code", "test_timeout_s": "code"}
+
+
+def _unheard(task: TaskConfig, reward: RewardConfig) -> Broken:
+    """Fields of `reward`, by name, that say something and that the run would not heed."""
+    told = {name for name, field in type(reward).model_fields.items() if getattr(reward, name) != field.default}
+    told -= {name for name in ("json_schema",) if not reward.json_schema}
+    if reward.overlong.buffer_tokens:
+        told.add("overlong.buffer_tokens")
+    elif reward.overlong.penalty != type(reward.overlong).model_fields["penalty"].default:
+        yield "overlong.penalty", "takes nothing away, since reward.overlong.buffer_tokens = 0; set both, or neither"
+    if task.source in ("environment", "verifiers"):
+        own = f"the reward is the environment's own (task.source = {task.source!r})"
+        if reward.scorer != "task":
+            yield "scorer", f"{own}; use task, and give this task a section reward of its own where tasks share one"
+        yield from ((name, f"is not heeded: {own}; leave it out for this task") for name in _OF_COMPLETIONS if name in told)
+    for name, scorer in _OF_SCORER.items():
+        if name in told and reward.scorer != scorer:
+            yield name, f"is for reward.scorer = {scorer!r}; name that scorer, or leave it out"
+    if reward.format_weight and not reward.format_pattern:
+        yield "format_weight", "adds nothing without reward.format_pattern; set both, or neither"
+    if reward.format_pattern and not reward.format_weight:
+        yield "format_pattern", "adds nothing with reward.format_weight = 0; set both, or neither"
+    if reward.judge is not None and reward.answer_pattern:
+        yield "answer_pattern", "is not heeded: the judge gets the whole completion; leave it out"
+    if reward.sandbox and not (task.is_episodic or reward.is_function or reward.scorer == "code"):
+        yield "sandbox", f"is for programs and functions, and reward.scorer = {reward.scorer!r} runs none; use null"
+
+
 def _groups(recipe: Recipe) -> Broken:
     algorithm, size = recipe.algorithm, recipe.sampling.group_size
-    if algorithm.advantage == "leave_one_out" and size < 2:
-        yield "algorithm.advantage", "needs sampling.group_size of at least 2; raise that, or use group_mean"
+    if algorithm.advantage != "value" and size < 2:
+        fix = f"gives the only sample of a group (sampling.group_size = {size}) the advantage 0, so that nothing is learned; "
+        yield "algorithm.advantage", f"{fix}use larger groups, or the advantage value"
     if algorithm.advantage == "value" and algorithm.normalize_std:
         fix = "does not go with algorithm.advantage = 'value', whose advantages are no group's; use false"
         yield "algorithm.normalize_std", fix

@@ -300,15 +300,16 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
-    """Return the reference answer, and the whole row where a reward may read more of it. Environments, agents and conversations
-    may do without an answer unless the recipe names its field; otherwise `BadRow` is raised where the row lacks it, or
-    `task.answer_pattern` does not find it."""
+    """Return the reference answer, and the whole row where a reward may read more of it than texts. Environments, agents and
+    conversations may do without an answer unless the recipe names its field; otherwise `BadRow` is raised where the row lacks
+    it, or `task.answer_pattern` does not find it."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
     if config.answer_field and not (may_lack and value_in(row, config.answer_field) is ABSENT):
         answer = {"answer": _answer_in(_text_at(row, config.answer_field), config)}
-    has_more = config.is_episodic or bool(row.keys() - {config.prompt_field, config.answer_field})
+    is_more_than_text = config.prompt_style == "chat" or not isinstance(row.get(config.answer_field, ""), str)
+    has_more = config.is_episodic or is_more_than_text or bool(row.keys() - {config.prompt_field, config.answer_field})
     return {**answer, "row": dict(row)} if has_more else answer
 
 

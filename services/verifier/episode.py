@@ -38,7 +38,7 @@ from pipelinerl.v1.verifier_pb2 import (
     VerifyItem,
     VerifyResult,
 )
-from services.verifier.rewards.compose import imported, make_reward
+from services.verifier.rewards.compose import imported, make_reward, wrong_number
 from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
 
 POLICY_FAULTS = ("max_turns_exceeded", "context_length_exceeded")
@@ -134,13 +134,15 @@ Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
 """One episode of one task: its result, or its answer where a judge scores that. What it raises becomes a status."""
 
 
-def run_episode(play: Play, request: EpisodeRequest, policy: Policy) -> VerifyResult | VerifyItem:
-    """Never raises."""
+def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: float) -> VerifyResult | VerifyItem:
+    """Never raises. `max_abs`: the bound of rewards, as in `RewardConfig`."""
     started_s = time.perf_counter()
     try:
         result = play(request, policy)
         if isinstance(result, VerifyItem):
             return result
+        if wrong := wrong_number((result.reward, *result.components.values()), max_abs):
+            result = failed(VERIFY_STATUS_BAD_REWARD, f"{wrong}: {result.reward}")
     except PolicyFault as fault:
         result = VerifyResult(
             status=VERIFY_STATUS_OK,
@@ -165,8 +167,6 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
     def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
         done, turn = converse(make(), Problem.of(request).row, request.seed, policy)
         reward = float(done.reward)
-        if not math.isfinite(reward):
-            return failed(VERIFY_STATUS_BAD_REWARD, f"the environment's reward is {reward}")
         metrics = {str(name): float(value) for name, value in done.metrics.items()}
         if not all(map(math.isfinite, metrics.values())):
             return failed(VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")

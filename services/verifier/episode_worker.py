@@ -216,7 +216,7 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
     pid = os.getpid()
 
     policy = Policy(request.base_url, lambda waits: verifier.send_bytes(WAITS if waits else WORKS))
-    result = run_episode(play, request, policy)
+    result = run_episode(play, request, policy, share.reward.max_abs)
     if os.getpid() != pid:
         return  # the environment forked, and its child came back as if it were the episode
     clear_leftover_children()

@@ -20,9 +20,8 @@ from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import TaskConfig
 from pipelinerl.recipe.preflight import VERIFIERS, VERIFIERS_MISSING
 from pipelinerl.tasks.source import Division, Split
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_BAD_REWARD, VERIFY_STATUS_OK, EpisodeRequest, VerifyResult
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, EpisodeRequest, VerifyResult
 from services.verifier.episode import EpisodeFailed, Play, Policy, Problem
-from services.verifier.worker import failed
 
 if TYPE_CHECKING:
     from verifiers.v1 import Env, Episode, ModelContext, Task, Trace
@@ -91,8 +90,6 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
     if not traces:
         raise EpisodeFailed("none of its agents is to be trained")
     reward = fmean(trace.reward for trace in traces)
-    if not math.isfinite(reward):
-        return failed(VERIFY_STATUS_BAD_REWARD, f"the environment's reward is {reward}")
     told = [one for trace in traces for one in _told_by(trace)]
     last = [node.message.content for node in traces[-1].nodes if node.sampled]
     return VerifyResult(

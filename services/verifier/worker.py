@@ -75,6 +75,7 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
             status=verifier_pb2.VERIFY_STATUS_OK,
             reward=scored.value,
             components=scored.parts,
+            metrics=scored.metrics,
             message=as_unicode(scored.reason)[:MESSAGE_CHARACTERS],
             answer=(answer or "")[:MESSAGE_CHARACTERS],
         )

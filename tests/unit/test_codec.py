@@ -161,6 +161,7 @@ LOGPROBS = st.floats(-100, 0, width=32)
 TEXT = st.text(max_size=20)
 NAME = st.text(min_size=1, max_size=20)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
+REWARDS = st.floats(-1e6, 1e6)
 
 
 @st.composite
@@ -203,8 +204,8 @@ def sequences(draw: st.DrawFn) -> Sequence:
         task=draw(NAME),
         **draw(branches(shortest=shortest)),
         branches=tuple(Branch(**draw(branches(shortest=shortest))) for _ in range(draw(st.integers(0, 2)))),
-        reward=draw(FINITE),
-        reward_components=draw(st.dictionaries(TEXT, FINITE, max_size=3)),
+        reward=draw(REWARDS),
+        reward_components=draw(st.dictionaries(TEXT, REWARDS, max_size=3)),
         metrics=draw(st.dictionaries(TEXT, FINITE, max_size=3)),
         finish_reason=draw(st.sampled_from(FinishReason)),
         failure=failure,
@@ -333,6 +334,8 @@ BAD_SEQUENCES = [
     ("behaviour_logprobs", {"behaviour_logprobs": logs(-0.5, 0.002, 0.0).tobytes()}),
     ("reward", {"reward": float("nan")}),
     ("reward", {"reward": float("-inf")}),
+    ("reward", {"reward": 1e30}),
+    ("reward_components[answer]", {"reward_components": {"answer": -2e6}}),
     ("reward_components[format]", {"reward_components": {"format": float("inf")}}),
     ("metrics[said]", {"metrics": {"said": float("nan")}}),
     ("generation_s", {"generation_s": -1.0}),

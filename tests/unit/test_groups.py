@@ -110,7 +110,7 @@ def bounded(batch_size: int, steps: int = 1000, mode: str = "pipeline", **algori
     return make_recipe(
         mode=mode,
         sampling={"group_size": 1, "max_tokens": 16},
-        algorithm={"advantage": "group_mean", **algorithm},
+        algorithm={"advantage": "value", **algorithm},
         trainer={"steps": steps, "batch_size": batch_size, "tokens_per_microbatch": 64},
         actor={"sequences_in_progress": 6},
     )
@@ -174,7 +174,7 @@ def test_every_run_ends_whatever_is_lost_and_nothing_is_left_over(
     recipe = make_recipe(
         mode="conventional" if conventional else "pipeline",
         sampling={"group_size": group_size, "max_tokens": 16},
-        algorithm={"advantage": "group_mean", "max_lag": max_lag, "conventional_g": phase_steps},
+        algorithm={"advantage": "value", "max_lag": max_lag, "conventional_g": phase_steps},
         trainer={"steps": steps, "batch_size": per_step * group_size, "tokens_per_microbatch": 64},
         actor={"sequences_in_progress": 6},
     )
@@ -230,7 +230,7 @@ def fresh(group_size: int, batch_size: int, slots: int) -> IssueBounds:
     return IssueBounds(
         make_recipe(
             sampling={"group_size": group_size, "max_tokens": 16},
-            algorithm={"max_lag": None, "advantage": "group_mean"},
+            algorithm={"max_lag": None, "advantage": "value"},
             trainer={"steps": 1000, "batch_size": batch_size, "tokens_per_microbatch": 64},
             actor={"sequences_in_progress": slots},
         )

@@ -53,6 +53,10 @@ def gym_reference(family: str, seed: int = 3, **config: Any) -> dict[str, Any]:
         (r"answer: (\d+)", "I do not know", None),
         (r"x(\d)?", "x1 x", None),  # the last match has no group
         ("", "  42\n", "42"),
+        ("<answer>(.*)</answer>", "<think>a\nb</think>\n<answer>\n42\n</answer>", "42"),
+        ("<answer>(.*)</answer>", "<answer>7</answer>, no:\n<answer>\n42\n</answer>", "42"),
+        ("Answer: (.*)", "Answer: 7\nno:\nAnswer: 42\nThat is all.", "42"),  # no more than its line
+        (r"#(\d+)$", "#7\n#42", "42"),
     ],
 )
 def test_the_answer_is_the_group_of_the_last_match(pattern: str, completion: str, answer: str | None) -> None:
@@ -67,6 +71,7 @@ def test_the_answer_is_the_group_of_the_last_match(pattern: str, completion: str
     [
         *((exact, "  Paris ", answer, 0.0) for answer in ("paris", "Paris.", "", None)),
         (exact, "  Paris ", "Paris", 1.0),
+        (regex, ".*42", "so that is\n42", 1.0),
         *((regex, "colou?r", answer, 0.0) for answer in ("colours", None)),  # the whole answer has to match
         *((regex, "colou?r", answer, 1.0) for answer in ("colour", "color")),
     ],
@@ -360,7 +365,7 @@ def test_what_is_no_number_is_no_reward(user_module: str) -> None:
     ("path", "problem"),
     [
         ("house_rewards:haff", "has no function haff; did you mean half"),
-        ("house_rewards:two", "must take one argument"),
+        ("house_rewards:two", "must take one argument.*verl's form.*TRL's"),
         ("house_rewards:later", "async"),
         ("house_rewards:object_of", "async"),
         ("house_rewards:several", "a generator function"),
@@ -440,6 +445,109 @@ def test_a_users_parts_stay_apart_and_cannot_hide_a_term() -> None:
 def test_a_reward_that_is_not_finite_is_no_wrong_answer(value: float, graded: bool) -> None:
     with pytest.raises(BadReward):
         compose(Score(value), graded=graded)(item("x"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "max_abs"), [({"a": 1e30}, 1e4), ({"a": 1e308, "b": -1e308}, 1e4), ({"a": -10_001.0}, 1e4), ({"a": 3.0}, 2.0)]
+)
+def test_a_reward_or_a_term_beyond_the_bound_fails_by_name(parts: dict[str, float], max_abs: float) -> None:
+    with pytest.raises(BadReward, match=rf"beyond reward\.max_abs = {max_abs:g}: answer\.a = "):
+        compose(Score(sum(parts.values()), parts=parts), graded=True, max_abs=max_abs)(item("x"))
+
+
+def test_the_bound_itself_is_a_reward() -> None:
+    assert compose(Score(-1e4), graded=True)(item("x")).value == -1e4
+
+
+def test_the_form_of_r1_matches_a_completion_of_several_lines() -> None:
+    reward = compose(Score(1.0), format_pattern=r"<think>.*</think>\s*<answer>.*</answer>", format_weight=0.5)
+    assert reward(item("<think>\nfirst\nthen\n</think>\n\n<answer>\n42\n</answer>\n")).value == 1.5
+    assert reward(item("<think>\nfirst\n</think>\n42")).value == 1.0
+
+
+# --- functions written for other libraries
+
+
+FOREIGN = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    assert not kwargs
+    right = solution_str.strip() == ground_truth
+    return {"score": 0.5 * right, "acc": right, "pred": solution_str, "data": data_source == "gsm8k", "index": extra_info["index"]}
+
+def gsm8k(solution_str, ground_truth, method="strict"):
+    return float(solution_str == ground_truth and method == "strict")
+
+def no_score(solution_str, ground_truth):
+    return {"acc": 1.0}
+
+def columns(completions, solution, **kwargs):
+    return [float(text == wanted) for text, wanted in zip(completions, solution, strict=True)]
+
+async def chat(prompts, completions, **kwargs):
+    asked, (answer,) = prompts[0], completions[0]
+    return [asked[-1] == {"role": "user", "content": "2+2?\\nBe brief."} and answer == {"role": "assistant", "content": "4"}]
+
+def skipped(completions, **kwargs):
+    return [None]
+
+def bare(completions, **kwargs):
+    return 1.0
+
+def tokens(completions, completion_ids):
+    return [1.0]
+
+def other(solution_str, tokenizer):
+    return 1.0
+"""
+ROW = {"prompt": "2+2?", "solution": "4", "data_source": "gsm8k", "extra_info": {"index": 3}}
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scorer]:
+    (tmp_path / "foreign_rewards.py").write_text(FOREIGN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "foreign_rewards", raising=False)
+    task = {"source": "jsonl", "path": "p.jsonl", "answer_field": "solution"}
+    return lambda name, pattern="", **fields: user_scorer(f"foreign_rewards:{name}", TaskConfig(**task | fields), pattern)
+
+
+def asked(completion: str, **row: Any) -> RewardInput:
+    return RewardInput("2+2?", completion, completion, {"answer": "4", "row": ROW | row})
+
+
+def test_a_function_of_verl_is_taken_as_it_is(foreign: Callable[..., Scorer]) -> None:
+    score = foreign("compute_score")(asked("4"))
+    assert (score.value, score.parts) == (0.5, {}), "`score` alone"
+    assert score.metrics == {"acc": 1.0, "data": 1.0, "index": 3.0}, "and no text"
+    assert [foreign("gsm8k")(asked(text)).value for text in ("4", "5")] == [1.0, 0.0]
+    with pytest.raises(BadReward, match="has no 'score', only acc"):
+        foreign("no_score")(asked("4"))
+
+
+def test_a_function_of_trl_is_taken_as_it_is(foreign: Callable[..., Scorer]) -> None:
+    assert [foreign("columns")(asked(text)).value for text in ("4", "5")] == [1.0, 0.0]
+    assert foreign("columns")(RewardInput("2+2?", "4", "4", {"answer": "4"})).value == 1.0, "a row of prompt and answer alone"
+    chat = foreign("chat", prompt_style="chat", instruction="Be brief.")
+    assert [chat(asked(text)).value for text in ("4", "5")] == [1.0, 0.0]
+    with pytest.raises(BadReward, match="is None, not a number"):
+        foreign("skipped")(asked("4"))
+    with pytest.raises(BadReward, match=r"is 1\.0, not a list of one number"):
+        foreign("bare")(asked("4"))
+    with pytest.raises(BadReference, match="has no solution, which foreign_rewards:columns takes; it has answer, prompts"):
+        foreign("columns", answer_field="answer")(RewardInput("2+2?", "4", "4", {"answer": "4"}))
+
+
+@pytest.mark.parametrize(("name", "said"), [("tokens", "takes completion_ids"), ("other", "takes tokenizer")])
+def test_a_foreign_function_that_wants_what_is_not_here_is_refused(
+    foreign: Callable[..., Scorer], name: str, said: str
+) -> None:
+    with pytest.raises(FieldError, match=said):
+        foreign(name)
+
+
+def test_a_pattern_that_a_foreign_function_would_not_heed_is_refused(foreign: Callable[..., Scorer]) -> None:
+    with pytest.raises(FieldError, match=r"reward\.answer_pattern.*verl's form and gets the whole completion"):
+        foreign("gsm8k", r"(\d+)")
 
 
 def test_overlong_needs_the_limit() -> None:

@@ -19,7 +19,7 @@ FOUR = Lengths.of([(4, 1.0)])
 
 def one_at_a_time(batch_size: int = 1, slots: int = 1, group_size: int = 1, **sections: Any) -> Recipe:
     """A long run, without evaluations after the first."""
-    sections = {"algorithm": {"advantage": "group_mean", "max_lag": 1}} | sections
+    sections = {"algorithm": {"advantage": "value", "max_lag": 1}} | sections
     return make_recipe(
         sampling={"group_size": group_size, "max_tokens": 16},
         trainer={"steps": 100_000, "batch_size": batch_size, "tokens_per_microbatch": 64},
@@ -49,7 +49,7 @@ def simulated(recipe: Recipe, timing: Timing, lengths: Lengths = FOUR, **numbers
     ],
 )
 def test_one_sequence_at_a_time_by_hand(max_lag: int, timing: Timing, step_time: float, lags: dict[int, int]) -> None:
-    recipe = one_at_a_time(algorithm={"advantage": "group_mean", "max_lag": max_lag})
+    recipe = one_at_a_time(algorithm={"advantage": "value", "max_lag": max_lag})
     counted = simulated(recipe, timing)
     assert (counted.duration, counted.lag_histogram) == (pytest.approx(10 * step_time), lags)
     assert (counted.steps, counted.sequences, counted.tokens, counted.stale_share) == (10, 10, 40, 0.0)
@@ -60,7 +60,7 @@ def test_one_sequence_at_a_time_by_hand(max_lag: int, timing: Timing, step_time:
 
 def test_actors_that_outrun_the_trainer_idle_instead_of_making_data_old() -> None:
     """A batch of 4 takes 4 to generate and 16 to train on. The bound of 8 steps alone would fill all 16 slots."""
-    recipe = one_at_a_time(4, slots=16, algorithm={"advantage": "group_mean", "max_lag": 8})
+    recipe = one_at_a_time(4, slots=16, algorithm={"advantage": "value", "max_lag": 8})
     counted = simulated(recipe, Timing(EVEN, training=1.0, transfer=0.5), warmup_steps=60, steps=100)
     assert (counted.duration, counted.trainer_idle) == (pytest.approx(1600), pytest.approx(0))
     assert counted.empty_slots == pytest.approx(15 / 16)
@@ -78,7 +78,7 @@ def test_an_evaluation_holds_the_next_version_back() -> None:
 
 def test_versions_made_while_one_is_held_back_are_passed_over() -> None:
     """257 problems are 20 decode steps. A step trains for 4.5: v1 is held; v2 and v3, made at 13 and 17.5, are not sent."""
-    algorithm = {"advantage": "group_mean", "max_lag": 8}
+    algorithm = {"advantage": "value", "max_lag": 8}
     recipe = one_at_a_time(algorithm=algorithm, task={"name": "chain_sum", "heldout_problems": 257})
     counted = simulated(recipe, Timing(EVEN, training=1.0, step=0.5), warmup_steps=0, steps=4)
     assert (counted.duration, counted.lag_histogram) == (pytest.approx(4 + 4 * 4.5), {0: 4, 1: 4, 2: 4, 3: 4})
@@ -87,11 +87,7 @@ def test_versions_made_while_one_is_held_back_are_passed_over() -> None:
 def test_a_conventional_phase_by_hand() -> None:
     """G = 2 steps of 4 on 2 accelerators of 2 slots: 8 sequences of 4 tokens in 8 decode steps, then twice 16 tokens in 8."""
     recipe = one_at_a_time(
-        4,
-        slots=2,
-        group_size=2,
-        mode="conventional",
-        algorithm={"advantage": "group_mean", "conventional_g": 2, "max_lag": None},
+        4, slots=2, group_size=2, mode="conventional", algorithm={"advantage": "value", "conventional_g": 2, "max_lag": None}
     )
     counted = simulated(recipe, Timing(EVEN, training=1.0), num_actors=2, num_ranks=2, warmup_steps=2, steps=4)
     assert (counted.duration, counted.lag_histogram) == (pytest.approx(2 * (8 + 16)), {0: 32, 1: 32})
@@ -101,7 +97,7 @@ def test_a_conventional_phase_by_hand() -> None:
 @pytest.mark.parametrize("phase_steps", [1, 4])
 def test_sequences_of_one_length_take_exactly_what_the_closed_form_says(phase_steps: int) -> None:
     """4 accelerators of 16 sequences for each step of a phase, and a curve that is not flat."""
-    algorithm = {"advantage": "group_mean", "conventional_g": phase_steps, "max_lag": None}
+    algorithm = {"advantage": "value", "conventional_g": phase_steps, "max_lag": None}
     recipe = one_at_a_time(64, slots=16 * phase_steps, group_size=4, mode="conventional", algorithm=algorithm)
     curve, steps = DecodeCurve(((1, 10.0), (16, 120.0), (64, 300.0))), 4 * phase_steps
     counted = simulated(recipe, Timing(curve, 0.5), FOUR, num_actors=4, num_ranks=4, warmup_steps=steps, steps=steps)
@@ -110,7 +106,7 @@ def test_sequences_of_one_length_take_exactly_what_the_closed_form_says(phase_st
 
 def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
     """Two slots, and one sequence in eight is 16 times as long as the others."""
-    recipe = one_at_a_time(2, slots=4, algorithm={"advantage": "group_mean", "max_lag": 2})
+    recipe = one_at_a_time(2, slots=4, algorithm={"advantage": "value", "max_lag": 2})
     lengths = Lengths.of([(2, 7.0), (32, 1.0)])
     counted = simulated(recipe, Timing(EVEN, training=0.1), lengths, steps=400)
     assert counted == simulated(recipe, Timing(EVEN, training=0.1), lengths, steps=400)
@@ -123,7 +119,7 @@ def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
 
 @pytest.mark.parametrize(("num_actors", "num_ranks"), [(10, 50), (50, 20)])
 def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actors: int, num_ranks: int) -> None:
-    recipe = one_at_a_time(128, slots=64, algorithm={"advantage": "group_mean", "max_lag": None})
+    recipe = one_at_a_time(128, slots=64, algorithm={"advantage": "value", "max_lag": None})
     lengths = Lengths.uniform(1000)
     counted = simulated(
         recipe,
@@ -143,7 +139,7 @@ def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actor
 def test_conventional_mode_agrees_with_the_closed_form() -> None:
     """The paper's N and B, and 16 sequences on each accelerator."""
     recipe = one_at_a_time(
-        128, slots=16, mode="conventional", algorithm={"advantage": "group_mean", "conventional_g": 16, "max_lag": None}
+        128, slots=16, mode="conventional", algorithm={"advantage": "value", "conventional_g": 16, "max_lag": None}
     )
     lengths, timing = Lengths.uniform(1000), Timing(PAPER_CURVE, PAPER_TRAINING_TIME)
     counted = simulated(recipe, timing, lengths, num_actors=128, num_ranks=128, warmup_steps=16, steps=64)
@@ -161,7 +157,7 @@ def test_whatever_runs_loses_nothing_and_is_no_faster_than_either_side(
     draw = data.draw
     steps = draw(st.integers(1, 12), "steps")
     max_lag = draw(st.sampled_from([None, 0, 1, 2, 3]), "max_lag") if pipeline else None
-    algorithm = {"advantage": "group_mean", "max_lag": max_lag, "conventional_g": draw(st.sampled_from([1, 3, 5]), "G")}
+    algorithm = {"advantage": "value", "max_lag": max_lag, "conventional_g": draw(st.sampled_from([1, 3, 5]), "G")}
     batch_size, num_actors = group_size * draw(st.integers(1, 4), "groups"), draw(st.integers(1, 3), "actors")
     mode = "pipeline" if pipeline else "conventional"
     recipe = one_at_a_time(batch_size, slots, group_size, mode=mode, algorithm=algorithm)

@@ -187,7 +187,9 @@ def test_a_file_is_shuffled_per_epoch_and_what_the_seed_draws_is_held_out(
         epochs = [[source.problem(Split.TRAIN, 8 * epoch + i).question for i in range(8)] for epoch in (0, 1)]
         assert [sorted([*epoch, *heldout]) for epoch in epochs] == [[f"q{number}" for number in range(10)]] * 2
         assert epochs[0] != epochs[1]
-        assert source.problem(Split.HELDOUT, 0) == Problem(heldout[0], {"answer": heldout[0][1:]})
+        assert source.problem(Split.HELDOUT, 0) == Problem(
+            heldout[0], {"answer": heldout[0][1:], "row": {"prompt": heldout[0], "answer": int(heldout[0][1:])}}
+        )
         drawn.append(heldout)
     assert drawn[0] == drawn[1]
     assert len(set(map(frozenset, drawn))) > 1, "not the file's end"

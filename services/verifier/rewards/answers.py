@@ -31,7 +31,7 @@ def exact(item: RewardInput) -> Score:
 
 
 def regex(item: RewardInput) -> Score:
-    """1 when the reference answer, as a regular expression, matches the whole answer."""
+    """1 when the reference answer, as a regular expression, matches the whole answer. Its `.` passes over ends of lines."""
     pattern = _compiled(reference_answer(item))
     if item.answer is None:
         return NO_ANSWER
@@ -41,7 +41,7 @@ def regex(item: RewardInput) -> Score:
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(pattern)
+        return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise BadReference("answer", f"{pattern[:80]!r} is not a regular expression: {error}") from error
 

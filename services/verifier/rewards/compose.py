@@ -10,22 +10,25 @@ A scorer may be a user's own function, `my_pkg.rewards:score`:
         return 1.0 if item.answer == item.reference["answer"] else 0.0
 
 It returns a number, or a mapping of named numbers that are added up. It is trusted code, run where untrusted
-completions are: in a worker process, with a deadline and a memory limit.
+completions are: in a worker process, with a deadline and a memory limit. Functions written for verl or TRL are told by the
+names of their parameters and are called as those do.
 """
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
 import inspect
 import math
 import re
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, SupportsFloat
 
 from pipelinerl.errors import FieldError, as_unicode, located
 from pipelinerl.recipe.fields import RewardConfig, TaskConfig
+from pipelinerl.tasks.rows import ABSENT, value_in
 from services.verifier.rewards.answers import exact, json_schema_scorer, judge_scorer, math_scorer, regex
 from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
@@ -44,17 +47,22 @@ class ComposedReward:
     def __init__(self, config: RewardConfig, scorer: Scorer, *, graded: bool = False) -> None:
         self._config, self._scorer = config, scorer
         self._binary = config.binary and not graded
-        self._answer = re.compile(config.answer_pattern) if config.answer_pattern else None
-        self._format = re.compile(config.format_pattern) if config.format_pattern else None
+        pattern = config.answer_pattern
+        self._answers = [re.compile(pattern), re.compile(pattern, re.DOTALL)] if pattern else []
+        self._format = re.compile(config.format_pattern, re.DOTALL) if config.format_pattern else None
 
     def find_answer(self, completion: str) -> str | None:
         """Group 1 of the last match of `answer_pattern`, stripped; None when nothing matches, or the last match leaves the
-        group out. Without a pattern, the whole completion."""
-        if self._answer is None:
+        group out. Without a pattern, the whole completion.
+
+        A `.` of the pattern passes over an end of line only behind the last match that does without: `Answer: (.*)` takes no
+        more than its line, and `<answer>(.*)</answer>` finds an answer of several lines."""
+        if not self._answers:
             return completion.strip()
-        answer = None
-        for match in self._answer.finditer(completion):
-            answer = match.group(1)
+        answer, end = None, 0
+        for pattern in self._answers:
+            for match in pattern.finditer(completion, end):
+                answer, end = match.group(1), match.end()
         return None if answer is None else answer.strip()
 
     def __call__(self, item: RewardInput) -> Score:
@@ -71,10 +79,9 @@ class ComposedReward:
         if self._config.overlong.buffer_tokens:
             terms["overlong"] = self._overlong(item)
         total = sum(terms.values())
-        if not math.isfinite(total):
-            listed = ", ".join(f"{name} = {term}" for name, term in terms.items())
-            raise BadReward(f"not a finite number: {listed}"[:200])
-        return Score(total, "; ".join(reasons), terms)
+        if wrong := wrong_number((total, *terms.values()), self._config.max_abs):
+            raise BadReward(f"{wrong}: {', '.join(f'{name} = {term}' for name, term in terms.items())}"[:200])
+        return Score(total, "; ".join(reasons), terms, score.metrics)
 
     def _answer_terms(self, score: Score) -> dict[str, float]:
         if score.parts and not self._binary:
@@ -89,6 +96,14 @@ class ComposedReward:
         if item.max_tokens < 1:
             raise BadReference("max_tokens", "0, and reward.overlong needs the limit the completion was sampled under")
         return overlong_penalty(item.completion_tokens, item.max_tokens, overlong.buffer_tokens, overlong.penalty)
+
+
+def wrong_number(values: Iterable[float], max_abs: float) -> str:
+    """Say why a reward with these terms cannot be trained on; empty if it can. `max_abs`: as in `RewardConfig`."""
+    largest = max((abs(value) if math.isfinite(value) else math.inf) for value in values)
+    if largest == math.inf:
+        return "the reward is not a finite number"
+    return f"the reward is beyond reward.max_abs = {max_abs:g}" if largest > max_abs else ""
 
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
@@ -122,7 +137,7 @@ def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
             assert config.judge is not None, "a rule of the recipe"
             return ComposedReward(config, judge_scorer(config.judge), graded=True)
         case path:
-            return ComposedReward(config, user_scorer(path), graded=True)
+            return ComposedReward(config, user_scorer(path, task, config.answer_pattern), graded=True)
     return ComposedReward(config, scorer)
 
 
@@ -144,29 +159,126 @@ def imported(field: str, path: str) -> Callable[..., Any]:
     return returned
 
 
-def user_scorer(path: str) -> Scorer:
-    """Imports the function. Raises `FieldError` when there is none, or it cannot be called with one item."""
-    function = imported("reward.scorer", path)
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_TRAINER_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL's trainer hands to a reward function and no verifier has."""
+_FORMS = (
+    "must take one argument, the item, or be a function of verl's form, (data_source, solution_str, ground_truth, extra_info), "
+    "or of TRL's, (completions, **columns)"
+)
+
+
+def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
+    """Import the function: ours, verl's or TRL's, by the names of its parameters. Raises `FieldError` when there is none, or it
+    has no such form. verl's and TRL's may be async, and get the whole completion: `answer_pattern` must be empty."""
+    task, function = task or TaskConfig(), imported("reward.scorer", path)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise FieldError("reward.scorer", path, f"{_FORMS}; its parameters cannot be read ({error})") from error
+    named = {
+        name: one for name, one in signature.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    }
+    is_verl, is_trl = "solution_str" in named, "completions" in named
+    is_foreign = is_verl or is_trl
     for body in (function, getattr(function, "__call__", None)):  # noqa: B004 - of an object, its method
-        if inspect.iscoroutinefunction(body):
+        if inspect.iscoroutinefunction(body) and not is_foreign:
             raise FieldError("reward.scorer", path, "an async function; give a plain one, items already run side by side")
         if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
             raise FieldError("reward.scorer", path, "a generator function (it yields); return the reward instead")
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise FieldError("reward.scorer", path, f"must take one argument, the item ({error})") from error
+    if not is_foreign:
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise FieldError("reward.scorer", path, f"{_FORMS} ({error})") from error
+        return lambda item: _own_score(function(item))
+    if answer_pattern:
+        fix = f"{path} is of {'verl' if is_verl else 'TRL'}'s form and gets the whole completion; leave the pattern out"
+        raise FieldError("reward.answer_pattern", answer_pattern, fix)
+    needed = {name for name, one in named.items() if one.default is one.empty}
+    if absent := needed - {*_VERL} if is_verl else needed & {*_TRAINER_ONLY}:
+        fix = f"takes {', '.join(sorted(absent))}, which there is not here; give a function that does without"
+        raise FieldError("reward.scorer", path, fix)
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
 
     def score(item: RewardInput) -> Score:
-        returned = function(item)
-        if isinstance(returned, Mapping):
-            if len(returned) > MOST_TERMS:
-                raise BadReward(f"the reward has {len(returned):,} terms; return at most {MOST_TERMS}")
-            parts = {_term(name): _number(value, f"part {name!r}") for name, value in returned.items()}
-            return Score(sum(parts.values()), parts=parts)
-        return Score(_number(returned, "the reward"))
+        given = _verl_arguments(item, task) if is_verl else _trl_arguments(item, task)
+        if lacking := needed - given.keys():
+            raise BadReference("row", f"has no {', '.join(sorted(lacking))}, which {path} takes; it has {', '.join(given)}")
+        returned = function(**{name: value for name, value in given.items() if takes_all or name in named})
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_awaited(returned))
+        return _verl_score(returned) if is_verl else _trl_score(returned)
 
     return score
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _row(item: RewardInput, task: TaskConfig) -> Mapping[str, Any]:
+    """The columns of the problem's line, or what a source without lines says of the problem."""
+    row = item.reference.get("row")
+    if isinstance(row, Mapping) and row:
+        return row
+    named = {task.answer_field: item.reference["answer"]} if task.answer_field and "answer" in item.reference else {}
+    return {**item.reference, **named}
+
+
+def _verl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
+    row = _row(item, task)
+    answer, given = item.reference.get("answer"), value_in(row, task.answer_field)
+    truth = answer if given is ABSENT or task.answer_pattern else given
+    values = (row.get("data_source", item.task or task.name), item.completion, truth, row.get("extra_info") or {})
+    return dict(zip(_VERL, values, strict=True))
+
+
+def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
+    """Lists of one. Prompt and completion are messages where the task is a chat, and texts elsewhere."""
+    row, prompt, completion = _row(item, task), item.prompt, item.completion
+    columns = {str(name): [value] for name, value in row.items() if name not in ("prompt", "completion")}
+    if task.prompt_style != "chat" and not task.is_episodic:
+        return {**columns, "prompts": [prompt], "completions": [completion]}
+    asked = row.get(task.prompt_field) or row.get("entry", {}).get("question", prompt)
+    *before, last = asked if isinstance(asked, list) else [{"role": "user", "content": str(asked)}]
+    content = f"{last['content']}\n{task.instruction}" if task.instruction else last["content"]
+    messages = [*before, {**last, "content": content}]
+    if task.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": task.system_prompt})
+    return {**columns, "prompts": [messages], "completions": [[{"role": "assistant", "content": completion}]]}
+
+
+def _own_score(returned: Any) -> Score:
+    if isinstance(returned, Mapping):
+        parts = {_term(name): _number(value, f"part {name!r}") for name, value in _few(returned).items()}
+        return Score(sum(parts.values()), parts=parts)
+    return Score(_number(returned, "the reward"))
+
+
+def _verl_score(returned: Any) -> Score:
+    """`score` alone is the reward; the other numbers are metrics, and what is no number is left out."""
+    if not isinstance(returned, Mapping):
+        return Score(_number(returned, "the reward"))
+    if "score" not in returned:
+        raise BadReward(f"the reward has no 'score', only {', '.join(map(str, returned)) or 'nothing'}"[:200])
+    others = {name: value for name, value in _few(returned).items() if name != "score" and not isinstance(value, str | bytes)}
+    metrics = {_term(name): float(value) for name, value in others.items() if isinstance(value, SupportsFloat)}
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return Score(_number(returned["score"], "'score'"), metrics=finite)
+
+
+def _trl_score(returned: Any) -> Score:
+    values = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping) else []
+    if len(values) != 1:
+        raise BadReward(f"the reward is {returned!r:.100}, not a list of one number for one completion")
+    return Score(_number(values[0], "the reward"))
+
+
+def _few(returned: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    if len(returned) > MOST_TERMS:
+        raise BadReward(f"the reward has {len(returned):,} terms; return at most {MOST_TERMS}")
+    return returned
 
 
 def _term(name: Any) -> str:

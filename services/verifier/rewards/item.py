@@ -37,11 +37,13 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """`value` 1 is a fully right answer. `parts`, where given, add up to it. `reason` is for a person."""
+    """`value` 1 is a fully right answer. `parts`, where given, add up to it. `reason` is for a person. `metrics` are no part of
+    the reward."""
 
     value: float
     reason: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 Scorer = Callable[[RewardInput], Score]
@@ -58,7 +60,7 @@ class BadReference(PipelineRLError):
 
 
 class BadReward(PipelineRLError):
-    """A reward is not a finite number."""
+    """A reward is not a finite number within `reward.max_abs`."""
 
 
 def reference_answer(item: RewardInput) -> str:
