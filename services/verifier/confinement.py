@@ -27,8 +27,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
-"""Of one sandboxed program, reward worker or episode; all threads of all its processes. Calls that are under way at once may go a few
-beyond: what one of them makes is not counted until it is there."""
+"""Limits of one sandboxed program, reward worker or episode; all threads of all its processes count. Calls that are under way
+at once may go a few beyond: what one of them makes is not counted until it is there."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and _SEND, of 80 and 24 bytes."""
 _GO_ON = 1

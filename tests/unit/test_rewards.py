@@ -205,7 +205,8 @@ ADD_CALL = {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]}
 LCB = {"tests": [{"input": "2\n3", "output": "5", "testtype": "functional"}], "metadata": '{"func_name": "add"}'}
 DECEIVERS = {
     "reads the word again": "import os\nos.write(1, os.pread(0, 99, 0))\nos._exit(0)",
-    "overrides what compares": "import json\njson.loads = lambda text: 5\njson.dumps = lambda *a, **k: '5'\ndef add(a, b): return 6",
+    "overrides what compares": "import json\n"
+    "json.loads = lambda text: 5\njson.dumps = lambda *a, **k: '5'\ndef add(a, b): return 6",
     "equals everything": """
 class Same(int):
     def __eq__(self, other): return True
@@ -226,7 +227,8 @@ while frame:
     frame = frame.f_back""",
     "ends well": "import os\ndef add(a, b): os._exit(0)",
     "raises": "def add(a, b): raise StopIteration",
-    "answers what it was not asked": "import os\n[os.write(n, b'[\"value\",6,null]\\n') for n in range(3, 9) if not os.isatty(n)]",
+    "answers what it was not asked": "import os\n"
+    "[os.write(n, b'[\"value\",6,null]\\n') for n in range(3, 9) if not os.isatty(n)]",
 }
 
 
@@ -265,9 +267,7 @@ def test_programs_that_set_out_to_deceive_earn_nothing(name: str) -> None:
 )  # fmt: skip
 def test_rows_and_answers_of_users_are_understood(row: dict[str, Any], program: str) -> None:
     scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=10.0, timeout_s=60.0))
-    assert scorer(RewardInput("", program, program, {"row": row})) == Score(
-        1.0, scorer(RewardInput("", program, program, {"row": row})).reason
-    )
+    assert scorer(RewardInput("", program, program, {"row": row})).value == 1.0
     wrong = (
         f"```python\n{program.replace('a + b', 'a - b')}\nraise ValueError\n```"
         if "```" not in program

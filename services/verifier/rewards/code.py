@@ -43,6 +43,7 @@ _PYTHON = ("python", "python3", "py")
 _MODULES = {"np": "numpy"}
 _SHOWN_CHARACTERS = 80
 _UNPACKED_BYTES = 1 << 26
+_LARGE = 1e300
 _BUDGET = 0.8
 """Share of `reward.timeout_s` that programs may take, so that the verifier's own deadline, which fails the item, is not met."""
 
@@ -220,8 +221,8 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Which names in them are the program's depends on the tests alone. Raises `SyntaxError`, a `ValueError` here, and the latter
-    where no name can be the program's."""
+    """Which names in them are the program's depends on the tests alone. Raises `ValueError` for what is no Python, and where no
+    name can be the program's."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)
@@ -332,15 +333,12 @@ def _same(result: Any, wanted: Any) -> bool:
         return len(result) == len(wanted) and all(map(_same, result, wanted))
     if isinstance(wanted, dict) and isinstance(result, dict):
         return result.keys() == wanted.keys() and all(_same(result[key], wanted[key]) for key in wanted)
-    if isinstance(wanted, bool) or isinstance(result, bool) or not isinstance(wanted, float):
-        return type(result) is type(wanted) and result == wanted or _equal_numbers(result, wanted)
-    return isinstance(result, int | float) and (
-        result == wanted or (abs(result) < 1e300 and math.isclose(result, wanted, rel_tol=1e-6, abs_tol=1e-9))
-    )
-
-
-def _equal_numbers(result: Any, wanted: Any) -> bool:
-    return type(wanted) is int and type(result) is float and result == wanted
+    if isinstance(wanted, bool) or isinstance(result, bool) or not isinstance(wanted, int | float):
+        return type(result) is type(wanted) and bool(result == wanted)
+    if not isinstance(result, int | float):
+        return False
+    is_near = isinstance(wanted, float) and abs(result) < _LARGE and math.isclose(result, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    return is_near or result == wanted
 
 
 def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:

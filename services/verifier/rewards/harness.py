@@ -1,8 +1,8 @@
 """The main program of two sandboxed processes: one runs a program and answers calls, the other runs its tests.
 
-What the tests expect is never in the program's process (`serve`). In that of the tests (`check`), each name of the program's stands
-for an object in the other process (`Remote`). Plain data travels as JSON with its types; everything else stays where it is, and is
-called from afar. This file imports nothing but Python's own library, since `code` copies its text into each sandbox.
+What the tests expect is never in the program's process. In the process of the tests, each name of the program's stands for an
+object in the other one (`Remote`). Plain data travels as JSON with its types; everything else stays where it is, and is called
+from afar. This file imports nothing but Python's own library, since `code` copies its text into each sandbox.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Peer:
             result = self._encoded(_OPERATIONS[operation](*given, **named))
             after = [self._encoded(each) for each in (*given, *named.values())]
             reply = ["value", result, after if after != before else None]
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - a call from afar: its caller raises it
             reply = ["raise", [each.__name__ for each in type(error).__mro__], str(error)[:500]]
         self._send(reply)
 
@@ -305,7 +305,7 @@ def _check() -> None:
         exec(compile(order["text"], "tests.py", "exec"), tests)
         verdict["refused"] = "" if order["runs"] else _collected(tests)
         verdict["passed"] = not (peer.is_gone or verdict["refused"])
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the process boundary
         if isinstance(error, ImportError | NameError) and error.name:  # the program's have no name
             verdict["refused"] = f"the tests raise {type(error).__name__}: {error}"
         verdict["problem"] = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -331,7 +331,7 @@ def _collected(tests: dict[str, Any]) -> str:
             runs.append(value)
     for run in runs:
         code = getattr(run, "__code__", None) or getattr(getattr(run, "__func__", None), "__code__", None)
-        if code and code.co_argcount > isinstance(run, types.MethodType) + len(run.__defaults__ or ()):  # type: ignore[attr-defined]
+        if code and code.co_argcount > isinstance(run, types.MethodType) + len(run.__defaults__ or ()):
             return f"{code.co_name} takes arguments, as pytest's fixtures and parameters would give it; call it in the tests"
         run()
     return "" if runs else "nothing in the tests is run; call it, or name what check(candidate) gets in entry_point"
