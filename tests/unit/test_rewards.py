@@ -205,8 +205,17 @@ ADD_CALL = {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]}
 LCB = {"tests": [{"input": "2\n3", "output": "5", "testtype": "functional"}], "metadata": '{"func_name": "add"}'}
 DECEIVERS = {
     "reads the word again": "import os\nos.write(1, os.pread(0, 99, 0))\nos._exit(0)",
-    "overrides what compares": "import json\n"
-    "json.loads = lambda text: 5\njson.dumps = lambda *a, **k: '5'\ndef add(a, b): return 6",
+    "overrides what runs its tests": "import builtins\nadd = lambda a, b: 6\nbuiltins.exec = lambda *_: None",
+    "overrides what reads the result": "import json\nadd = lambda a, b: 6\njson.loads = lambda _: [2, 3]",
+    "reads its tests": "import re\nadd = lambda a, b: int(re.findall('== (.)', open('tests.py').read())[-1])",
+    "looks at frames": """
+import os, sys
+frame = sys._getframe()
+while frame:
+    if 'passed' in frame.f_locals:
+        os.write(1, frame.f_locals['passed'].encode())
+        os._exit(0)
+    frame = frame.f_back""",
     "equals everything": """
 class Same(int):
     def __eq__(self, other): return True
@@ -218,13 +227,6 @@ add = lambda a, b: Same(6)""",
 class Same:
     def __eq__(self, other): return True
 add = lambda a, b: Same()""",
-    "reads its tests": "print(open('tests.json').read())",
-    "looks at frames": """
-import sys
-frame = sys._getframe()
-while frame:
-    if 'expected' in frame.f_locals: add = lambda a, b: frame.f_locals['expected']
-    frame = frame.f_back""",
     "ends well": "import os\ndef add(a, b): os._exit(0)",
     "raises": "def add(a, b): raise StopIteration",
     "answers what it was not asked": "import os\n"
