@@ -27,8 +27,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
-"""Of one sandboxed reward worker or episode; all threads of all its processes. Calls that are under way at once may go a few
-beyond: what one of them makes is not counted until it is there."""
+"""Limits of one sandboxed program, reward worker or episode; all threads of all its processes count. Calls that are under way
+at once may go a few beyond: what one of them makes is not counted until it is there."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and _SEND, of 80 and 24 bytes."""
 _GO_ON = 1
@@ -102,7 +102,7 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
         if ready & {ended, above_ended}:
             break
         for listener in listeners:
-            _answer(listener, child)
+            answer_call(listener, child)
     kill_tree(child)
     _, status = os.waitpid(child, 0)
     while not clear_leftover_children():
@@ -110,12 +110,14 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _answer(listener: int, child: int) -> None:
+def answer_call(listener: int, child: int | None = None) -> None:
+    """Say whether `child`, or a process below it, may make one more process or thread; without `child`, whether the one process
+    that asks may make one more thread."""
     call = bytearray(80)
     with contextlib.suppress(FileNotFoundError):  # who asked was killed meanwhile
         fcntl.ioctl(listener, _RECEIVE_CALL, call)
-        (number,) = struct.unpack_from("=Q", call)
-        processes = {child, *descendants(child)}
+        number, asking = struct.unpack_from("=QI", call)
+        processes = {asking} if child is None else {child, *descendants(child)}
         is_full = len(processes) >= MOST_PROCESSES or sum(map(_num_threads, processes)) >= MOST_THREADS
         how = (-errno.EAGAIN, 0) if is_full else (0, _GO_ON)
         fcntl.ioctl(listener, _ANSWER_CALL, struct.pack("=QqiI", number, 0, *how))

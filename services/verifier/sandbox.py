@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import PipelineRLError
-from services.verifier.confinement import MIB, attach_to_parent, keep_in_bounds
+from services.verifier.confinement import MIB, answer_call, attach_to_parent, keep_in_bounds
 
 
 class Means(StrEnum):
@@ -123,6 +123,17 @@ _LISTENER = 1 << 3 | 1 << 5
 """SECCOMP_FILTER_FLAG_NEW_LISTENER and _WAIT_KILLABLE_RECV."""
 _ADMITS_ALL = struct.pack("=HBBI", 6, 0, 0, _ALLOW)
 """A seccomp program: BPF_RET."""
+_ASKS_ABOUT_THREADS = b"".join(
+    struct.pack("=HBBI", *instruction)
+    for instruction in (
+        (0x20, 0, 0, 0),  # load the call's number
+        (0x15, 0, 3, 56 if os.uname().machine == "x86_64" else 220),  # clone, or admit it
+        (0x20, 0, 0, 16),  # load its flags
+        (0x45, 0, 1, _CLONE_THREAD),
+        (6, 0, 0, _ASK),
+        (6, 0, 0, _ALLOW),
+    )
+)
 
 
 _FOLDER = "/.program"
@@ -267,10 +278,15 @@ def _beside_private(path: str) -> Iterator[tuple[str, int]]:
                 yield from _beside_private(entry.path)
 
 
-def _give_up_privileges() -> None:
-    """No capabilities, with which /proc shows root more than Landlock knows of, and none by starting a program."""
+def _forbid_privileges() -> None:
+    """None can be had by starting a program."""
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+
+
+def _give_up_privileges() -> None:
+    """No capabilities, with which /proc shows root more than Landlock knows of, and none by starting a program."""
+    _forbid_privileges()
     if _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 
@@ -305,65 +321,119 @@ def python(source: str) -> tuple[list[str], dict[str, bytes]]:
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start], {"main.py": source.encode("utf-8", "replace")}
 
 
+@dataclass(frozen=True)
+class _Running:
+    process: subprocess.Popen[bytes]
+    status: Any
+    printed: Any
+    complained: Any
+    listener: int | None
+
+
 def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits, means: Means) -> Ended:
     """Runs `program` in a folder with `files`, whose names have no slash, to its end. `stdin` is all it can read there.
 
     For a process of one thread: the new process sets its limits between fork and exec. Raises `OSError` or
     `subprocess.SubprocessError` when the sandbox, not the program, fails.
     """
-    started_s = time.perf_counter()
     with ExitStack() as stack:
-        given, printed, complained = (stack.enter_context(_in_memory(content)) for content in (stdin, b"", b""))
-        folder, prefix, confined, descriptors, status = None, [], _nothing, [], None
-        if means is Means.BUBBLEWRAP:
-            status = stack.enter_context(_in_memory())
-            contents = [stack.enter_context(_in_memory(content)) for content in (_filter(signals=True), *files.values())]
-            descriptors = [each.fileno() for each in (status, *contents)]
-            prefix = _bubblewrap(descriptors, list(files), limits)
-        else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="program-"))
-            for name, content in files.items():
-                Path(folder, name).write_bytes(content)
-            if means is Means.LANDLOCK:
-                readable, calls = [*_python_paths(), folder], _filter(signals=landlock_version() >= _SCOPED)
-                confined = _confinement(readable, calls)
+        given, printed = (stack.enter_context(_in_memory(content)) for content in (stdin, b""))
+        return _ended(stack, [_start(stack, program, files, given, printed, limits, means)], limits)[0]
 
-        def limited() -> None:
-            cpu_s = int(limits.timeout_s) + 2
-            bounds = {
-                resource.RLIMIT_CPU: cpu_s,
-                resource.RLIMIT_AS: limits.memory_mib * MIB,
-                resource.RLIMIT_FSIZE: max(limits.output_bytes, *map(len, files.values())),  # bubblewrap writes these
-                resource.RLIMIT_CORE: 0,
-                resource.RLIMIT_NOFILE: 64,
-            }
-            for kind, most in bounds.items():
-                hard = resource.getrlimit(kind)[1]
-                least = most if hard == resource.RLIM_INFINITY else min(most, hard)
-                resource.setrlimit(kind, (least, least))
-            confined()
 
-        process = subprocess.Popen(
-            [*prefix, *program],
-            stdin=given,
-            stdout=printed,
-            stderr=complained,
-            cwd=folder or "/",
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/", "OMP_NUM_THREADS": "1"},
-            pass_fds=descriptors,
-            start_new_session=True,
-            preexec_fn=limited,
-        )
-        timed_out = not _ends_within(process.pid, limits.timeout_s)
-        if timed_out:
-            process.kill()
-        code = process.wait()
-        if status is not None and not timed_out:
-            if b'"exit-code"' not in _content(status, 4096):
-                raise OSError(f"bubblewrap does not start: {_content(complained, 500).decode(errors='replace')}")
+Command = tuple[Sequence[str], Mapping[str, bytes]]
+
+
+def run_pair(served: Command, asking: Command, limits: Limits, means: Means) -> tuple[Ended, Ended]:
+    """Runs two programs as `run` does, each in a sandbox of its own, until the second ends. A socket joins them: standard input
+    and output of the first, and standard input, to read and write, of the second."""
+    with ExitStack() as stack:
+        ends = socket.socketpair()
+        printed = stack.enter_context(_in_memory())
+        running = []
+        for (program, files), end, output in zip((served, asking), ends, (ends[0], printed), strict=True):
+            with end:
+                running.append(_start(stack, program, files, end, output, limits, means))
+        first, second = _ended(stack, running, limits)
+        return first, second
+
+
+def _start(
+    stack: ExitStack, program: Sequence[str], files: Mapping[str, bytes], given: Any, printed: Any, limits: Limits, means: Means
+) -> _Running:
+    complained = stack.enter_context(_in_memory())
+    folder, prefix, confined, descriptors, status = None, [], _nothing, [], None
+    if means is Means.BUBBLEWRAP:
+        status = stack.enter_context(_in_memory())
+        contents = [stack.enter_context(_in_memory(content)) for content in (_filter(signals=True), *files.values())]
+        descriptors = [each.fileno() for each in (status, *contents)]
+        prefix = _bubblewrap(descriptors, list(files), limits)
+    else:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="program-"))
+        for name, content in files.items():
+            Path(folder, name).write_bytes(content)
+        if means is Means.LANDLOCK:
+            readable, calls = [*_python_paths(), folder], _filter(signals=landlock_version() >= _SCOPED)
+            confined = _confinement(readable, calls)
+    outside, inside = map(stack.enter_context, socket.socketpair())
+    is_asked = means is not Means.NONE and not _listener_refusal()
+
+    def limited() -> None:
+        cpu_s = int(limits.timeout_s) + 2
+        bounds = {
+            resource.RLIMIT_CPU: cpu_s,
+            resource.RLIMIT_AS: limits.memory_mib * MIB,
+            resource.RLIMIT_FSIZE: max(limits.output_bytes, *map(len, files.values())),  # bubblewrap writes these
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_NOFILE: 64,
+        }
+        for kind, most in bounds.items():
+            hard = resource.getrlimit(kind)[1]
+            least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(kind, (least, least))
+        if is_asked:
+            _forbid_privileges()
+            socket.send_fds(inside, [b"."], [_restrict_calls(_ASKS_ABOUT_THREADS, _LISTENER)])
+        confined()
+
+    process = subprocess.Popen(
+        [*prefix, *program],
+        stdin=given,
+        stdout=printed,
+        stderr=complained,
+        cwd=folder or "/",
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/", "OMP_NUM_THREADS": "1"},
+        pass_fds=descriptors,
+        start_new_session=True,
+        preexec_fn=limited,
+    )
+    listener = socket.recv_fds(outside, 1, 1)[1][0] if is_asked else None
+    if listener is not None:
+        stack.callback(os.close, listener)
+    return _Running(process, status, printed, complained, listener)
+
+
+def _ended(stack: ExitStack, running: Sequence[_Running], limits: Limits) -> list[Ended]:
+    """How each ended when the last one has, or its time is over; the others are killed then."""
+    started_s, last = time.perf_counter(), running[-1]
+    try:
+        timed_out = not _ends_within(running, limits.timeout_s)
+    finally:
+        for each in running:
+            if each is not last or timed_out:
+                each.process.kill()
+            each.process.wait()
+    ended = []
+    for each in running:
+        code = each.process.returncode
+        if each.status is not None and each is last and not timed_out:
+            if b'"exit-code"' not in _content(each.status, 4096):
+                raise OSError(f"bubblewrap does not start: {_content(each.complained, 500).decode(errors='replace')}")
             code = 128 - code if code > 128 else code
-        output = _content(printed, limits.output_bytes), _content(complained, limits.output_bytes)
-        return Ended(code, *output, timed_out, time.perf_counter() - started_s)
+        printed = b"" if isinstance(each.printed, socket.socket) else _content(each.printed, limits.output_bytes)
+        seconds = time.perf_counter() - started_s
+        ended.append(Ended(code, printed, _content(each.complained, limits.output_bytes), timed_out, seconds))
+    return ended
 
 
 def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None) -> None:
@@ -411,10 +481,16 @@ def confinement_missing() -> str:
         _filter(signals=True)
     except OSError as error:
         return f"libseccomp is needed: {error}"
-    with ThreadPoolExecutor(1) as thread:  # a filter is its thread's alone, and ends with it
-        if refusal := thread.submit(_listen).exception():
-            return f"seccomp must be able to ask about calls, which it cannot when a container runtime does so: {refusal}"
+    if refusal := _listener_refusal():
+        return f"seccomp must be able to ask about calls, which it cannot when a container runtime does so: {refusal}"
     return ""
+
+
+@cache
+def _listener_refusal() -> str:
+    """Why nobody here can be asked about calls; empty when somebody can."""
+    with ThreadPoolExecutor(1) as thread:  # a filter is its thread's alone, and ends with it
+        return str(thread.submit(_listen).exception() or "")
 
 
 def _listen() -> None:
@@ -438,7 +514,8 @@ def _confinement(readable: Iterable[str | Path], calls: bytes) -> Callable[[], N
 def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits) -> list[str]:
     """Its command line up to the program. `descriptors`: for its status, of the seccomp filter, and of each file."""
     status, calls, *files = map(str, descriptors)
-    command = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    found = os.path.abspath(shutil.which("bwrap") or "bwrap")  # not on the PATH that the program gets
+    command = [found, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     for path in _python_paths():
         command += ["--ro-bind", path, path]
         for private in _private_dirs(os.path.realpath(path)):
@@ -463,11 +540,21 @@ def _content(file: Any, most: int) -> bytes:
     return os.pread(file.fileno(), most, 0)
 
 
-def _ends_within(pid: int, seconds: float) -> bool:
-    """Whether a child ends in time; reaps nothing."""
-    descriptor = os.pidfd_open(pid)
+def _ends_within(running: Sequence[_Running], seconds: float) -> bool:
+    """Whether the last one ends in time; reaps nothing, and meanwhile answers whether one more thread may be."""
+    deadline_s, descriptor, waiting = time.monotonic() + seconds, os.pidfd_open(running[-1].process.pid), select.poll()
     try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
+        for each in (descriptor, *(each.listener for each in running if each.listener is not None)):
+            waiting.register(each, select.POLLIN)
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            for ready, event in waiting.poll(1000 * left_s):
+                if ready == descriptor:
+                    return True
+                if event & select.POLLIN:
+                    answer_call(ready)
+                else:
+                    waiting.unregister(ready)  # all that could ask have ended
+        return False
     finally:
         os.close(descriptor)
 

@@ -140,6 +140,35 @@ def test_the_strongest_means_of_this_machine_are_chosen(alone: Alone) -> None:
     assert (expected is Means.NONE) <= (landlock_version() == 0)
 
 
+CLONES = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+stacks = ctypes.create_string_buffer(1 << 16)
+pause = ctypes.cast(libc.pause, ctypes.c_void_p)
+made = 0
+while made < 4000 and libc.clone(pause, ctypes.byref(stacks, 1 << 15), 0x10f00, None) > 0: made += 1
+print(made, flush=True)
+os._exit(0)"""
+"""Threads without a stack of their own, which no limit of memory bounds; they wait in the kernel."""
+
+
+@pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
+def test_a_programs_threads_are_bounded_and_some_may_be(means: Means, alone: Alone) -> None:
+    assert 500 < int(alone.attempt(CLONES, means).stdout) < 520
+    threads = "import threading\nfor n in range(9): threading.Thread(target=print, args=(n,)).start()"
+    assert len(alone.attempt(threads, means).stdout.split()) == 9
+
+
+def test_bubblewrap_runs_from_where_it_was_found(tmp_path: Path) -> None:
+    marker, stand_in = tmp_path / "ran", tmp_path / "bin" / "bwrap"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f"#!/bin/sh\n: > {marker}\n")
+    stand_in.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{stand_in.parent}:{os.environ['PATH']}"}
+    subprocess.run([sys.executable, "-m", "services.verifier.sandbox"], env=environment, check=True, stdout=subprocess.DEVNULL)
+    assert marker.exists()
+
+
 # --- the process above what is confined
 
 

@@ -176,7 +176,12 @@ FUNCTION = "def add(a, b):\n    return a + b"
     ("row", "answer", "value", "reason"),
     [
         ({"tests": PAIRS}, ADDS, 1.0, "took the whole answer as code"),
-        ({"tests": PAIRS}, f"Wrong:\n```python\n1/0\n```\nBetter:\n```\n{ADDS}\n```\nDone.", 1.0, "last of its 2 code blocks"),
+        (
+            {"tests": PAIRS},
+            f"Wrong:\n```python\n1/0\n```\nBetter:\n```py\n{ADDS}\n```\nDone.",
+            1.0,
+            "last of its 2 code blocks",
+        ),
         ({"tests": PAIRS}, f"```py\n{ADDS}", 1.0, "took its code block"),
         ({"tests": PAIRS}, f"```python\n{ADDS}\n```\n```sh\npython add.py\n```", 1.0, "took its code block"),
         ({"tests": PAIRS}, "print(5)", 0.5, "test 2 of 2: prints '5\\n', not '8\\n'"),
@@ -191,7 +196,7 @@ FUNCTION = "def add(a, b):\n    return a + b"
         ({"tests": ["assert add(2, 3) == 5", "assert add(2, 3) == 6"]}, FUNCTION, 0.5, "test 2 of 2: AssertionError"),
         ({"tests": "def check(candidate):\n    assert candidate(2, 3) == 5", "entry_point": "add"}, FUNCTION, 1.0, ""),
         ({"tests": ["assert add(2, 3) == 5"]}, "raise SystemExit(0)", 0.0, "it ends too soon"),
-        ({"tests": ["assert add(2, 3) == 5"]}, "print(open('tests.py').read()); import os; os._exit(0)", 0.0, "ends too soon"),
+        ({"tests": ["assert add(2, 3) == 5"]}, "import os; os._exit(0)", 0.0, "ends too soon"),
     ],
 )
 def test_code_is_worth_the_tests_that_it_passes(row: dict[str, Any], answer: str, value: float, reason: str) -> None:
@@ -199,6 +204,83 @@ def test_code_is_worth_the_tests_that_it_passes(row: dict[str, Any], answer: str
     score = scorer(RewardInput("", answer, answer, {"row": row}))
     assert score.value == value
     assert reason in score.reason
+
+
+ADD_CALL = {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]}
+LCB = {"tests": [{"input": "2\n3", "output": "5", "testtype": "functional"}], "metadata": '{"func_name": "add"}'}
+DECEIVERS = {
+    "reads the word again": "import os\nos.write(1, os.pread(0, 99, 0))\nos._exit(0)",
+    "overrides what runs its tests": "import builtins\nadd = lambda a, b: 6\nbuiltins.exec = lambda *_: None",
+    "overrides what reads the result": "import json\nadd = lambda a, b: 6\njson.loads = lambda _: [2, 3]",
+    "reads its tests": "import re\nadd = lambda a, b: int(re.findall('== (.)', open('tests.py').read())[-1])",
+    "looks at frames": """
+import os, sys
+frame = sys._getframe()
+while frame:
+    if 'passed' in frame.f_locals:
+        os.write(1, frame.f_locals['passed'].encode())
+        os._exit(0)
+    frame = frame.f_back""",
+    "equals everything": """
+class Same(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __sub__(self, other): return 0
+    def __contains__(self, other): return True
+add = lambda a, b: Same(6)""",
+    "is an object that equals everything": """
+class Same:
+    def __eq__(self, other): return True
+add = lambda a, b: Same()""",
+    "ends well": "import os\ndef add(a, b): os._exit(0)",
+    "raises": "def add(a, b): raise StopIteration",
+    "answers what it was not asked": "import os\n"
+    "[os.write(n, b'[\"value\",6,null]\\n') for n in range(3, 9) if not os.isatty(n)]",
+}
+
+
+@pytest.mark.parametrize("name", DECEIVERS)
+def test_programs_that_set_out_to_deceive_earn_nothing(name: str) -> None:
+    scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=10.0, timeout_s=60.0))
+    check = {"tests": "def check(candidate):\n    assert candidate(2, 3) == 5", "entry_point": "add"}
+    for row in ({"tests": ADD_CALL}, {"tests": ["assert add(2, 3) == 5"]}, check):
+        for program, value in ((DECEIVERS[name], 0.0), (f"{FUNCTION}\nprint(5)\nraise SystemExit", 1.0)):
+            assert scorer(RewardInput("", program, program, {"row": row})).value == value
+
+
+@pytest.mark.parametrize(
+    ("row", "program"),
+    [
+        (LCB, "class Solution:\n    def add(self, a: List[int], b: Optional[int]):\n        return a + b"),
+        ({"tests": {"fn_name": "add", "inputs": ["2\n3"], "outputs": ["5"]}}, FUNCTION),
+        ({"tests": {"input": ["2 3"], "output": ["5"]}}, ADDS),
+        ({"tests": ["assert pair(1) == (1, 2)"]}, "pair = lambda a: (a, a + 1)"),
+        ({"tests": ["assert sum(10, 15) == 25"]}, "def sum(a, b): return a + b"),
+        ({"tests": ["values = [2, 1]\nput(values)\nassert values == [1, 2]"]}, "def put(values): values.sort()"),
+        ({"tests": ["stack = Stack()\nstack.push(1)\nassert len(stack) == 1 and stack.pop() == 1"]},
+         "class Stack:\n    def __init__(self): self.a = []\n    def push(self, x): self.a.append(x)\n"
+         "    def pop(self): return self.a.pop()\n    def __len__(self): return len(self.a)"),
+        ({"tests": "from solution import add\ndef test_add():\n    assert add(2, 3) == 5"}, FUNCTION),
+        ({"tests": {"fn_name": "add", "inputs": [[0.1, 0.2]], "outputs": [0.3]}}, FUNCTION),
+        ({"tests": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [None]}}, "def add(a, b): print(a)"),
+        ({"tests": ["assert math.isclose(add(0.1, 0.2), 0.3)"]}, FUNCTION),
+        ({"tests": PAIRS}, f"```python\n{ADDS}\n```\n```\n$ python a.py\n5\n```"),
+        ({"tests": PAIRS}, f"~~~python\n{ADDS}\n~~~\n"),
+        ({"tests": PAIRS}, f"Here it is: ```python\n{ADDS}\n```"),
+        ({"tests": PAIRS}, f"````python\n{ADDS}\nd = \'\'\'\n```\n\'\'\'\n````"),
+        ({"tests": PAIRS}, f"1. So:\n   ```python\n   {ADDS}\n   ```".replace("sys\n", "sys\n   ")),
+        ({"tests": PAIRS}, f"```python\n{ADDS}\n```\n".replace("\n", "\r\n")),
+    ],
+)  # fmt: skip
+def test_rows_and_answers_of_users_are_understood(row: dict[str, Any], program: str) -> None:
+    scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=10.0, timeout_s=60.0))
+    assert scorer(RewardInput("", program, program, {"row": row})).value == 1.0
+    wrong = (
+        f"```python\n{program.replace('a + b', 'a - b')}\nraise ValueError\n```"
+        if "```" not in program
+        else "```python\n1\n```"
+    )
+    assert scorer(RewardInput("", wrong, wrong, {"row": row})).value == 0.0
 
 
 def test_code_takes_the_tests_of_a_parquet_files_rows(tmp_path: Path) -> None:

@@ -9,56 +9,56 @@ A problem's tests are in the forms of common data sets:
     ["assert add(2, 3) == 5", ...], or one text                   statements that must not raise (MBPP)
     "def check(candidate): ..."  beside  entry_point: "add"       a function that checks it (HumanEval)
 
-A program that ends before its tests have failed them. One that sets out to deceive the statements that run after it in its own
-process can: prefer tests by input and output, or read some of what is rewarded.
+A program that ends before its tests have failed them. Neither expected results nor statements are in the program's process: its
+results are compared in this one, and statements run in a process of their own (`harness`).
 """
 
 from __future__ import annotations
 
+import ast
+import base64
+import builtins
 import json
+import math
 import re
-import secrets
+import symtable
+import sys
+import textwrap
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import RewardConfig
+from services.verifier.rewards import harness
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer
-from services.verifier.sandbox import Ended, Limits, Means, python, run, strongest_means
+from services.verifier.sandbox import Ended, Limits, Means, python, run, run_pair, strongest_means
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-_PYTHON = ("", "python", "python3", "py")
+_FENCE = re.compile(r"^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)*)(`{3,}|~{3,})[ \t]*\{?\.?([\w+-]*)[^`\n]*$")
+_FENCE_IN_LINE = re.compile(r"^(.*?)(`{3,}|~{3,})[ \t]*(python3?|py)[ \t]*$", re.IGNORECASE)
+_PYTHON = ("python", "python3", "py")
+_MODULES = {"np": "numpy"}
 _SHOWN_CHARACTERS = 80
+_UNPACKED_BYTES = 1 << 26
+_LARGE = 1e300
 _BUDGET = 0.8
 """Share of `reward.timeout_s` that programs may take, so that the verifier's own deadline, which fails the item, is not met."""
-_HARNESS = """\
-import os, sys
-def tested(passed=sys.stdin.readline()):
-    program = sys.modules["program"] = type(sys)("program")
-    for name in ("program.py", "tests.py"):
-        exec(compile(open(name).read(), name, "exec"), program.__dict__)
-    os.write(1, passed.encode())
-tested()
-"""
-"""Says the word that it was given when the program and its tests have run to their end."""
-
-
-_CALL = """\
-import json
-called = globals().get({0!r}) or getattr(globals()["Solution"](), {0!r})
-result, expected = json.loads(json.dumps(called(*json.loads({1!r})))), json.loads({2!r})
-assert expected in {3}, f"returns {{result!r:.80}}, not {{expected!r:.80}}"
-"""
 
 
 @dataclass(frozen=True)
 class Test:
-    """`stdin` and what must be printed for it or, with `statements`, what must not raise after the program."""
+    """`stdin` and what must be printed for it; or a `call` and what must be returned; or `statements` that must not raise. The
+    latter two are what the harness is sent, in JSON."""
 
     stdin: str = ""
     stdout: str = ""
+    call: str = ""
+    returned: Any = None
+    in_list: bool = False
+    """The result may also be the only member of `returned`, as in APPS."""
     statements: str = ""
 
 
@@ -98,62 +98,196 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """The program, and in words what was taken: the last fenced block of Python, closed or cut; without one, all of it."""
-    blocks = [body for language, body in _BLOCK.findall(answer) if language.lower() in _PYTHON]
-    if not blocks:
-        return answer, "took the whole answer as code"
-    return blocks[-1], "took its code block" if len(blocks) == 1 else f"took the last of its {len(blocks)} code blocks"
+    """The program, and in words what was taken: the last fenced block that says it is Python, closed or cut; else the last that
+    says nothing; without one, all of it."""
+    blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
+    for wanted in (_PYTHON, ("",)):
+        if found := [body for language, body in blocks if language in wanted]:
+            return found[-1], "took its code block" if len(found) == 1 else f"took the last of its {len(found)} code blocks"
+    return answer, "took the whole answer as code"
+
+
+def _blocks(answer: str) -> Iterator[tuple[str, str]]:
+    """Language and content of each fenced block."""
+    fence, language, depth, body = "", "", 0, list[str]()
+    for line in answer.replace("\r\n", "\n").split("\n"):
+        indent, opens = len(line) - len(line.lstrip()), _FENCE.match(line)
+        if fence:
+            is_fence = line.lstrip().startswith(fence) and indent < depth + 4
+            reopens = is_fence and opens and opens[3].lower() in _PYTHON
+            cut = line.rstrip().removesuffix(fence)
+            if not is_fence and (cut == line.rstrip() or fence in cut):
+                body.append(line)
+                continue
+            yield language, textwrap.dedent("\n".join([*body, "" if is_fence else cut]))
+            fence, body = "", []
+            if not reopens:
+                continue
+        if found := opens or _FENCE_IN_LINE.match(line):
+            fence, language = found[2], found[3].lower()
+            depth = len(found[1]) if opens else indent
+    if fence:
+        yield language, textwrap.dedent("\n".join(body))
 
 
 def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
     """Raises `BadReference` for what is no test of the forms above, or none at all."""
     row = reference.get("row") or (reference.get("entry") or {}).get("metadata") or reference
-    given = row.get(field)
-    if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise BadReference(field, f"not JSON: {error}") from error
+    given: Any = row.get(field)
+    if given is None:
+        given = row
+        for part in field.split("."):
+            given = given.get(part) if isinstance(given, Mapping) else None
     try:
-        tests = list(_tests(given, str(row.get("entry_point") or "")))
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadReference(field, f"{given!r:.200} is no list of tests: {error!r:.100}") from error
+        tests = list(_tests(_loaded(given), row))
+    except (LookupError, TypeError, ValueError, SyntaxError, AttributeError, RecursionError, zlib.error) as error:
+        raise BadReference(field, f"{given!r:.200} is no list of tests: {error!r:.300}") from error
     if not tests:
         raise BadReference(field, "no tests")
-    if any(len(test.stdout) > Limits.output_bytes for test in tests):
-        raise BadReference(field, f"expects more output than the {Limits.output_bytes} bytes that are read")
     return tests
 
 
-def _tests(given: Any, entry_point: str) -> list[Test]:
+def _loaded(given: Any) -> Any:
+    """What a text holds: JSON, Python's own literals, or JSON in zlib in base64 (LiveCodeBench's private tests)."""
+    if not isinstance(given, str):
+        return given
+    if given.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(given)
+        except ValueError:
+            return ast.literal_eval(given.strip())
+    if given.startswith("eJ") and not given[:200].strip().count(" "):
+        content = zlib.decompressobj().decompress(base64.b64decode(given), _UNPACKED_BYTES)
+        if content[:1] == b"\x80":
+            raise ValueError(
+                "a pickle, which is not read since it could run code; where you trust the file, store the JSON text in it: "
+                "pickle.loads(zlib.decompress(base64.b64decode(text)))"
+            )
+        return json.loads(content)
+    return given
+
+
+def _tests(given: Any, row: Mapping[str, Any]) -> Iterator[Test]:
+    entry_point = str(row.get("entry_point") or "")
     if isinstance(given, str):
-        return [Test(statements=f"{given}\ncheck({entry_point})" if entry_point else given)] if given.strip() else []
+        given = [given] if given.strip() else []
     if isinstance(given, Mapping):
-        pairs = list(zip(given["inputs"], given["outputs"], strict=True))
-        if name := given.get("fn_name"):
-            in_lists = all(isinstance(got, list) and len(got) == 1 for _, got in pairs)  # as APPS has it
-            fit = "(result, [result])" if in_lists else "(result,)"
-            return [Test(statements=_CALL.format(str(name), json.dumps(put), json.dumps(got), fit)) for put, got in pairs]
-        return [Test(_text(put), _text(got)) for put, got in pairs]
-    return [
-        Test(statements=each) if isinstance(each, str) else Test(_text(each["input"]), _text(each["output"]))
-        for each in given or ()
-    ]
+        if (listed := given.get("test_cases") or given.get("assert_case")) is not None:
+            yield from _tests(listed, row)
+            return
+        puts, gets = (given[name if name in given else f"{name}s"] for name in ("input", "output"))
+        pairs = list(zip(puts, gets, strict=True))
+        name = given.get("fn_name") or given.get("func_name")
+        in_list = bool(name) and all(isinstance(got, list) and len(got) == 1 for _, got in pairs)
+        yield from (_call(name, put, got, in_list) if name else Test(_text(put), _text(got)) for put, got in pairs)
+        return
+    texts = [each for each in given or () if isinstance(each, str)]
+    if texts:
+        imports = row.get("test_imports") or []
+        setup = [*([imports] if isinstance(imports, str) else imports), str(row.get("test_setup_code") or "")]
+        yield from _statements(texts, "\n".join(filter(None, setup)), entry_point)
+    for each in given or ():
+        if isinstance(each, str):
+            continue
+        about = {**_mapping(row.get("metadata")), **_mapping(each.get("metadata")), **each}
+        kind = each.get("testtype") or each.get("type") or ("functional" if each.get("fn_name") else "stdin")
+        if kind in ("functional", "function_call"):
+            name = about.get("fn_name") or about.get("func_name")
+            if not name:
+                raise ValueError("a functional test without func_name, in the metadata, or fn_name")
+            yield _call(name, each["input"], each["output"], kind == "function_call" and isinstance(each["output"], list))
+        elif kind in ("stdin", "stdin_stdout"):
+            yield Test(_text(each["input"]), _text(each["output"]))
+        else:
+            raise ValueError(f"a test of the type {kind!r}; use stdin or functional")
+
+
+def _mapping(given: Any) -> Mapping[str, Any]:
+    loaded = _loaded(given) if given else {}
+    return loaded if isinstance(loaded, Mapping) else {}
+
+
+def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
+    """Arguments in a text are JSON, one in a line, and then the result is JSON, too."""
+    if isinstance(put, str):
+        put, got = (
+            [json.loads(line) for line in put.splitlines() if line.strip()],
+            json.loads(got) if isinstance(got, str) else got,
+        )
+    if not isinstance(put, list):
+        raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one in a line")
+    call = ["__call__", [["yours", str(name)], *(harness.encode(each, list) for each in put)], {}]
+    return Test(call=json.dumps(call), returned=got, in_list=in_list)
+
+
+def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
+    """Which names in them are the program's depends on the tests alone. Raises `ValueError` for what is no Python, and where no
+    name can be the program's."""
+    together = "\n".join([setup, *texts])
+    try:
+        tree = ast.parse(together)
+        top = symtable.symtable(together, "tests", "exec")
+    except SyntaxError as error:
+        raise ValueError(f"the tests are no Python: {error}") from error
+    bound = {each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported() or each.is_namespace()}
+    tables, free = [top], set[str]()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        free |= {each.get_name() for each in table.get_symbols() if each.is_referenced() and (table is top or each.is_global())}
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    names = {name for name in free - bound if not hasattr(builtins, name) and not name.startswith("__")}
+    modules = {name for name in names - called if name in sys.stdlib_module_names or name in _MODULES}
+    names -= modules
+    calls_check = bool(entry_point) and "check" in bound
+    if calls_check:
+        names |= set(re.findall(r"\A\w+", entry_point))
+    is_imported = re.search(r"^\s*(from|import) (solution|program)\b", together, re.MULTILINE)
+    if not names and not is_imported:
+        names = (free - bound) & called
+        if len(names) != 1:
+            raise ValueError("the tests call nothing of the program's; name the function in entry_point")
+    imports = "".join(f"import {_MODULES.get(name, name)} as {name}\n" for name in sorted(modules))
+    for text in texts:
+        whole = f"{imports}{setup}\n{text}\n" + (f"check({entry_point})\n" if calls_check else "")
+        runs = calls_check or any(map(_does_something, ast.parse(text).body))
+        yield Test(statements=json.dumps({"text": whole, "names": sorted(names), "runs": runs}))
+
+
+def _does_something(node: ast.stmt) -> bool:
+    """Other than define; what is below `if __name__ == "__main__":` is not run."""
+    if isinstance(node, ast.If):
+        return "__name__" not in ast.unparse(node.test)
+    defines = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    return not (isinstance(node, defines) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)))
 
 
 def _text(given: Any) -> str:
     """Data sets give several lines as a list, too."""
+    if given is None or isinstance(given, dict) or (isinstance(given, list) and any(isinstance(each, list) for each in given)):
+        raise TypeError(f"{given!r:.80} where a text is due")
     return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
     """What is wrong; empty when the program passes."""
-    if test.statements:
-        word = secrets.token_hex(16)
-        program, files = python(_HARNESS)
-        files |= {"program.py": source.encode("utf-8", "replace"), "tests.py": test.statements.encode("utf-8", "replace")}
-        ended = run(program, files, f"{word}\n".encode(), limits, means)
-        return "" if ended.exit_code == 0 and word.encode() in ended.stdout else _how_ended(ended, limits, "it ends too soon")
+    if test.statements or test.call:
+        program, files = python(Path(harness.__file__).read_text())
+        served = program, {**files, "program.py": source.encode("utf-8", "replace")}
+        if test.call:
+            limits = replace(limits, output_bytes=max(limits.output_bytes, 16 * len(json.dumps(test.returned))))
+            return _wrong_result(run(*served, test.call.encode() + b"\n", limits, means), test, limits)
+        first, second = run_pair(served, (program, {**files, "tests.json": test.statements.encode()}), limits, means)
+        try:
+            verdict = json.loads(second.stdout)
+        except ValueError:
+            return _how_ended(second, limits, "it ends too soon")
+        if verdict["refused"]:
+            raise BadReference("tests", verdict["refused"])
+        if verdict["gone"]:
+            return _how_ended(first, limits, "it ends too soon")
+        return "" if verdict["passed"] else str(verdict["problem"])[: 2 * _SHOWN_CHARACTERS]
+    limits = replace(limits, output_bytes=max(limits.output_bytes, 2 * len(test.stdout)))
     ended = run(*python(source), test.stdin.encode("utf-8", "replace"), limits, means)
     if ended.exit_code != 0:
         return _how_ended(ended, limits, "")
@@ -161,6 +295,50 @@ def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
     if _lines(printed) == _lines(test.stdout):
         return ""
     return f"prints {printed[:_SHOWN_CHARACTERS]!r}, not {test.stdout[:_SHOWN_CHARACTERS]!r}"
+
+
+def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
+    """The program's process has said what the call returned, and never had what is expected."""
+    try:
+        kind, *said = json.loads(ended.stdout)
+        if kind == "raise":
+            return f"{said[0][0]}: {said[1]}"[: 2 * _SHOWN_CHARACTERS]
+        result = _plain(said[0])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return _how_ended(ended, limits, "it ends too soon" if not ended.stdout else "returns what is no JSON")
+    if _same(result, test.returned) or (test.in_list and _same([result], test.returned)):
+        return ""
+    return f"returns {result!r:.80}, not {test.returned!r:.80}"
+
+
+def _plain(message: Any) -> Any:
+    """As JSON has it: tuples and arrays are lists, and keys are texts."""
+    match message:
+        case ["int", text]:
+            return int(text, 16)
+        case ["list" | "tuple", items]:
+            return [_plain(each) for each in items]
+        case ["array", listed]:
+            return _plain(listed)
+        case ["dict", pairs]:
+            return {key if isinstance(key, str) else json.dumps(_plain(key)): _plain(each) for key, each in pairs}
+        case list():
+            raise TypeError("no JSON")
+    return message
+
+
+def _same(result: Any, wanted: Any) -> bool:
+    """Numbers are equal by value, those expected with a fraction to a millionth; true and 1 are not the same."""
+    if isinstance(wanted, list) and isinstance(result, list):
+        return len(result) == len(wanted) and all(map(_same, result, wanted))
+    if isinstance(wanted, dict) and isinstance(result, dict):
+        return result.keys() == wanted.keys() and all(_same(result[key], wanted[key]) for key in wanted)
+    if isinstance(wanted, bool) or isinstance(result, bool) or not isinstance(wanted, int | float):
+        return type(result) is type(wanted) and bool(result == wanted)
+    if not isinstance(result, int | float):
+        return False
+    is_near = isinstance(wanted, float) and abs(result) < _LARGE and math.isclose(result, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    return is_near or result == wanted
 
 
 def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:

@@ -1,0 +1,345 @@
+"""The main program of two sandboxed processes: one runs a program and answers calls, the other runs its tests.
+
+What the tests expect is never in the program's process. In the process of the tests, each name of the program's stands for an
+object in the other one (`Remote`). Plain data travels as JSON with its types; everything else stays where it is, and is called
+from afar. This file imports nothing but Python's own library, since `code` copies its text into each sandbox.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import json
+import operator
+import os
+import re
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+_KINDS = (list, tuple, set, frozenset)
+_MADE = ("fractions.Fraction", "decimal.Decimal", "datetime.date", "datetime.datetime", "datetime.timedelta", "builtins.range")
+"""Types of plain data that travel as the arguments that make them again."""
+_PRELUDE = (
+    "typing",
+    "collections",
+    "itertools",
+    "functools",
+    "heapq",
+    "bisect",
+    "math",
+    "string",
+    "re",
+    "random",
+    "copy",
+    "json",
+)
+"""Modules whose names a function may use without an import, as at LeetCode."""
+_LARGE = 1 << 63
+
+
+def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
+    """JSON for plain data; `refer` gives that of any other object, or raises."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _LARGE:
+        return ["int", hex(value)]  # as decimal text its length is limited
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    for kind in _KINDS:
+        if isinstance(value, kind):
+            return [kind.__name__, [encode(each, refer) for each in value]]
+    if isinstance(value, dict):
+        return ["dict", [[encode(key, refer), encode(each, refer)] for key, each in value.items()]]
+    if isinstance(value, bytes):
+        return ["bytes", value.hex()]
+    if isinstance(value, complex):
+        return ["complex", [value.real, value.imag]]
+    if value is NotImplemented:
+        return ["nothing"]
+    kind_name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if kind_name in _MADE:
+        return ["made", kind_name, [encode(each, refer) for each in value.__reduce__()[1]]]
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        listed = encode(value.tolist(), refer)
+        return ["array", listed] if isinstance(listed, list) and listed[0] == "list" else listed
+    return refer(value)
+
+
+def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
+    """The value that `encode` was given; `resolve` finds the object behind what `refer` said. Raises for any other message."""
+    if not isinstance(message, list):
+        return message
+    match message:
+        case ["int", text]:
+            return int(text, 16)
+        case ["list" | "tuple" | "set" | "frozenset" as name, items]:
+            return getattr(builtins, name)(decode(each, resolve) for each in items)
+        case ["dict", pairs]:
+            return {decode(key, resolve): decode(each, resolve) for key, each in pairs}
+        case ["bytes", text]:
+            return bytes.fromhex(text)
+        case ["complex", [real, imaginary]]:
+            return complex(real, imaginary)
+        case ["nothing"]:
+            return NotImplemented
+        case ["array", listed]:
+            return importlib.import_module("numpy").array(decode(listed, resolve))
+        case ["made", name, arguments] if name in _MADE:
+            module, _, kind = name.partition(".")
+            return getattr(importlib.import_module(module), kind)(*(decode(each, resolve) for each in arguments))
+        case ["mine" | "yours" as whose, number]:
+            return resolve(whose, number)
+    raise ValueError("no message of the harness")
+
+
+class Peer:
+    """One end of the line. `find` gives an object by its name; `is_guarded`: the other end may look at what it is handed, not
+    into what that leads to."""
+
+    def __init__(self, reading: int, writing: int, find: Callable[[str], Any], *, is_guarded: bool) -> None:
+        self._reading, self._writing = os.fdopen(reading, "rb"), os.fdopen(writing, "wb")
+        self._find, self._is_guarded = find, is_guarded
+        self._shown, self._numbers, self._remotes = list[Any](), dict[int, int](), dict[Any, Remote]()
+        self.is_gone = False
+
+    def remote(self, number: Any) -> Remote:
+        return self._remotes.setdefault(number, Remote(self, number))
+
+    def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+        """Have the other end do it; what it changes in an argument is changed here."""
+        given = [self._encoded(each) for each in arguments], {name: self._encoded(each) for name, each in keywords.items()}
+        with contextlib.suppress(ConnectionError):  # the end of the other process is what is received then
+            self._send([operation, *given])
+        while (message := self._receive()) is not None:
+            kind, *rest = message
+            if kind == "value":
+                for each, after in zip((*arguments, *keywords.values()), rest[1] or (), strict=False):
+                    _renew(each, self._decoded(after))
+                return self._decoded(rest[0])
+            if kind == "raise":
+                raise _raised(rest[0], str(rest[1]), operation)
+            self._answer(kind, *rest)  # the program calls what it was handed
+        self.is_gone = True
+        raise EOFError("it ends too soon")
+
+    def serve(self) -> None:
+        """Answer until the other end is closed."""
+        while (message := self._receive()) is not None:
+            self._answer(*message)
+
+    def _answer(self, operation: str, arguments: list[Any], keywords: dict[str, Any]) -> None:
+        before = [*arguments, *keywords.values()]
+        reply: list[Any]
+        try:
+            given = [self._decoded(each) for each in arguments]
+            named = {name: self._decoded(each) for name, each in keywords.items()}
+            if self._is_guarded and operation in ("__getattr__", "__setattr__"):
+                is_ours = type(given[0]).__module__ == "tests" and isinstance(given[1], str)
+                if not is_ours or given[1].startswith("_"):
+                    raise AttributeError(given[1])
+            result = self._encoded(_OPERATIONS[operation](*given, **named))
+            after = [self._encoded(each) for each in (*given, *named.values())]
+            reply = ["value", result, after if after != before else None]
+        except BaseException as error:  # noqa: BLE001 - a call from afar: its caller raises it
+            reply = ["raise", [each.__name__ for each in type(error).__mro__], str(error)[:500]]
+        self._send(reply)
+
+    def _encoded(self, value: Any) -> Any:
+        return encode(value, self._refer)
+
+    def _refer(self, value: Any) -> list[Any]:
+        if isinstance(value, Remote):
+            return ["yours", value._line[1]]
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._shown)
+            self._shown.append(value)
+        return ["mine", self._numbers[id(value)]]
+
+    def _decoded(self, message: Any) -> Any:
+        return decode(message, self._resolve)
+
+    def _resolve(self, whose: str, number: Any) -> Any:
+        if whose == "mine":
+            return self.remote(number)
+        return self._find(number) if isinstance(number, str) else self._shown[number]
+
+    def _send(self, message: list[Any]) -> None:
+        self._writing.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        self._writing.flush()
+
+    def _receive(self) -> list[Any] | None:
+        try:
+            line = self._reading.readline()
+        except ConnectionError:
+            line = b""
+        return json.loads(line) if line else None
+
+
+class Remote:
+    """An object in the other process. It equals no plain data, whatever it says of itself."""
+
+    __slots__ = ("_line",)
+    _line: tuple[Peer, Any]
+
+    def __init__(self, peer: Peer, number: Any) -> None:
+        object.__setattr__(self, "_line", (peer, number))
+
+
+_BINARY = ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "__call__": operator.call,
+    "__getattr__": getattr,
+    "__setattr__": setattr,
+    "__len__": len,
+    "__iter__": iter,
+    "__next__": next,
+    "__bool__": bool,
+    "__str__": str,
+    "__repr__": repr,
+    "__hash__": hash,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+    "__delitem__": operator.delitem,
+    "__instancecheck__": lambda kind, value: isinstance(value, kind),
+    **{f"__{name.strip('_')}__": getattr(operator, name) for name in _BINARY},
+}
+
+
+def _forwarded(operation: str, *, among_remotes: bool) -> Callable[..., Any]:
+    def forwarded(self: Remote, /, *arguments: Any, **keywords: Any) -> Any:
+        if among_remotes and not isinstance(arguments[0], Remote):
+            return NotImplemented if operation != "__instancecheck__" else False
+        return self._line[0].ask(operation, self, *arguments, **keywords)
+
+    return forwarded
+
+
+for _operation in _OPERATIONS:
+    _is_binary = _operation == "__instancecheck__" or _operation.strip("_") in {name.strip("_") for name in _BINARY}
+    setattr(Remote, _operation, _forwarded(_operation, among_remotes=_is_binary))
+
+
+def _renew(given: Any, after: Any) -> None:
+    if isinstance(given, list) and isinstance(after, list):
+        given[:] = after
+    elif (isinstance(given, dict) and isinstance(after, dict)) or (isinstance(given, set) and isinstance(after, set)):
+        given.clear()
+        given.update(after)
+
+
+def _raised(names: list[str], text: str, operation: str) -> BaseException:
+    """The built-in exception that is nearest to the program's. The end of an iteration is none but for who iterates."""
+    for name in names:
+        kind = getattr(builtins, str(name), None)
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            if kind is StopIteration and operation != "__next__":
+                break
+            try:
+                return kind(text)
+            except TypeError:
+                continue
+    return RuntimeError(text)
+
+
+def _quiet() -> tuple[int, int]:
+    """Standard input and output, moved to where no print goes."""
+    line = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    return line
+
+
+def _module(name: str) -> types.ModuleType:
+    sys.modules[name] = types.ModuleType(name)
+    return sys.modules[name]
+
+
+def _serve() -> None:
+    peer, program = Peer(*_quiet(), lambda name: find(name), is_guarded=False), vars(_module("program"))
+    with open("program.py", encoding="utf-8") as file:
+        source = file.read()
+    words = set(re.findall(r"\w+", source))
+    for name in _PRELUDE:
+        module = importlib.import_module(name)
+        known = {
+            name: module,
+            **{each: getattr(module, each) for each in getattr(module, "__all__", dir(module)) if each[0] != "_"},
+        }
+        for each in known.keys() & words - vars(builtins).keys():
+            setattr(builtins, each, known[each])
+    ended = ""
+    try:
+        exec(compile(source, "program.py", "exec"), program)
+    except SystemExit:
+        ended = "it ends too soon, with "
+
+    def find(name: str) -> Any:
+        if name in program:
+            return program[name]
+        if "Solution" in program and hasattr(program["Solution"], name):
+            return getattr(program["Solution"](), name)
+        raise NameError(f"{ended}no {name}")
+
+    peer.serve()
+
+
+def _check() -> None:
+    reading, writing = _quiet()
+    with open("tests.json", encoding="utf-8") as file:
+        order = json.load(file)
+    peer = Peer(reading, os.dup(reading), lambda name: None, is_guarded=True)
+
+    def named(name: str) -> Remote:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return peer.remote(name)
+
+    for name in ("program", "solution"):
+        vars(_module(name))["__getattr__"] = named
+    tests = vars(_module("tests"))
+    tests.update({name: peer.remote(name) for name in order["names"]})
+    verdict = {"passed": False, "refused": "", "problem": ""}
+    try:
+        exec(compile(order["text"], "tests.py", "exec"), tests)
+        verdict["refused"] = "" if order["runs"] else _collected(tests)
+        verdict["passed"] = not (peer.is_gone or verdict["refused"])
+    except BaseException as error:  # noqa: BLE001 - the process boundary
+        if isinstance(error, ImportError | NameError) and error.name:  # the program's have no name
+            verdict["refused"] = f"the tests raise {type(error).__name__}: {error}"
+        verdict["problem"] = f"{type(error).__name__}: {error}".removesuffix(": ")
+    os.write(writing, json.dumps({**verdict, "gone": peer.is_gone}).encode())
+
+
+def _collected(tests: dict[str, Any]) -> str:
+    """Run functions, methods and test cases as pytest would; why that cannot be, otherwise. Raises what they raise."""
+    runs = list[Callable[[], Any]]()
+    for name, value in list(tests.items()):
+        own = getattr(value, "__module__", None) == "tests" and not isinstance(value, Remote)
+        if (
+            own
+            and isinstance(value, type)
+            and "unittest" in sys.modules
+            and issubclass(value, sys.modules["unittest"].TestCase)
+        ):
+            cases = sys.modules["unittest"].defaultTestLoader.loadTestsFromTestCase(value)
+            runs += [case.debug for case in cases]
+        elif own and isinstance(value, type) and name.startswith("Test"):
+            runs += [getattr(value(), each) for each in dir(value) if each.startswith("test")]
+        elif own and isinstance(value, types.FunctionType) and name.startswith("test"):
+            runs.append(value)
+    for run in runs:
+        code = getattr(run, "__code__", None) or getattr(getattr(run, "__func__", None), "__code__", None)
+        if code and code.co_argcount > isinstance(run, types.MethodType) + len(run.__defaults__ or ()):
+            return f"{code.co_name} takes arguments, as pytest's fixtures and parameters would give it; call it in the tests"
+        run()
+    return "" if runs else "nothing in the tests is run; call it, or name what check(candidate) gets in entry_point"
+
+
+if __name__ == "__main__":
+    try:
+        _serve() if os.path.exists("program.py") else _check()
+    finally:
+        sys.stderr.flush()
+    os._exit(0)
