@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from pipelinerl.bus.jetstream import Bus
@@ -127,6 +126,22 @@ class ServingGate:
 def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
     """Made by a later trainer, or by the same after more optimizer steps. Pure."""
     return (one.incarnation, one.number) > (other.incarnation, other.number)
+
+
+class EpisodeSalt:
+    """The cache salt of an episode: that of its first turn that decodes, so that later turns find what it has cached."""
+
+    def __init__(self, gate: ServingGate) -> None:
+        self._gate, self._kept, self._is_kept = gate, "", False
+
+    def __call__(self) -> str:
+        if not self._is_kept:
+            self._kept = self._gate.cache_salt
+        return self._kept
+
+    def keep(self, made: Generation) -> Generation:
+        self._is_kept = self._is_kept or bool(len(made.completion_token_ids))
+        return made
 
 
 class GenerationLoop:
@@ -291,7 +306,7 @@ class GenerationLoop:
     async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
         """The finished episode, a failed one with its reason, or None: interrupted, with its record kept."""
         index, began_s = start.sample_index, time.monotonic()
-        salt = cache(lambda: self._gate.cache_salt)  # of the first turn that decodes: later ones find what it has cached
+        salt = EpisodeSalt(self._gate)
         if self._episodes is None or group.task not in self._episodes.tasks:
             failure = (
                 f"unknown_task: {group.task!r:.100} is no episodic task of this actor's recipe; give it the trainer's recipe"
@@ -301,7 +316,7 @@ class GenerationLoop:
         async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
             seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
             name = f"{group.sequence_id(index)}.{number}"
-            made = await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt()))
+            made = salt.keep(await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt)))
             self._held.count_turn(group, index, len(made.completion_token_ids))
             return made
 
@@ -353,7 +368,7 @@ class GenerationLoop:
         def request() -> GenerationRequest:
             nonlocal started
             started = time.monotonic()
-            return request_of(group, start, self._gate.cache_salt)
+            return request_of(group, start, lambda: self._gate.cache_salt)
 
         generation = await self._generated(request)
         sample, carried = continued(start, generation, time.monotonic() - started), len(start.completion_token_ids)
