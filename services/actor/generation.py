@@ -24,6 +24,7 @@ from pipelinerl.messages.sequences import (
     decode_group,
     remains_of_group,
 )
+from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes as a
@@ -240,7 +241,7 @@ class GenerationLoop:
         try:
             group = decode_group(delivery.payload, expected_run=self._bus.run)
         except MessageError as error:
-            log.error("a prompt group is set aside: %s", error)
+            log.error("a prompt group is set aside: %s", error, extra=AGGREGATED)
             self._metrics.bad_messages.labels("prompt_group").inc()
             remains = remains_of_group(delivery.payload, run=self._bus.run)
             await self._give_up(remains, delivery, f"unreadable_group: {error}")

@@ -24,6 +24,7 @@ from pipelinerl.messages.sequences import (
     encode_group,
     spans_from_proto,
 )
+from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.lifecycle import Readiness, StartStopped
 from pipelinerl.service.logs import LogContext
