@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from pipelinerl.bus.link import read_login, tls_context
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.cli import main
 from pipelinerl.errors import ServiceError
+from pipelinerl.initial_model import is_complete
 from pipelinerl.local.ending import finish
 from pipelinerl.local.metrics import targets_of
 from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, living, session_pids
@@ -341,6 +343,23 @@ async def test_an_interrupt_while_the_initial_model_is_built(tmp_path: Path) -> 
         ending = await task
     assert (ending.interrupted, ending.exit_code) == (True, 130)
     assert not any((tmp_path / "cache" / "models").iterdir())
+
+
+async def test_a_cache_that_is_removed_under_a_run_is_made_again_for_an_actor_that_restarts(tmp_path: Path) -> None:
+    run, cache = Run(tmp_path / "run", recipe(100_000, source="smollm2"), {"FAKE_MODEL_S": "0"}), tmp_path / "cache"
+    async with running(run) as ending:
+        actor = (await run.until_step(1))["actor-0"]
+        (built,) = (cache / "models").glob("[!.]*")
+        shutil.rmtree(cache)
+        os.kill(actor, signal.SIGKILL)
+        await until_pid_changes(run, "actor-0", actor)
+        assert is_complete(built)
+        assert (cache / "inductor").is_dir()
+        said = f"{built} has been removed: the initial model is made again, which a service needs to start"
+        assert run.printed.getvalue().count(said) == 1
+        assert "warmstart" not in run.pids()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (await ending).error is None
 
 
 # Ctrl-C: a runner of its own, as a user has it in a terminal.

@@ -20,10 +20,23 @@ from tests.unit.builders import make_group, make_sequence
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving, stop_during_step, training_run
 
 
-async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summary(tmp_path: Path) -> None:
+async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if all actors are gone by then."""
+    gone = asyncio.Event()
+
+    async def without_actors() -> None:
+        await gone.wait()
+        raise ServiceError("no actor is left")
+
     async with training_run(tmp_path) as (run, policy), asyncio.timeout(60):
+        run.updater.run = without_actors  # type: ignore[method-assign]
         running = await stop_during_step(run, policy)
         while not (tmp_path / "summary.json").exists():
+            await asyncio.sleep(0.01)
+        gone.set()
+        while "while the run stops: no actor is left" not in caplog.text:
             await asyncio.sleep(0.01)
         assert not any("checkpoint" in call for call in policy.calls)
         began_s = run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
