@@ -65,8 +65,8 @@ AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Passes one line of a kind every `AGGREGATE_S`, for lines that others can cause: of bad HTTP requests, and `AGGREGATED`. The
-    next one that passes says how many were left out. A kind is a logger and its text before values are filled in."""
+    """Passes one line of a kind every `AGGREGATE_S`, for lines that others can cause: of bad HTTP requests, and `AGGREGATED`.
+    The next one that passes says how many were left out. A kind is a logger and its text before values are filled in."""
 
     def __init__(self) -> None:
         super().__init__()

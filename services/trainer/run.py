@@ -221,12 +221,11 @@ class TrainingRun:
         if self.loop.version == self._start.version and self.loop.waiting_for:
             return  # nothing was trained since the checkpoint that this trainer started from
         self.recorder.write_summary(finished=False)  # whoever stops this process may not wait for the rest
-        within_s, began_s = self._settings.stop_checkpoint_s, time.monotonic()
+        within_s = self._settings.stop_checkpoint_s
         log.info("stopping: the step under way is ended and a checkpoint written first, within %g s", within_s)
         try:
             async with asyncio.timeout(within_s):
                 await self._publish_last()
-            log.info("stopped at version %d, which is on disk after %.1f s", self.loop.version, time.monotonic() - began_s)
         except TimeoutError:
             log.warning("no checkpoint of version %d yet after %.1f s", self.loop.version, within_s)
         except ServiceError as error:

@@ -153,9 +153,9 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(tmp_path: Pat
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, LINGERS)
         assert not json.loads((tmp_path / "summary.json").read_text())["interrupted"]
-        run.intake.failures["engine"] = "engine: refused"
+        run.intake.failures["engine"], run.feeder.refused["prompt too long"] = "engine: refused", "prompt too long: problem 1"
         status = run.recorder.status()
-        assert (status.phase, status.message, dict(status.failures)) == (FINISHED, "", {"engine": "engine: refused"})
+        assert (status.phase, status.message, dict(status.failures)) == (FINISHED, "", run.intake.failures | run.feeder.refused)
         assert run.recorder.metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
         assert [step async for step in run.recorder.feed.read(0)] == []
         written = await run.loop.request_checkpoint()
