@@ -118,10 +118,21 @@ def free_bytes(folder: Path) -> int:
 
 def checkpoint_bytes(run: RunDir) -> int:
     """Size of the newest complete checkpoint; 0 without one, and of one that the trainer is removing."""
+    found = resumable(run.path)
+    return _bytes_in(found[max(found)].parent.parent) if found else 0
+
+
+def checkpoint_under_way(run: RunDir) -> tuple[int, int] | None:
+    """Version and bytes so far of the checkpoint that is being written."""
+    for folder in run.checkpoints.glob(".step-*.partial-*"):
+        version = folder.name.removeprefix(".step-").partition(".")[0]
+        return int(version), _bytes_in(folder)
+    return None
+
+
+def _bytes_in(folder: Path) -> int:
     try:
-        found = resumable(run.path)
-        files = found[max(found)].parent.parent.rglob("*") if found else ()
-        return sum(path.stat().st_size for path in files if path.is_file())
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except FileNotFoundError:
         return 0
 
@@ -250,8 +261,12 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Replaces a text file at once."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def resumable(run_dir: Path) -> dict[int, Path]:

@@ -25,7 +25,7 @@ from pipelinerl.page.data import report_data
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.ledger import MEANINGS
-from pipelinerl.run_dir import RunDir, check_folder, read_json, trainer_starts, write_json
+from pipelinerl.run_dir import RunDir, check_folder, newest_checkpoint, read_json, trainer_starts, write_json, write_whole
 from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
@@ -36,7 +36,7 @@ SAMPLES_READ = 64
 def write_report(run_dir: Path) -> Path:
     """Writes `run_dir`/report.html and returns its path. Raises `FieldError` when the folder is not a run's."""
     report = run_dir / "report.html"
-    report.write_text(report_of(run_dir), encoding="utf-8")
+    write_whole(report, report_of(run_dir))
     return report
 
 
@@ -101,13 +101,17 @@ class Ending:
 
 def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
     """Completes the run directory, says what came of the run (on standard output and error), returns the exit code."""
-    summary = complete_summary(recipe, run_dir, ending)
-    write_json(run_dir.summary, summary)
-    write_report(run_dir.path)
-    with contextlib.suppress(OSError):  # nobody reads it; how the run ended stands
-        print("\n".join(closing_lines(summary, run_dir, ending)), flush=True)
     if ending.error is not None:
         print(f"pipelinerl: the run failed: {ending.error}", file=sys.stderr, flush=True)
+    summary = complete_summary(recipe, run_dir, ending)
+    try:
+        write_json(run_dir.summary, summary)
+        write_report(run_dir.path)
+    except OSError as error:
+        fix = "free some room, and run pipelinerl report on the folder"
+        print(f"pipelinerl: summary and report in {run_dir.path} are not written ({error.strerror}): {fix}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody reads it; how the run ended stands
+        print("\n".join(closing_lines(summary, run_dir, ending)), flush=True)
     return ending.exit_code
 
 
@@ -126,13 +130,20 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
         f"{ending.how} after {duration(ending.wall_s)}{since}: {number(summary.get('steps'))} optimizer steps",
         *_figures(summary),
         *_losses(summary),
-        f"  report             {run_dir.report}",
     ]
+    if run_dir.report.is_file():
+        lines.append(f"  report             {run_dir.report}")
     if run_dir.checkpoint.is_dir():
         lines.append(f"  checkpoint         {run_dir.checkpoint}")
     # of a user's mistake nothing goes on before it is put right
     if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED) and run_dir.identity.is_file():
         lines.append(f"  go on with         pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
+        version, steps = newest_checkpoint(run_dir.path), summary.get("steps") or 0
+        if version is None:
+            lines.append("  no checkpoint was written: --resume would begin at version 0")
+        else:
+            again = f"; {counted(steps - version, 'step')} after it would be taken again" if steps > version else ""
+            lines.append(f"  --resume goes on from the checkpoint of version {version}{again}")
     return lines
 
 

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.local.die_with_parent import guarded
-from pipelinerl.run_dir import RunDir
+from pipelinerl.run_dir import RunDir, check_folder
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR, MISTAKE
 from pipelinerl.service.logs import printable
 from pipelinerl.service.retry import Backoff
@@ -392,6 +392,7 @@ def lives(pid: int, folder: Path) -> bool:
 
 def running_pids(run_dir: RunDir) -> dict[str, int]:
     """As `living`. Raises `FieldError` when no run is going on there."""
+    check_folder(run_dir.path, "--run-dir")
     if pids := living(run_dir):
         return pids
     known = run_dir.pids.exists()

@@ -100,6 +100,8 @@ class RunState:
     restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
     """Address of the live page; empty where there is none (yet)."""
+    stopping: bool = False
+    """It has been told to stop, or has failed, and its processes are being ended."""
     ended: bool = False
     moved_s: float = 0.0
     """Seconds after the runner's start when the newest step was heard of."""
@@ -164,7 +166,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
     """For how long there has been no step, and what the services say meanwhile; empty before it is a minute, and three
     times what a step takes."""
     quiet_s = elapsed_s - state.moved_s
-    if state.ended or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
+    if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
     serving = sum(phase_of(actor) == "serving" for actor in state.actors.values())
     others = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
@@ -174,6 +176,16 @@ def silence(state: RunState, elapsed_s: float) -> str:
     if state.sequences:
         told.append(f"sequences {_sequences_text(state.sequences)}")
     return " | ".join(told)
+
+
+def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> str:
+    """How far a checkpoint is that has been written for `passed_s`. `written` and `total`: bytes; total 0 = unknown."""
+    unit, name = (1e9, "GB") if max(written, total) >= 1e9 else (1e6, "MB")
+    text = f"writing the checkpoint of version {version}: {written / unit:,.0f}"
+    if total <= written:
+        return f"{text} {name}, {duration(passed_s)} passed"
+    left = f", {duration(passed_s * (total - written) / written)} left" if written and passed_s >= 1 else ""
+    return f"{text} of {total / unit:,.0f} {name}{left}"
 
 
 def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
@@ -308,8 +320,10 @@ class Display(contextlib.AbstractContextManager["Display"]):
         if state.step > self._shown_step and due:
             self._shown_step, self._shown_at_s = state.step, elapsed_s
             self.note(plain_line(state, elapsed_s))
-        phase_due = elapsed_s - self._phase_at_s >= min(_PHASE_EVERY_S, self._every_s)
-        if not state.heard_s and state.phase not in (self._shown_phase, self._noted) and phase_due:
+        every_s = self._every_s if state.stopping else min(_PHASE_EVERY_S, self._every_s)
+        is_shown = not state.ended if state.stopping else not state.heard_s
+        is_new = state.phase not in (self._shown_phase, self._noted)
+        if is_shown and is_new and elapsed_s - self._phase_at_s >= every_s:
             self._shown_phase, self._phase_at_s = state.phase, elapsed_s
             self.note(state.phase)
         if state.moved_s != self._quiet_from_s:

@@ -1,6 +1,7 @@
 """One run on this machine, from NATS to the trainer's end: starts the services in order, keeps them going, stops them in order.
 
-Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: trainer, actors, verifier, NATS. Like the pods of
+Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: the trainer, which writes its checkpoint, for
+minutes where that is large; meanwhile the actors, then the verifier; NATS, which all of them need, at the end. Like the pods of
 a Deployment, a process that ends is started again, a bounded number of times in a row, each time later, and an exit code of 0
 is no reason to stay away; only the trainer's summary is, which says that the run is finished. Trains nothing itself, and
 writes nothing of how the run went: `ending` does.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import tempfile
@@ -21,6 +23,7 @@ from itertools import count as numbers
 from pathlib import Path
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, counted
+from pipelinerl.initial_model import is_built, is_complete
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.following import background, follow_trainer, watch_actors
 from pipelinerl.local.metrics import RunnerMetrics, runner_http
@@ -37,8 +40,16 @@ from pipelinerl.local.processes import (
     raise_open_files,
     service_of,
 )
-from pipelinerl.local.progress import Display, RunState
-from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads, private_files
+from pipelinerl.local.progress import Display, RunState, checkpoint_text, duration
+from pipelinerl.local.services import (
+    COMMANDS,
+    ServiceLaunches,
+    available_cores,
+    initial_model,
+    plan_threads,
+    private_files,
+    restore_compiled,
+)
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.recipe.model_folder import known_parameters
@@ -49,6 +60,7 @@ from pipelinerl.run_dir import (
     MOST_ACTORS,
     RESERVE_BYTES,
     RunDir,
+    checkpoint_under_way,
     free_bytes,
     newest_checkpoint,
     next_checkpoint_bytes,
@@ -56,17 +68,19 @@ from pipelinerl.run_dir import (
     write_json,
     write_whole,
 )
+from pipelinerl.run_dir import checkpoint_bytes as written_bytes
 from pipelinerl.run_summary import is_finished, read_jsonl
 from pipelinerl.service.lifecycle import EXIT_FAILURE
 from pipelinerl.service.logs import printable
-from pipelinerl.service.settings import ServiceAddress
+from pipelinerl.service.settings import ServiceAddress, TrainerSettings
 from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
 STOP_WITHIN_S = 12.0
-"""Of the 15 s a user waits at most after Ctrl-C; the rest is for summary and report."""
+"""For all that has nothing to save, after Ctrl-C; and for the trainer beyond its checkpoint."""
+STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"warmstart": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
-"""What must be left, of `STOP_WITHIN_S`, for those that stop later: they stop in this order."""
+"""What must be left, of `STOP_WITHIN_S`, for those that stop later."""
 _NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
 _REFRESH_S = 0.5
 _DISK_S = 1.0
@@ -84,8 +98,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
-    """Seconds that `trainer`, `actor`, `verifier`, `nats` or `warmstart` gets before it is killed: what is left of the
-    `within_s` that all share, less what those that stop later need. Pure."""
+    """Seconds that `actor`, `verifier`, `nats`, `warmstart`, or a trainer without anything to save, gets before it is killed:
+    what is left of the `within_s` that all share, less what those that stop later need. Pure."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
@@ -132,6 +146,15 @@ class LocalRun:
         """What was warned of."""
         self._interrupts = 0
         self._stop_by_s: float | None = None
+        self._writing_since: tuple[int, float] | None = None
+        """Version of the checkpoint that the stop waits for, and when its writing was first seen."""
+        self._making_model = asyncio.Lock()
+        self._first_checkpoint = checkpoint_bytes(self.recipe, known_parameters(self.recipe.model))
+        given = self.environment.get(STOP_CHECKPOINT) or TrainerSettings.model_fields["stop_checkpoint_s"].default
+        try:
+            self._checkpoint_within_s = float(given)
+        except ValueError:
+            raise FieldError(STOP_CHECKPOINT, given, "give a number of seconds") from None
         self._trainer_address: ServiceAddress | None = None
         threads = plan_threads(
             available_cores(),
@@ -146,9 +169,6 @@ class LocalRun:
 
     async def run(self) -> Ending:
         """Waits for the run's end and says how it ended; by then every process is gone. Raises only for our own bugs."""
-        write_whole(self.run_dir.recipe, recipe_yaml(self.recipe))
-        self._nats_security = self.run_dir.credentials.make(self.run_dir.name)
-        self._certificates = read_certificates(self.run_dir.credentials.tls_dir, "client")
         begun = newest_checkpoint(self.run_dir.path) or 0
         for record in read_jsonl(self.run_dir.metrics) if begun else ():
             if (record.get("step") or 0) <= begun:
@@ -161,10 +181,8 @@ class LocalRun:
             except asyncio.CancelledError:
                 if not self._interrupts:
                     raise
-            except PipelineRLError as raised:
-                error = raised
-            except ExceptionGroup as raised:
-                error = _only_ours(raised)
+            except (PipelineRLError, OSError, ExceptionGroup) as raised:
+                error = self._only_ours(raised)
         ending = Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error, begun)
         for record in read_jsonl(self.run_dir.metrics):  # steps that the trainer could no longer tell of
             if (record.get("step") or 0) > self._state.step:
@@ -174,6 +192,9 @@ class LocalRun:
         return ending
 
     async def _work(self) -> None:
+        write_whole(self.run_dir.recipe, recipe_yaml(self.recipe))
+        self._nats_security = self.run_dir.credentials.make(self.run_dir.name)
+        self._certificates = read_certificates(self.run_dir.credentials.tls_dir, "client")
         raise_open_files()
         async with AsyncExitStack() as stack:
             try:
@@ -185,8 +206,9 @@ class LocalRun:
             self._launches.environment = private_files(self.environment, Path(folder))
             await stack.enter_async_context(background(self._refresh()))
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
-            for kind in reversed(_RESERVED_S):
-                stack.push_async_callback(self._stop, kind)
+            stack.push_async_callback(self._stop, NATS)
+            stack.push_async_callback(self._stop_services)
+            stack.push_async_callback(self._stop, "warmstart")
             nats = await self._start_nats()
             self._launches.model_dir = await initial_model(self.recipe, self._launches, self._process, self._set_phase)
             verifier = await self._start_verifier()
@@ -218,9 +240,10 @@ class LocalRun:
 
     async def _watch_disk(self) -> None:
         """Runs until cancelled. Raises `ServiceError` when the disk has no room left for one more checkpoint."""
-        first = checkpoint_bytes(self.recipe, known_parameters(self.recipe.model))
         while True:
-            needed = self.reserve_bytes + next_checkpoint_bytes(self.run_dir, self.recipe.checkpoint.keep, first)
+            needed = self.reserve_bytes + next_checkpoint_bytes(
+                self.run_dir, self.recipe.checkpoint.keep, self._first_checkpoint
+            )
             free = free_bytes(self.run_dir.path)
             if free < needed:
                 raise ServiceError(
@@ -277,17 +300,54 @@ class LocalRun:
             if self._stop_by_s is None:  # the run goes on without it
                 self._forget(launch.name)
 
+    async def _stop_services(self) -> None:
+        async def beside_the_checkpoint() -> None:
+            await self._stop("actor")
+            await self._stop("verifier")
+
+        await asyncio.gather(self._stop(TRAINER), beside_the_checkpoint())
+
     async def _stop(self, kind: str) -> None:
         """Terminates the processes of that kind, those that are being scaled away included."""
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
         within_s = _ENDED_GRACE_S
         if any(process.returncode is None for process in running):
-            if self._stop_by_s is None:  # the time to stop begins now, or began with Ctrl-C
-                self._stop_by_s = time.monotonic() + self.stop_within_s
-            within_s = grace_s(kind, self._stop_by_s - time.monotonic(), self.stop_within_s)
+            stop_by_s = self._begin_to_stop()  # unless Ctrl-C has
+            if kind == NATS:  # the trainer's checkpoint may have taken its time
+                stop_by_s = max(stop_by_s, time.monotonic() + self.stop_within_s / 4)
+            within_s = grace_s(kind, stop_by_s - time.monotonic(), self.stop_within_s)
+            if kind == TRAINER and self.run_dir.address(TRAINER).is_file():  # before, it has nothing to save
+                within_s = self._checkpoint_within_s + self.stop_within_s
         await asyncio.gather(*(process.terminate(within_s) for process in running))
         if kind == NATS:
             self.run_dir.address(NATS).unlink(missing_ok=True)
+
+    def _begin_to_stop(self) -> float:
+        """When all that has nothing to save has to be gone."""
+        if self._stop_by_s is None:
+            self._stop_by_s = time.monotonic() + self.stop_within_s
+            trainer = self._processes.get(TRAINER)
+            if self._interrupts or (trainer is not None and trainer.returncode is None):
+                self._state.stopping = True
+                self._note("stopping; Ctrl-C again to kill at once, without a checkpoint of the last steps")
+        return self._stop_by_s
+
+    def _show_stopping(self) -> None:
+        """Shows what the stop waits for: a checkpoint's bytes, or the step before it."""
+        assert self._stop_by_s is not None, "it stops"
+        now_s, trainer = time.monotonic(), self._processes.get(TRAINER)
+        phase, passed_s = "stopping", now_s - self._stop_by_s + self.stop_within_s
+        if trainer is None or trainer.returncode is not None:
+            pass
+        elif (under_way := checkpoint_under_way(self.run_dir)) is None:
+            phase = f"stopping: the trainer ends its step and writes a checkpoint, {duration(passed_s)} passed"
+        else:
+            version, written = under_way
+            if self._writing_since is None or self._writing_since[0] != version:
+                self._writing_since = version, now_s
+            total = written_bytes(self.run_dir) or self._first_checkpoint
+            phase = f"stopping: {checkpoint_text(version, written, total, now_s - self._writing_since[1])}"
+        self._set_phase(phase)
 
     # Restarts.
 
@@ -296,12 +356,24 @@ class LocalRun:
 
     async def _start(self, service: Service) -> ServiceProcess:
         """Raises `ServiceError` when the command cannot be executed."""
+        if service_of(service.name) in ("actor", TRAINER):
+            await self._restore_cache()
         process = await service.start()
         self._processes[service.name] = process
         self._write_pids()
         if service.name == NATS:
             self._announce_nats()
         return process
+
+    async def _restore_cache(self) -> None:
+        """Makes what a service needs of the cache again, if somebody has removed it. Raises `ServiceError` where that fails."""
+        async with self._making_model:  # several services may start at once
+            restore_compiled(self._launches.environment)
+            model = Path(self._launches.model_dir)
+            if is_built(self.recipe.model) and not is_complete(model):
+                self._note(f"{model} has been removed: the initial model is made again, which a service needs to start")
+                make = initial_model(self.recipe, self._launches, self._process, self._set_phase)
+                self._launches.model_dir = await make
 
     async def _keep(self, service: Service) -> None:
         """Waits for the process to end and starts the next one, until the run is finished.
@@ -435,6 +507,8 @@ class LocalRun:
 
     async def _refresh(self) -> None:
         while True:
+            if self._state.stopping:
+                self._show_stopping()
             self._show()
             self._tell_once()
             for name in list(self._processes):  # it changes while this waits
@@ -506,19 +580,22 @@ class LocalRun:
             for process in self._processes.values():
                 process.kill()
         elif self._stop_by_s is None:
-            self._set_phase("stopping; Ctrl-C again to kill at once")
-            self._note(self._state.phase)
-            self._stop_by_s = time.monotonic() + self.stop_within_s
+            self._begin_to_stop()
             self._running.cancel()
 
+    def _only_ours(self, raised: Exception) -> PipelineRLError:
+        """The first of our own errors, or the full disk, in what was raised. Raises that when it is another, a bug."""
+        group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
+        ours, others = group.split(lambda error: isinstance(error, PipelineRLError) or _tells_of_a_full_disk(error))
+        if ours is None or others is not None:
+            raise raised
+        leaf: BaseException = ours
+        while isinstance(leaf, BaseExceptionGroup):
+            leaf = leaf.exceptions[0]
+        if isinstance(leaf, PipelineRLError):
+            return leaf
+        return ServiceError(f"{self.run_dir.path} is on a disk that is full ({leaf}); free some room, and go on")
 
-def _only_ours(group: ExceptionGroup) -> PipelineRLError:
-    """The first of our own errors in the group. Raises the group when it holds anything else, which is a bug."""
-    ours, others = group.split(PipelineRLError)
-    if ours is None or others is not None:
-        raise group
-    leaf: BaseException = ours
-    while isinstance(leaf, BaseExceptionGroup):
-        leaf = leaf.exceptions[0]
-    assert isinstance(leaf, PipelineRLError)
-    return leaf
+
+def _tells_of_a_full_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

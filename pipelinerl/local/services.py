@@ -107,6 +107,13 @@ def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str
     return {"GLOO_SOCKET_IFNAME": "lo", **environment, "TMPDIR": str(folder)}
 
 
+def restore_compiled(environment: Mapping[str, str]) -> None:
+    """Makes the folder anew that `private_files` links to, if it has been removed. Torch cannot make it through the link."""
+    for link in Path(environment["TMPDIR"]).glob("torchinductor_*"):
+        with contextlib.suppress(OSError):
+            link.readlink().mkdir(0o700, parents=True, exist_ok=True)
+
+
 COMMANDS = {
     "verifier": (sys.executable, "-m", "services.verifier"),
     "trainer": (sys.executable, "-m", "services.trainer"),

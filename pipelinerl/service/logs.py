@@ -11,12 +11,13 @@ import json
 import logging
 import math
 import re
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
-    *("message", "asctime", "color_message", "taskName"),
+    *("message", "asctime", "color_message", "taskName", "aggregated"),
     "vllm_process_name",  # vLLM puts it into every record of the process
 }
 _LEAST_LEVEL = {
@@ -50,11 +51,37 @@ class LogContext:
 def configure_logging(context: LogContext, *, log_format: Literal["text", "json"] = "text", level: str = "info") -> None:
     """Sends the root logger to standard error in one format, replacing its handlers."""
     handler = logging.StreamHandler()
+    handler.addFilter(RepetitionFilter())
     handler.setFormatter(ContextFormatter(context, log_format))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
     for name, least in _LEAST_LEVEL.items():
         logging.getLogger(name).setLevel(least)
+
+
+AGGREGATED = {"aggregated": True}
+"""`extra` of a line that others can cause as often as they like."""
+AGGREGATE_S = 60.0
+
+
+class RepetitionFilter(logging.Filter):
+    """Passes one line of a kind every `AGGREGATE_S`, for lines that others can cause: of bad HTTP requests, and `AGGREGATED`.
+    The next one that passes says how many were left out. A kind is a logger and its text before values are filled in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info or not (record.name == "uvicorn.error" or getattr(record, "aggregated", False)):
+            return True
+        kind, now_s = (record.name, str(record.msg)), time.monotonic()
+        passed_at_s, left_out = self._passed.get(kind, (-math.inf, 0))
+        passes = now_s - passed_at_s >= AGGREGATE_S
+        self._passed[kind] = (now_s, 0) if passes else (passed_at_s, left_out + 1)
+        if passes and left_out:
+            record.msg = f"{record.msg} ({left_out} more of this kind came before)"
+        return passes
 
 
 def take_over(*libraries: str) -> None:

@@ -96,7 +96,10 @@ class TrainerSettings(PolicySettings):
     run_dir: Path = Field(description="metrics.jsonl, checkpoint/ and samples go here.")
     expected_actors: int = Field(1, ge=0, description="Actors to wait for before the first step.")
     stop_checkpoint_s: float = Field(
-        4.5, gt=0, description="Seconds that a trainer told to stop takes for its step under way and a checkpoint, at most."
+        3600.0,
+        gt=0,
+        description="Seconds that a trainer told to stop takes for its step under way and a checkpoint, at most. What stops "
+        "its process must wait longer; a local run does.",
     )
     linger: bool = Field(
         False,

@@ -16,7 +16,6 @@ import uuid
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
-from functools import cache
 
 import grpc
 import numpy as np
@@ -70,7 +69,7 @@ from services.actor.episodes.formats import chat_format_of
 from services.actor.episodes.rendering import Rendering
 from services.actor.episodes.running import NO_TURNS, EpisodeRunner, verdict_of
 from services.actor.finishing import Finisher
-from services.actor.generation import GenerationLoop, ServingGate
+from services.actor.generation import EpisodeSalt, GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over
 from services.actor.membership import Heartbeat, work_in_hand
 from services.actor.metrics import STAGING_STATES, ActorMetrics
@@ -152,7 +151,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         stop: asyncio.Event,
         episodes: EpisodeRunner | None = None,
     ) -> None:
-        self._episodes, self._heldout_episodes = episodes, asyncio.Semaphore(EVALUATION_SLOTS)
+        self._episodes = episodes
+        self._heldout = asyncio.Semaphore(EVALUATION_SLOTS)  # held-out answers beside H: none keeps a training request waiting
         self._settings, self._recipe, self._bus, self._engine = settings, recipe, bus, engine
         self._metrics, self._context, self._stop = metrics, context, stop
         self._started_s = time.monotonic()
@@ -306,10 +306,11 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     async def _complete(self, key: str, prompt: TokenIds, sampling: SamplingParams, seed: int) -> actor_pb2.GenerateResult:
         # Several answers to one prompt are different ones.
         own_seed = seed + zlib.crc32(key.encode()) if seed else None
-        name, salt = f"eval-{key}-{os.urandom(4).hex()}", self._gate.cache_salt
-        request = GenerationRequest(name, prompt, sampling, own_seed, salt)
+        name = f"eval-{key}-{os.urandom(4).hex()}"
+        request = GenerationRequest(name, prompt, sampling, own_seed, lambda: self._gate.cache_salt)
         try:
-            generation = await self._engine.generate(request)
+            async with self._heldout:
+                generation = await self._engine.generate(request)
         except EngineError as error:
             return actor_pb2.GenerateResult(id=key, failure=str(error)[:500])
         return actor_pb2.GenerateResult(
@@ -327,13 +328,13 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     ) -> actor_pb2.GenerateResult:
         """It decodes in the places that training leaves free."""
         assert self._episodes is not None, "checked by the caller"
-        async with self._heldout_episodes:
-            name, salt = f"eval-{prompt.id}-{os.urandom(4).hex()}", cache(lambda: self._gate.cache_salt)  # of the first turn
+        async with self._heldout:
+            name, salt = f"eval-{prompt.id}-{os.urandom(4).hex()}", EpisodeSalt(self._gate)
 
             async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
                 own_seed = turn_seed(seed + zlib.crc32(prompt.id.encode()), len(context), number) if seed else None
-                request = GenerationRequest(f"{name}.{number}", context, sampling, own_seed, salt())
-                return await self._engine.generate(request)
+                request = GenerationRequest(f"{name}.{number}", context, sampling, own_seed, salt)
+                return salt.keep(await self._engine.generate(request))
 
             asked = self._episodes.request(name, Split.HELDOUT, prompt, sampling, trace)
             episode, result = await self._episodes.play(asked, sampling, sample, self._stop)

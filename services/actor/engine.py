@@ -44,13 +44,14 @@ class EngineError(PipelineRLError):
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
     """`prompt_token_ids` int32[tokens]; `seed` None draws from the engine's own stream. `cache_salt`: requests of the same salt
-    share the cached keys and values of their common prefix, others do not."""
+    share the cached keys and values of their common prefix, others do not. The engine asks for it when the request enters, and
+    again when the request has to begin anew because weights were swapped before its first token."""
 
     request_id: str
     prompt_token_ids: TokenIds
     sampling: SamplingParams
     seed: int | None = None
-    cache_salt: str = ""
+    cache_salt: Callable[[], str] = str
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +140,7 @@ def turn_seed(seed: int, num_context: int, number: int = 0) -> int:
     return (seed + (num_context + (number << 32)) * _SEED_STEP) % (1 << 63)
 
 
-def request_of(group: PromptGroup, start: PartialSequence, cache_salt: str = "") -> GenerationRequest:
+def request_of(group: PromptGroup, start: PartialSequence, cache_salt: Callable[[], str] = str) -> GenerationRequest:
     """What the engine is asked for: to go on after prompt and `start`, to the length that the group allows in all."""
     carried, sampling = len(start.completion_token_ids), group.sampling
     seed = group.seed + start.sample_index if group.seed else None

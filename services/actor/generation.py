@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from pipelinerl.bus.jetstream import Bus
@@ -25,6 +24,7 @@ from pipelinerl.messages.sequences import (
     decode_group,
     remains_of_group,
 )
+from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes as a
@@ -129,6 +129,22 @@ def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
     return (one.incarnation, one.number) > (other.incarnation, other.number)
 
 
+class EpisodeSalt:
+    """The cache salt of an episode: that of its first turn that decodes, so that later turns find what it has cached."""
+
+    def __init__(self, gate: ServingGate) -> None:
+        self._gate, self._kept, self._is_kept = gate, "", False
+
+    def __call__(self) -> str:
+        if not self._is_kept:
+            self._kept = self._gate.cache_salt
+        return self._kept
+
+    def keep(self, made: Generation) -> Generation:
+        self._is_kept = self._is_kept or bool(len(made.completion_token_ids))
+        return made
+
+
 class GenerationLoop:
     """Keeps H sequences decoding, which `metrics.busy` counts.
 
@@ -225,7 +241,7 @@ class GenerationLoop:
         try:
             group = decode_group(delivery.payload, expected_run=self._bus.run)
         except MessageError as error:
-            log.error("a prompt group is set aside: %s", error)
+            log.error("a prompt group is set aside: %s", error, extra=AGGREGATED)
             self._metrics.bad_messages.labels("prompt_group").inc()
             remains = remains_of_group(delivery.payload, run=self._bus.run)
             await self._give_up(remains, delivery, f"unreadable_group: {error}")
@@ -291,7 +307,7 @@ class GenerationLoop:
     async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
         """The finished episode, a failed one with its reason, or None: interrupted, with its record kept."""
         index, began_s = start.sample_index, time.monotonic()
-        salt = cache(lambda: self._gate.cache_salt)  # of the first turn that decodes: later ones find what it has cached
+        salt = EpisodeSalt(self._gate)
         if self._episodes is None or group.task not in self._episodes.tasks:
             failure = (
                 f"unknown_task: {group.task!r:.100} is no episodic task of this actor's recipe; give it the trainer's recipe"
@@ -301,7 +317,7 @@ class GenerationLoop:
         async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
             seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
             name = f"{group.sequence_id(index)}.{number}"
-            made = await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt()))
+            made = salt.keep(await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt)))
             self._held.count_turn(group, index, len(made.completion_token_ids))
             return made
 
@@ -353,7 +369,7 @@ class GenerationLoop:
         def request() -> GenerationRequest:
             nonlocal started
             started = time.monotonic()
-            return request_of(group, start, self._gate.cache_salt)
+            return request_of(group, start, lambda: self._gate.cache_salt)
 
         generation = await self._generated(request)
         sample, carried = continued(start, generation, time.monotonic() - started), len(start.completion_token_ids)

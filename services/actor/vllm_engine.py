@@ -16,7 +16,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
@@ -251,9 +251,17 @@ class VllmEngine:
     """See `InferenceEngine`. `llm` is public for tests and benchmarks that time vLLM itself."""
 
     def __init__(self, llm: AsyncLLM, weights: WeightUpdateClient) -> None:
-        self.llm, self.weights = llm, weights
+        self.llm = llm
         self.tokenizer = llm.get_tokenizer()
         self.vocab_size = int(llm.model_config.get_vocab_size())
+        self._inside: set[str] = set()
+        self._overtaken: set[str] = set()
+        """Requests that were inside without a token when weights were swapped."""
+        self.use(weights)
+
+    def use(self, weights: WeightUpdateClient) -> None:
+        """Gets new weights through this client from now on."""
+        self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:
         """Generates two tokens for each of H prompts of one token, and drops them.
@@ -269,10 +277,31 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         sampling = vllm_sampling(request.sampling, request.seed)
-        output = await self._run(request.request_id, request.prompt_token_ids, sampling, request.cache_salt)
-        return generation_of(output.outputs[0])
+        name = request.request_id
+        while True:
+            self._inside.add(name)
+            try:
+                output = await self._run(name, request.prompt_token_ids, sampling, request.cache_salt())
+                if name not in self._overtaken:
+                    return generation_of(output.outputs[0])
+            finally:
+                self._inside.discard(name)
+                self._overtaken.discard(name)
+            async with self.weights.swapping:  # the salt of the new version is known by then
+                pass
+
+    async def _overtake(self) -> None:
+        """Sends requests without a token back to their beginning. vLLM fixes the salt of a request as it enters: one that has
+        waited until after the swap would read what weights older than its first token's have cached."""
+        begun = {name for name, tokens in self.progress().items() if tokens}
+        self._overtaken |= self._inside - begun
+        await self._abort(self._overtaken)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        self._overtaken.difference_update(request_ids)
+        await self._abort(request_ids)
+
+    async def _abort(self, request_ids: Collection[str]) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:

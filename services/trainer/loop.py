@@ -95,7 +95,7 @@ class OptimizerLoop:
         """The version was not sent, because a measurement holds the one before."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
         """Of the last optimizer steps."""
-        self._closed = False
+        self._closed = self.stopping = False
         self.version = start.version
         self.waiting_for = "actors"
 
@@ -315,7 +315,9 @@ class OptimizerLoop:
                     raise FieldError("weights.stop_on_mismatch", True, "; ".join(parity.problems))
             if evaluate:
                 try:
-                    self._recorder.heldout(await self._evaluator.evaluate(version))
+                    result = await self._evaluator.evaluate(version)
+                    if not (self.stopping and result.num_unanswered):  # actors stop, too
+                        self._recorder.heldout(result)
                 except ServiceError as error:
                     log.error("held-out evaluation is left out: %s", error)
             self._recorder.commits_held(time.monotonic() - began_at)

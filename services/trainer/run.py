@@ -2,8 +2,8 @@
 
 Order of start: what an earlier trainer left is taken over (`resume.py`), then the actors are waited for; the first version is
 sent to them before any prompt is issued. Order of end: last evaluation, checkpoint, summary, `end` on the control channel.
-Stopped early, it ends the step under way and writes a checkpoint, if both can be done soon enough; the summary is written
-before that and after it.
+Stopped early, it ends the step under way and writes a checkpoint, if both can be done within `stop_checkpoint_s`; the summary
+is written before that and after it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import asyncio
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from grpc import aio
 
 from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.jetstream import Bus
-from pipelinerl.errors import BusError, NotPermitted, ServiceError
+from pipelinerl.errors import BusError, NotPermitted, PipelineRLError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.kube.completion import complete, run_goes_on
@@ -144,8 +145,8 @@ class TrainingRun:
             return False
         self.recorder.started()
         async with asyncio.TaskGroup() as tasks:
-            background = [
-                tasks.create_task(part)
+            background: list[asyncio.Task[Any]] = [
+                tasks.create_task(_fails_unless(stop, part))
                 for part in (
                     self.updater.run(),
                     self.intake.run(),
@@ -158,16 +159,17 @@ class TrainingRun:
                 )
             ]
             stopping = tasks.create_task(stop.wait())
-            training = tasks.create_task(self._train_when_actors_are_there(tasks, background))
+            training = tasks.create_task(_fails_unless(stop, self._train_when_actors_are_there(tasks, background)))
             await asyncio.wait((stopping, training), return_when=asyncio.FIRST_COMPLETED)
             if not training.done():
+                self.loop.stopping = True
                 await self._checkpoint_on_stop()
-            finished = training.done()
+            finished = training.done() and training.result()
             for task in (stopping, training, *background):
                 task.cancel()
         return finished
 
-    async def _train_when_actors_are_there(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
+    async def _train_when_actors_are_there(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[Any]]) -> None:
         if self.loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
             # The run may have been finished, with fewer steps, or another one of this release.
             background.append(tasks.create_task(run_goes_on(self._settings, self.loop.version)))
@@ -220,6 +222,7 @@ class TrainingRun:
             return  # nothing was trained since the checkpoint that this trainer started from
         self.recorder.write_summary(finished=False)  # whoever stops this process may not wait for the rest
         within_s = self._settings.stop_checkpoint_s
+        log.info("stopping: the step under way is ended and a checkpoint written first, within %g s", within_s)
         try:
             async with asyncio.timeout(within_s):
                 await self._publish_last()
@@ -291,6 +294,19 @@ class TrainingRun:
             await self._bus.publish_control("end", end.SerializeToString())
         except (BusError, NotPermitted) as error:
             log.warning("the end of the run could not be announced: %s", error)
+
+
+async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) -> bool:
+    """Runs a part of the run and returns True at its end. Once the run is to stop, a failure of the part, such as that no actor
+    is left, is logged and returned as False: it must not cost the checkpoint."""
+    try:
+        await part
+    except PipelineRLError as error:
+        if not stop.is_set():
+            raise
+        log.warning("while the run stops: %s", error)
+        return False
+    return True
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:

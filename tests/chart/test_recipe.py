@@ -158,7 +158,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "trainer.persistence.accessMode: ReadWriteOnce cannot be shared by trainer.nodes = 2 pods; use ReadWriteMany": {
         "trainer": {"nodes": 2}
     },
-    "trainer.terminationGracePeriodSeconds: 100 leaves no time after trainer.stopCheckpointSeconds = 240": {
+    "trainer.terminationGracePeriodSeconds: 100 leaves no time after trainer.stopCheckpointSeconds = 1740": {
         "trainer": {"terminationGracePeriodSeconds": 100}
     },
     "networkPolicy.nats.ports: [4222] lacks port 4443 of nats.url = tls://nats.messaging:4443": {

@@ -114,8 +114,8 @@ async def test_an_episode_takes_a_place_only_while_it_decodes_and_is_published_w
         prompts = {tuple(r.prompt_token_ids) for r in one.engine.requests.values()}
         assert len(prompts) == 3  # the samples of a group have the same seed
         salts: dict[str, set[str]] = {}
-        for request in one.engine.requests.values():
-            salts.setdefault(request.request_id.rpartition(".")[0], set()).add(request.cache_salt)
+        for request_id, salt in one.engine.salts.items():
+            salts.setdefault(request_id.rpartition(".")[0], set()).add(salt)
         assert sorted(salts.values(), key=min) == [{"begun at 1:0"}, *[{"begun at 1:1"}] * 3]
         assert (one.counted("episode_turns", source="sampled"), one.metrics.busy.running) == (12, 0)
         await one.all_acknowledged()

@@ -179,7 +179,8 @@ async def check_weights(run: Running, tied: bool) -> None:
     await run.assert_serves(run.model)
     await parity.check_switch(run, V[5], V[6], recompute=False)
     await parity.check_prefix_cache(run, V[7], recompute=False)
-    await parity.check_uncommitted(run, V[7], V[8])
+    await parity.check_waiting(run, V[8])
+    await parity.check_uncommitted(run, V[8], V[9])
     await parity.check_abandoned_transfer(run, V[8])
 
     await replaced(run, recompute_kv=True)

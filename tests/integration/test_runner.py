@@ -7,9 +7,11 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,13 +26,14 @@ from pipelinerl.bus.link import read_login, tls_context
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.cli import main
 from pipelinerl.errors import ServiceError
+from pipelinerl.initial_model import is_complete
 from pipelinerl.local.ending import finish
 from pipelinerl.local.metrics import targets_of
 from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, living, session_pids
 from pipelinerl.local.progress import Display, RunState, rows
 from pipelinerl.recipe.fields import AlgorithmConfig, RewardConfig
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.run_dir import write_json
+from pipelinerl.run_dir import newest_checkpoint, write_json
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ServiceAddress, read_address
 from tests.support.local_run import FAKES, SERVICES, Run, recipe, running, until, until_pid_changes
@@ -342,6 +345,23 @@ async def test_an_interrupt_while_the_initial_model_is_built(tmp_path: Path) -> 
     assert not any((tmp_path / "cache" / "models").iterdir())
 
 
+async def test_a_cache_that_is_removed_under_a_run_is_made_again_for_an_actor_that_restarts(tmp_path: Path) -> None:
+    run, cache = Run(tmp_path / "run", recipe(100_000, source="smollm2"), {"FAKE_MODEL_S": "0"}), tmp_path / "cache"
+    async with running(run) as ending:
+        actor = (await run.until_step(1))["actor-0"]
+        (built,) = (cache / "models").glob("[!.]*")
+        shutil.rmtree(cache)
+        os.kill(actor, signal.SIGKILL)
+        await until_pid_changes(run, "actor-0", actor)
+        assert is_complete(built)
+        assert (cache / "inductor").is_dir()
+        said = f"{built} has been removed: the initial model is made again, which a service needs to start"
+        assert run.printed.getvalue().count(said) == 1
+        assert "warmstart" not in run.pids()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (await ending).error is None
+
+
 # Ctrl-C: a runner of its own, as a user has it in a terminal.
 
 RUNNER = """
@@ -355,7 +375,7 @@ ending = asyncio.run(run.local.run())
 print("ended", flush=True)
 sys.exit(finish(run.recipe, run.dir, ending))
 """
-DEAF = {"FAKE_DEAF": "trainer,actor,verifier"}
+DEAF = {"FAKE_DEAF": "trainer,actor,verifier", "PIPELINERL_STOP_CHECKPOINT_S": "0.5"}
 
 
 @asynccontextmanager
@@ -397,8 +417,13 @@ async def test_an_interrupt_stops_everything_in_time_and_completes_the_folder(
         pids = await started(folder)
         os.killpg(process.pid, number) if group else process.send_signal(number)
         async with asyncio.timeout(60):
-            assert await process.wait() == 130
+            said, _ = await process.communicate()
+    assert process.returncode == 130
     assert alive(pids) == {}
+    version = newest_checkpoint(folder)
+    goes_on = f"--resume goes on from the checkpoint of version {version}"
+    end = "no checkpoint was written: --resume would begin at version 0" if deaf else goes_on
+    assert (version is None, said.decode().splitlines()[-1].strip()) == (bool(deaf), end)
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["interrupted"], summary["steps"] >= 1) == (True, True)
     assert ("by" in summary) is not bool(deaf), "the trainer's own summary, unless it had to be killed"
@@ -407,7 +432,7 @@ async def test_an_interrupt_stops_everything_in_time_and_completes_the_folder(
 
 async def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    async with runner_process(folder, stop_within_s=600.0, **DEAF) as process:
+    async with runner_process(folder, stop_within_s=600.0, **{**DEAF, "PIPELINERL_STOP_CHECKPOINT_S": ""}) as process:
         pids = await started(folder)
         process.send_signal(signal.SIGINT)
         await until(lambda: "ignored" in (folder / "logs" / "trainer.log").read_text())
@@ -415,6 +440,37 @@ async def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
         async with asyncio.timeout(60):
             assert await process.wait() == 130
     assert alive(pids) == {}
+
+
+async def test_a_stop_waits_for_the_checkpoint_and_tells_how_far_it_is_while_the_others_end(tmp_path: Path) -> None:
+    """For longer than all others together may take."""
+    run = Run(tmp_path / "run", recipe(steps=100_000), {"FAKE_SLOW_CHECKPOINT": "1"}, stop_within_s=3.0)
+    async with running(run) as ending:
+        await run.until_step(2)
+        os.kill(os.getpid(), signal.SIGINT)
+        await until(lambda: re.search(r"writing the checkpoint of version \d+: 0 MB", run.printed.getvalue()) is not None)
+        began_s = time.monotonic()
+        await until(lambda: alive({name: pid for name, pid in run.pids().items() if name in ("actor-0", "verifier")}) == {})
+        await until(lambda: time.monotonic() - began_s > 3.2)
+        assert not ending.done()
+        assert living(run.dir).keys() == {"nats", "trainer"}, "what the trainer needs stays"
+        (run.dir.path / "go-on-checkpoint").touch()
+        ended = await ending
+    assert (ended.interrupted, newest_checkpoint(run.dir.path)) == (True, json.loads(run.dir.summary.read_text())["steps"])
+
+
+async def test_a_disk_that_fills_before_the_first_step_is_told_and_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path / "run", recipe(), {})
+    for file in (run.dir.pids, run.dir.summary):
+        file.with_name(f".{file.name}.{os.getpid()}").symlink_to("/dev/full")
+    ending = await run.end()
+    assert finish(run.recipe, run.dir, ending) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert re.match(r"pipelinerl: the run failed: .* is on a disk that is full \(.*No space left on device", told[0])
+    assert "summary and report in" in told[1]
+    assert "No space left on device" in told[1]
 
 
 # Scaling

@@ -9,6 +9,7 @@ only what it needs: a test starts dozens of these.
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,13 @@ async def trainer() -> int:
             if stop.is_set():
                 break
     await server.stop(None)
+    if "FAKE_SLOW_CHECKPOINT" in os.environ:  # until the run's folder has a file go-on-checkpoint
+        partial = run_dir / "checkpoints" / f".step-{len(records)}.partial-{os.getpid()}"
+        partial.mkdir(parents=True)
+        (partial / "weights").write_bytes(b"1234")
+        while not (run_dir / "go-on-checkpoint").exists():
+            await asyncio.sleep(0.02)
+        shutil.rmtree(partial)
     write_checkpoint(run_dir, recipe, len(records))
     summary = {
         "steps": len(records), "model_dir": SETTINGS["model_dir"], "verifier": SETTINGS["verifier"], "by": "trainer",

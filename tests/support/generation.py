@@ -81,6 +81,7 @@ class ScriptedEngine:
     most_running: int = 0
     started: list[str] = field(default_factory=list)
     requests: dict[str, GenerationRequest] = field(default_factory=dict)
+    salts: dict[str, str] = field(default_factory=dict)
     aborted: dict[str, asyncio.Event] = field(default_factory=dict)
     vocab_size: int = 100
     weights: None = None
@@ -90,7 +91,7 @@ class ScriptedEngine:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         self.started.append(request.request_id)
-        self.requests[request.request_id] = request
+        self.requests[request.request_id], self.salts[request.request_id] = request, request.cache_salt()
         aborted = self.aborted[request.request_id] = asyncio.Event()
         waits = [asyncio.ensure_future(event.wait()) for event in (self.open, aborted)]
         try:

@@ -151,7 +151,9 @@ class Running:
         self.numbers = itertools.count()
 
     def new_client(self, **options: Any) -> WeightUpdateClient:
-        return WeightUpdateClient(self.llm, bind_host="127.0.0.1", stall_timeout_s=STALL_TIMEOUT_S, **options)
+        client = WeightUpdateClient(self.llm, bind_host="127.0.0.1", stall_timeout_s=STALL_TIMEOUT_S, **options)
+        self.engine.use(client)
+        return client
 
     async def label(self, version: PolicyVersion) -> None:
         """Says which version the weights loaded at start are."""
@@ -334,13 +336,40 @@ async def check_prefix_cache(run: Running, new: PolicyVersion, *, recompute: boo
     assert largest_difference((await run.engine.score(tokens)).tolist(), reference(run.model, prompt)) <= TOLERANCE
 
 
+async def check_waiting(run: Running, new: PolicyVersion) -> None:
+    """A request that waits in vLLM while weights are swapped reads nothing that older ones have cached, and takes the salt of
+    after; one that has begun goes on."""
+    prompt, salts = [*PROMPT, *PROMPT[:25]], [f"before {new}", f"after {new}"]
+    await sampled_with_salt(run, prompt, salts[0])
+    change_strongly(run.model, seed=new.number)
+    await run.transfer(new)
+    begun = asyncio.create_task(run.sample(60, asyncio.Event()))
+    while not any(run.engine.progress().values()):
+        await asyncio.sleep(0)
+    await run.llm.pause_generation(mode="keep", clear_cache=False)
+    asked: list[str] = []
+    request = GenerationRequest(
+        f"waits {new}", np.array(prompt, np.int32), SamplingParams(max_tokens=8),
+        cache_salt=lambda: asked.append(salts[len(asked)]) or asked[-1],  # type: ignore[func-returns-value]
+    )  # fmt: skip
+    waiting = asyncio.create_task(run.engine.generate(request))
+    while request.request_id not in run.engine.progress():
+        await asyncio.sleep(0)
+    await run.client.commit(new)
+    made = await waiting
+    tokens = made.completion_token_ids.tolist()
+    assert largest_difference(made.behaviour_logprobs.tolist(), reference(run.model, prompt + tokens)[64:]) <= TOLERANCE
+    assert (asked, {span.version for span in made.spans}) == (salts, {new.number})
+    assert len((await begun).tokens) == 60
+
+
 async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None:
     """Turns of an episode, with switches between and within them that recompute the cache: what the actor records is token by
     token the trainer's forward of the version that sampled it."""
     temperature, models = 0.8, dict[int, PreTrainedModel]()
 
     async def sample(context: TokenIds, sampling: SamplingParams, call: int) -> Generation:
-        return await run.engine.generate(GenerationRequest(f"turn {call}", context, sampling, cache_salt="an episode"))
+        return await run.engine.generate(GenerationRequest(f"turn {call}", context, sampling, cache_salt=lambda: "an episode"))
 
     limits, sampling = EpisodeLimits(len(versions), 1024, 60.0), SamplingParams(temperature, max_tokens=70)
     metrics, decode = ActorMetrics(CollectorRegistry()), run.engine.decode
@@ -373,7 +402,7 @@ async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None
 
 async def sampled_with_salt(run: Running, prompt: list[int], salt: str) -> tuple[list[int], list[float]]:
     name = f"{salt}-{time.monotonic_ns()}"
-    request = GenerationRequest(name, np.array(prompt, np.int32), SamplingParams(max_tokens=8), cache_salt=salt)
+    request = GenerationRequest(name, np.array(prompt, np.int32), SamplingParams(max_tokens=8), cache_salt=lambda: salt)
     made = await run.engine.generate(request)
     return made.completion_token_ids.tolist(), made.behaviour_logprobs.tolist()
 

@@ -24,6 +24,7 @@ from pipelinerl.messages.sequences import (
     encode_group,
     spans_from_proto,
 )
+from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.lifecycle import Readiness, StartStopped
 from pipelinerl.service.logs import LogContext
@@ -246,6 +247,23 @@ def prompts_of(**token_ids: np.ndarray) -> list[actor_pb2.GeneratePrompt]:
 
 def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
+
+
+async def test_held_out_prompts_enter_the_engine_gradually_and_leave_training_its_places() -> None:
+    prompts = prompts_of(**{f"p{number}": tokens(1, 2) for number in range(EVALUATION_SLOTS + 20)})
+    async with answering(engine=ScriptedEngine()) as (one, address), ActorClient("a", address) as client:
+        one.engine.open.clear()
+
+        async def evaluate() -> int:
+            return len([answer.id async for answer in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)])
+
+        evaluating = asyncio.create_task(evaluate())
+        await one.until(lambda: one.engine.running >= EVALUATION_SLOTS)
+        await issue(one.bus, 0)
+        await one.until(lambda: one.actor._metrics.busy.running == 2)
+        one.engine.open.set()
+        assert await evaluating == EVALUATION_SLOTS + 20
+    assert one.engine.most_running == EVALUATION_SLOTS + 2
 
 
 async def test_several_answers_to_one_prompt_are_drawn_with_seeds_of_their_own() -> None:

@@ -153,6 +153,8 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("scale actors --run-dir ended -- -1", "0 to 64 actors"),
         ("scale actors 65 --run-dir ended", "0 to 64 actors"),
         ("scale actors 2 --run-dir ended", "the run has ended"),
+        ("scale actors 2 --run-dir gone", "--run-dir = 'gone': there is no such folder; give the folder of a run"),
+        ("scale actors 2 --run-dir p.jsonl", "--run-dir = 'p.jsonl': is a file; give the folder of a run"),
     ],
 )
 def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(

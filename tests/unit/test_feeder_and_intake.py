@@ -264,13 +264,17 @@ EMPTY = make_problem(1, tokens=())
 
 
 @pytest.mark.parametrize(
-    ("odd", "reason"), [(TOO_LARGE, "prompt group too large"), (EMPTY, "prompt group invalid")], ids=["large", "empty"]
+    ("odd", "reason"),
+    [(TOO_LARGE, "prompt group too large"), (EMPTY, "prompt group invalid"), (TOO_LONG, "prompt too long")],
+    ids=["large", "empty", "long"],
 )
 async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place(odd: EncodedProblem, reason: str) -> None:
     server = MemoryServer(max_payload_bytes=2000)
     async with desk("feeder", server=server, problems=lambda index: odd if index == 1 else problem(index)) as one:
         assert [group.problem_index for group in await one.take_issued()] == [0, 2, 3, 4]
         assert one.failed() == {reason: 2}
+        ((told, first),) = one.feeder.refused.items()
+        assert (told, first.startswith(f"{reason}: problem 1 of chain_sum: ")) == (reason, True)
         assert one.tracker.lost_groups == 1
         assert one.tracker.ledger.counts.in_flight == 8
 

@@ -50,7 +50,7 @@ async def test_samples_that_begin_at_one_version_share_cached_prompts_and_none_w
         one.gate.serve(PolicyVersion(1, 1))
         await one.issue(3)
         await one.published(8)
-        salts = [request.cache_salt for request in one.engine.requests.values()]
+        salts = [*one.engine.salts.values()]
         assert salts[:4] == ["begun at 1:0"] * 4
         assert len(set(salts[4:6]) - {"begun at 1:0", "begun at 1:1", ""}) == 2
         assert salts[6:] == ["begun at 1:1"] * 2

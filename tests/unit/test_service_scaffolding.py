@@ -30,11 +30,11 @@ from pydantic import Field
 from pipelinerl.errors import FieldError, NotPermitted, ServiceError, UserError
 from pipelinerl.local.processes import http_status
 from pipelinerl.run_dir import write_json
-from pipelinerl.service import http, tls
+from pipelinerl.service import http, logs, tls
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, exit_code, stop_event, watch_loop
-from pipelinerl.service.logs import ContextFormatter, LogContext, take_over
+from pipelinerl.service.logs import AGGREGATED, ContextFormatter, LogContext, RepetitionFilter, take_over
 from pipelinerl.service.settings import ServiceAddress, ServiceSettings, host_port, read_address, read_settings, split_host_port
 from pipelinerl.service.tls import RenewedCertificates
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
@@ -425,3 +425,20 @@ def test_service_without_settings_is_the_users_mistake() -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert errors.startswith("error: the environment does not configure this service:\n  - PIPELINERL_GRPC_PORT = 'many'")
+
+
+def test_lines_that_others_can_cause_are_told_once_a_minute_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, passes = 100.0, RepetitionFilter().filter
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+
+    def line(name: str, text: str, *values: object, **extra: object) -> logging.LogRecord:
+        return logging.makeLogRecord({"name": name, "msg": text, "args": values, **extra})
+
+    bad, unlike = "answer of %s is set aside: %s", "a prompt group is set aside: %s"
+    assert [passes(line("uvicorn.error", "Invalid HTTP request received.")) for _ in range(3)] == [True, False, False]
+    assert [passes(line("a", bad, number, "no", **AGGREGATED)) for number in range(5)] == [True, *[False] * 4]
+    assert passes(line("a", unlike, "no", **AGGREGATED))
+    assert all(passes(line("a", bad, number, "no")) for number in range(5)), "not marked"
+    now += logs.AGGREGATE_S
+    assert passes(last := line("a", bad, "actor-0", "100% wrong", **AGGREGATED))
+    assert last.getMessage() == "answer of actor-0 is set aside: 100% wrong (4 more of this kind came before)"

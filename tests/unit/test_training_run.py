@@ -20,10 +20,23 @@ from tests.unit.builders import make_group, make_sequence
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving, stop_during_step, training_run
 
 
-async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summary(tmp_path: Path) -> None:
+async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if all actors are gone by then."""
+    gone = asyncio.Event()
+
+    async def without_actors() -> None:
+        await gone.wait()
+        raise ServiceError("no actor is left")
+
     async with training_run(tmp_path) as (run, policy), asyncio.timeout(60):
+        run.updater.run = without_actors  # type: ignore[method-assign]
         running = await stop_during_step(run, policy)
         while not (tmp_path / "summary.json").exists():
+            await asyncio.sleep(0.01)
+        gone.set()
+        while "while the run stops: no actor is left" not in caplog.text:
             await asyncio.sleep(0.01)
         assert not any("checkpoint" in call for call in policy.calls)
         began_s = run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
@@ -140,9 +153,9 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(tmp_path: Pat
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, LINGERS)
         assert not json.loads((tmp_path / "summary.json").read_text())["interrupted"]
-        run.intake.failures["engine"] = "engine: refused"
+        run.intake.failures["engine"], run.feeder.refused["prompt too long"] = "engine: refused", "prompt too long: problem 1"
         status = run.recorder.status()
-        assert (status.phase, status.message, dict(status.failures)) == (FINISHED, "", {"engine": "engine: refused"})
+        assert (status.phase, status.message, dict(status.failures)) == (FINISHED, "", run.intake.failures | run.feeder.refused)
         assert run.recorder.metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
         assert [step async for step in run.recorder.feed.read(0)] == []
         written = await run.loop.request_checkpoint()

@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -230,6 +231,9 @@ class WeightUpdateClient:
         self._stall_timeout_s, self._bind_host, self._force_paused = stall_timeout_s, bind_host, force_paused
         self._staging_buffers = staging_buffers
         self._link: WorkerLink | None = None
+        self.swapping = asyncio.Lock()
+        self.before_swap: Callable[[], Awaitable[None]] | None = None
+        """Called when the engine is paused for a commit."""
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         """Agrees on what will be received. Blocks decoding while the shadow model is built, the first time.
@@ -279,12 +283,18 @@ class WeightUpdateClient:
         The stall is counted from the engine's report that it is idle to its report that it is resumed. A TransferError other
         than CommitFailed says that `version` was not staged; the old weights are served on.
         """
+        async with self.swapping:
+            return await self._swap(version)
+
+    async def _swap(self, version: PolicyVersion) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         # Not `AsyncLLM.pause_generation`: that adds a sleep of 20 ms, for the order in which a caller sees outputs.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
         started = time.monotonic()
         try:
+            if self.before_swap is not None:
+                await self.before_swap()
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
         except Exception as error:  # vLLM reports a worker's exception as a bare Exception

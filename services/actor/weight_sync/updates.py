@@ -23,6 +23,7 @@ from pipelinerl.messages.control import (
     decode_control,
 )
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import Trace, before_ns, child, headers_of, trace_in, trace_of
@@ -94,7 +95,7 @@ class UpdateListener:
         try:
             decoded = decode_order(message)
         except MessageError as error:
-            log.error("control message %s is set aside: %s", message.kind, error)
+            log.error("control message %s is set aside: %s", message.kind, error, extra=AGGREGATED)
             self._metrics.bad_messages.labels("control").inc()
             return
         match decoded:

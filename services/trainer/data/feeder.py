@@ -129,6 +129,8 @@ class Feeder:
         self._look = asyncio.Event()
         self._look.set()
         self._unusable_in_a_row = 0
+        self.refused: dict[str, str] = {}
+        """By reason, the first prompt that was left out for it."""
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
@@ -262,6 +264,7 @@ class Feeder:
         """A prompt that cannot be sent out, or leaves no room for a completion, ends here; another takes its place."""
         log.warning("problem %d of %s is left out, %s: %s", group.problem_index, group.task, reason, detail)
         self._tracker.refuse(group, reason)
+        self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
         self._unusable_in_a_row += 1
         if self._unusable_in_a_row >= MOST_UNUSABLE_IN_A_ROW:
             raise UserError(unusable_prompts(self._recipe, group.task, reason, detail))

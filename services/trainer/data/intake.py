@@ -39,6 +39,7 @@ from pipelinerl.rl.groups import (
     untrainable_reason,
 )
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
+from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.metrics import MOST_REASONS, short_reason
 from services.trainer.data.evaluation import in_sixteen_bits
@@ -220,7 +221,7 @@ class Intake:
         """Counts a bad message, and returns what ends the sample that one of the ids names, where it is still to come:
         it was published as this one, and nothing else will be."""
         self.bad_messages += 1
-        log.error("%s is set aside: %s", what, failure)
+        log.error("%s is set aside: %s", what, failure, extra=AGGREGATED)
         for sequence_id in sequence_ids:
             for sequence in self._tracker.missing(sequence_id.rpartition(".")[0], self._bus.run, failure):
                 if sequence.sequence_id == sequence_id:

@@ -269,7 +269,7 @@ class Recorder:
             members=len(self._training.updater.members),
             epoch=self._training.updater.epoch,
             message=f"waiting for {waiting_for}" if waiting_for else "",
-            failures=self._training.intake.failures,
+            failures={**self._training.intake.failures, **self._training.feeder.refused},
         )
 
     async def publish_state(self) -> None:

@@ -34,6 +34,7 @@ from pipelinerl.messages.control import (
     Staged,
     decode_control,
 )
+from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import child, headers_of, root, trace_in, trace_of
@@ -411,7 +412,7 @@ class WeightUpdater:
                     said = decode_control(event.payload, Registration)
                 except MessageError as error:
                     self.bad_messages += 1
-                    log.error("registration of %s is set aside: %s", event.actor, error)
+                    log.error("registration of %s is set aside: %s", event.actor, error, extra=AGGREGATED)
                     continue
                 member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
                 if said.phase == "draining":
@@ -428,7 +429,7 @@ class WeightUpdater:
                     answer: c.Answer = decode_control(message.payload, ANSWER_TYPES[message.kind])
                 except MessageError as error:
                     self.bad_messages += 1
-                    log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error)
+                    log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error, extra=AGGREGATED)
                     continue
                 about = {a.ACTOR: message.actor, **a.messaging("process", f"control.{message.kind}")}
                 trace = trace_in(message.headers)  # the last span on the member's side follows into the trainer
