@@ -13,7 +13,9 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _LAST_BOXES = 16
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:(?:,|\{,\}|\\[,!]|,\\!)+\d{3})*(?:\.\d+)?")
 _PAIR = re.compile(r"([(\[]|\\frac\{)([^,(){}\[\]]+)(,|\}\{)([^,(){}\[\]]+)([)\]}])|()(\d+)([:/])(\d+)()")
-_AROUND = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[,!;: $%]|\^\{?\\circ\}?|_\{?\d+\}?$|[$%.,~°()\[\]£€+]|\s|\b[A-Za-z]{2,}\b")
+_AROUND = re.compile(
+    r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[,!;: $%]|\^\{?\\circ\}?|_\{?\d+\}?$|[$%.,~°()\[\]£€+]|\s|\b[A-Za-z]{2,}\b"
+)
 
 
 def boxes(text: str) -> list[tuple[int, int, str | None]]:
@@ -54,7 +56,9 @@ def near_misses(answer: str) -> list[str]:
         is_one = len({one.lstrip("0") for one in numbers}) == 1 and not re.search(r"[A-Za-z^!/*]", rest)
         if (rest and not is_one) or re.search(r"[A-Za-z]{2,}", re.sub(r"\\[a-z]+", "", before)):
             misses.append(number[0])
-        if not re.search(r"[,=<>:|]|\\(?:pm|text|begin|in|le|ge|cup|mp|mathrm)|\b[a-z]{3,}\b(?<!\\)", bare) and re.search("[1-9]", bare):
+        if not re.search(r"[,=<>:|]|\\(?:pm|text|begin|in|le|ge|cup|mp|mathrm)|\b[a-z]{3,}\b(?<!\\)", bare) and re.search(
+            "[1-9]", bare
+        ):
             misses.append(bare.removeprefix("-") if bare.startswith("-") else f"-{bare.removeprefix('+')}")
     if (pair := _PAIR.fullmatch(bare)) and [*pair.groups()].count(None) == 5:
         opening, first, middle, second, closing = [part for part in pair.groups() if part is not None]

@@ -20,10 +20,11 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.tasks.source import Split, make_source
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.trainer.warmstart.demonstrations import demonstrate_function
-from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
+from services.verifier.rewards.answers import exact, json_schema_scorer, regex
 from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty, user_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
+from services.verifier.rewards.mathematics import math_scorer
 from services.verifier.rewards.reasoning_gym import GUARDS, REFUSED, is_arithmetic, is_board, is_formula, reasoning_gym_scorer
 from services.verifier.sandbox import Means
 from services.verifier.worker import score_item

@@ -1,25 +1,25 @@
-r"""Reads mathematics as people and models write it, in LaTeX or plainly, into a tree, and evaluates it.
+r"""Reads mathematics as people and models write it, in LaTeX or plainly, into a tree, and evaluates that.
 
-`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`; `evaluate` gives the value of one: an exact fraction where it
-is one, otherwise a number of 300 digits. Nothing is evaluated while it is read, and what would be too large is refused, since the text
-may be hostile. Whether two trees are the same answer is decided in `services.verifier.rewards.mathematics`.
+`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` gives the value of one: an exact fraction where it
+is one, otherwise a number of 300 digits. Reading computes nothing, and what would be too large is refused: the text may be hostile.
+`services.verifier.rewards.mathematics` decides whether two trees are the same answer.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import re
 import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from mpmath import mp, mpc, mpf
 
 MOST_CHARACTERS = 2000
 """Length of a text that is read; no answer is longer."""
-_DEEPEST = 40
 _EXACT_BITS = 65_536
 """Size of exact numbers: 2004! has 19,000 bits."""
 _PRECISION_BITS, _RANGE_BITS, _EQUAL_BITS = 1000, 450, 930
@@ -35,137 +35,279 @@ class Unreadable(ValueError):
 
 class Node(NamedTuple):
     """`kind` is an operation (`+`, `*`, `/`, `^`, `call`, ...), a leaf (`number`, `symbol`, `text`), or a form of several parts (`list`,
-    `group`, `relation`, `union`, `matrix`, `unit`). `name` tells forms of one kind apart; `parts` are nodes, or a leaf's value."""
+    `group`, `relation`, `union`, `matrix`, `unit`). `name` tells forms of one kind apart. `parts` are nodes, or a number's value."""
 
     kind: str
-    name: str
+    name: str = ""
     parts: tuple[Any, ...] = ()
 
 
+def number(value: int | str | Fraction) -> Node:
+    return Node("number", "", (Fraction(value),))
+
+
+# --- one spelling for each thing
+
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
-_UNICODE = {
-    "−": "-", "–": "-", "‒": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ", "±": r"\pm ", "∞": r"\infty ",
-    "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "θ": r"\theta ", "α": r"\alpha ",
-    "β": r"\beta ", "⟨": r"\langle ", "⟩": r"\rangle ", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u200b": "", "½": " 1/2 ",
-    "¼": " 1/4 ", "¾": " 3/4 ", "⅓": " 1/3 ", "⅔": " 2/3 ", "’": "'", "£": r"\pounds ", "€": r"\euro ", "∓": r"\mp ", "％": r"\%",
-}  # fmt: skip
-_MARKED = "\x02"
-"""Stands before each letter that `\\text` makes a word's."""
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|texttt|textsf|mbox|hbox|mathrm|mathbf|mathit|mathsf|operatorname\*?|bf|rm)\s*\{([^{}]*)\}")
-_REWRITES = [
-    (re.compile(pattern), replacement)
+_CHARACTERS = str.maketrans({
+    **dict.fromkeys("−–‒—", "-"), **dict.fromkeys("\u00a0\u2009\u202f", " "), **dict.fromkeys("÷⁄∕", "/"), "×": r"\times ", "·": r"\cdot ",
+    "⋅": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ", "±": r"\pm ", "∓": r"\mp ",
+    "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "θ": r"\theta ", "½": " 1/2 ",
+    "¼": " 1/4 ", "¾": " 3/4 ", "⅓": " 1/3 ", "⅔": " 2/3 ", "£": r"\pounds ", "€": r"\euro ", "％": "%", "’": "'", "，": ",", "：": ":", "\u200b": "",
+})  # fmt: skip
+_MARK = "\x02"
+"""Stands before each letter that `\\text` makes a word's, and before each word among the tokens."""
+_TEXT = re.compile(r"\\(text(?:bf|it|rm|tt|sf)?|[mh]box|math(?:rm|bf|it|sf)|operatorname\*?)\s*\{([^{}]*)\}")
+
+
+def _repeating(found: re.Match[str]) -> str:
+    whole, once, again = found.groups()
+    nines = 10 ** len(once) * (10 ** len(again) - 1)
+    return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{nines}}}"
+
+
+_REWRITES: list[tuple[re.Pattern[str], Any]] = [
+    (re.compile(pattern, re.DOTALL), replacement)
     for pattern, replacement in (
         (r"\\begin\{array\}\s*\{[^{}]*\}", r"\\begin{array}"),
-        (r"\\(?:displaystyle|textstyle|limits|left\s*\.|right\s*\.|left(?![a-z])|right(?![a-z])|[bB]igg?[lrm]?(?![a-z])|mathbf|bf|rm)", ""),
-        (r"\\(?:dfrac|tfrac|cfrac)(?![a-z])", r"\\frac"),
-        (r"\\!", ""),
+        (r"\\(?:displaystyle|textstyle|limits|left\s*\.|right\s*\.|(?:left|right|[bB]igg?[lrm]?|bf|rm)(?![a-z])|!)", ""),
+        (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+        (r"\\colon(?![a-z])", ":"),
+        (r"\\[lr]?vert(?![a-z])|\\mid(?![a-z])", "|"),
+        (rf"(?<=\d)\s*{_MARK}?([apAP])\.?\s*{_MARK}?[mM]\b\.?", rf" {_MARK}\1{_MARK}m "),
+        (r"(?<![\d.])(\d{1,9})\.(\d{0,9})\\overline\s*\{(\d{1,9})\}", _repeating),
         (r"\{,\}", ","),
+        (r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?[A-Z]\}?\s*)?[|:](.*)\\\}", r"\1"),
         (r"\\(?:pounds|euro)\s*(-?\d[\d.,]*)", r" \1 pounds "),
         (r"(?:\\\$|(?<![\d$])\$)\s*(-?\d[\d.,]*)((?:\s*(?:thousand|million|billion|trillion)\b)?)(?!.*\$)", r" \1\2 dollars "),
-        (r"\\\$|\$|\\[()](?![a-z])|\\\[|\\\]", " "),
-        (r"(?<![\d.,])(?:(?<![(\[{])|(?<=\{)(?<!\\\{))(\d{1,3})(,|\\[,;: ]|~|\s|_)\d{3}(?:\2\d{3})*(?!,?\d)", lambda found: re.sub(r"\D", "", found[0])),
-        (r"\\(?:,|;|:|>|quad|qquad|hspace\{[^{}]*\}|phantom\{[^{}]*\})|~|(?<!\\)\\(?=\s)", " "),
-        (r"(?<=[\d)])\s*(?:\\cdot|\\times|x|X)\s*(?=10\s*\^)", r"\\times "),
-        (r"\*\*(?=[-\w(])(?<=[\w)]\*\*)|\*\*(?=\{)", "^"),
+        (r"\\\$|\$|(?<!\\)\\[()\[\]]", " "),
+        (
+            r"(?<![\d.,])(?:(?<![(\[{])|(?<=\{)(?<!\\\{))(\d{1,3})(,|\\[,;: ]|~|\s|_)\d{3}(?:\2\d{3})*(?!,?\d)",
+            lambda found: re.sub(r"\D", "", found[0]),
+        ),
+        (r"\\(?:,|;|:|>|quad|qquad|hspace\{[^{}]*\})|~|(?<!\\)\\(?=\s)", " "),
+        (r"(?<=[\d)])\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+        (r"(?<=[\w)])\*\*(?=[-\w(])", "^"),
         (r"\*\*|`", " "),
+        (r"\\(?:in|isin)\s*\\mathbb\s*\{?[A-Z]\}?", ""),
+        (r"\s*\\mathbb\s*\{?R\}?\s*", r"(-\\infty, \\infty)"),
+        (r"^\{?([^{}]+)\\over(?![a-z])([^{}]+)\}?$", r"\\frac{\1}{\2}"),
     )
 ]
-_SETS = (r"\mathbb{R}", r"\mathbb R", r"\Bbb{R}", r"\R")
 
 
+@lru_cache(maxsize=2048)
 def tidy(text: str) -> str:
-    """`text` with one spelling for each thing: no spacing, no dollar signs of mathematics, no separators of thousands."""
+    """`text` with one spelling for each thing: no spacing, no dollar signs around mathematics, no separators of thousands."""
     text = re.sub(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
-    text = "".join(_UNICODE.get(letter, letter) for letter in text)
+    text = text.translate(_CHARACTERS)
     for _ in range(3):
-        text = _TEXT.sub(_words, text)
+        text = _TEXT.sub(_unwrapped, text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return re.sub(r"(?<![\d\x02a-zA-Z])\s+|\s+(?![\d\x02a-zA-Z])", " ", text).strip().rstrip(".;:,!").strip()
+    return re.sub(r"\s+", " ", text).strip().rstrip(".;:,").strip()
 
 
-def _words(found: re.Match[str]) -> str:
-    content, is_math = found[1], not found[0].startswith((r"\text", r"\mbox", r"\hbox"))
-    if is_math and len(content.strip()) == 1:
-        return f"{content.strip()} "
-    if is_math and content.strip() in _FUNCTIONS:
-        return rf"\{content.strip()} "
-    if re.fullmatch(r"\W*[A-Z]\W*", content):
-        return content
-    return f" {re.sub('[A-Za-z]', lambda letter: _MARKED + letter[0], content)} "
+def _unwrapped(found: re.Match[str]) -> str:
+    content = found[2].strip()
+    if re.fullmatch(r"\W*[A-Z]\W*|\d*", content) or (len(content) == 1 and found[1].startswith("math")):
+        return f"{content} "
+    if content in _FUNCTIONS:
+        return rf"\{content} "
+    return f" {re.sub('[A-Za-z]', lambda letter: _MARK + letter[0], found[2])} "
 
+
+# --- tokens
 
 _FUNCTIONS = {
-    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "asin", "acos", "atan",
-    "log", "ln", "lg", "exp", "sqrt", "cbrt", "abs", "floor", "ceil", "min", "max", "gcd", "lcm", "det",
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln", "lg", "exp", "sqrt", "cbrt", "abs",
+    "floor", "ceil",
 }  # fmt: skip
-_SHORT_WORDS = {
-    "cm", "mm", "km", "kg", "mg", "ml", "mL", "ft", "yd", "mi", "lb", "lbs", "oz", "hr", "hrs", "mph", "kph", "am", "pm", "AM", "PM", "sq",
-    "is", "of", "an", "we", "it", "my", "no", "No", "as", "by", "at", "be", "he", "if", "on", "in", "We", "It", "So", "so", "do", "us", "kmh",
-    "GB", "MB", "why", "my", "Hz", "kHz", "ms", "rpm", "pts", "st", "nd", "rd", "th", "dm", "cc", "hm", "pt", "qt", "Mr", "Ms", "up", "me",
+_SYMBOLS = {
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "theta", "lambda", "mu", "nu", "rho", "sigma", "tau", "phi", "varphi", "omega", "Omega",
+    "Delta", "Gamma", "Sigma", "Phi", "psi", "eta", "zeta", "xi", "kappa", "chi", "ell", "pi", "infty", "emptyset", "varnothing",
 }  # fmt: skip
-_RELATIONS = {
-    "=": "=", "<": "<", ">": ">", r"\lt": "<", r"\gt": ">", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=",
-    r"\geqslant": ">=", "<=": "<=", ">=": ">=", "!=": "!=", r"\ne": "!=", r"\neq": "!=", r"\approx": "~", r"\in": "in", r"\equiv": "==",
-    r"\to": "->", r"\mapsto": "->", r"\rightarrow": "->", "==": "=",
-}  # fmt: skip
-_OPEN = {"(": ")", "[": ")", r"\{": r"\}", r"\lbrace": r"\rbrace", r"\langle": r"\rangle", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
-_CLOSE = {")", "]", r"\}", r"\rbrace", r"\rangle", "}", r"\rfloor", r"\rceil"}
-_TOKEN = re.compile(
-    r"\s+|(?:\x02[A-Za-z])+|\d+(?:\.\d+)?(?:[eE][-+]?\d+(?![\dA-Za-z.]))?|\.\d+|\\[A-Za-z]+|\\.|<=|>=|!=|==|->|[A-Za-z]+|.", re.DOTALL
+_FACTORS = {
+    "\\" + name for name in (*_FUNCTIONS, *_SYMBOLS, "frac", "sqrt", "binom", "dbinom", "tbinom", "begin", "lfloor", "lceil")
+} | {"(", "[", "{"}
+"""Tokens that begin a factor where no sign of multiplication stands, beside numbers and letters."""
+_ENDING = {"\\" + name for name in _FUNCTIONS - {"sqrt"}} | {"(", "[", "{"}
+"""Tokens that end the argument of a function without brackets: \\sin 2x \\cos x is a product of two."""
+_WORDS = set(
+    [
+        "cm",
+        "mm",
+        "dm",
+        "km",
+        "kg",
+        "mg",
+        "ml",
+        "mL",
+        "ft",
+        "yd",
+        "mi",
+        "lb",
+        "lbs",
+        "oz",
+        "hr",
+        "hrs",
+        "mph",
+        "kph",
+        "am",
+        "pm",
+        "AM",
+        "PM",
+        "sq",
+        "rad",
+        "Hz",
+        "GB",
+        "MB",
+        "ms",
+        "pts",
+        "th",
+        "is",
+        "of",
+        "an",
+        "we",
+        "it",
+        "my",
+        "no",
+        "No",
+        "as",
+        "by",
+        "at",
+        "be",
+        "he",
+        "if",
+        "on",
+        "in",
+        "We",
+        "It",
+        "So",
+        "so",
+        "do",
+        "us",
+        "up",
+        "me",
+    ]
 )
-_SYMBOLS = {"alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "theta", "vartheta", "lambda", "mu", "nu", "rho", "sigma", "tau", "phi",
-            "varphi", "omega", "Omega", "Delta", "Gamma", "Sigma", "Phi", "psi", "eta", "zeta", "xi", "kappa", "chi", "ell", "pi", "infty",
-            "emptyset", "varnothing", "ldots", "dots", "cdots"}  # fmt: skip
-_MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_NO_UNITS = {
-    "not", "no", "or", "and", "more", "less", "fewer", "than", "least", "most", "wrong", "incorrect", "below", "above", "under", "over", "off", "half",
-    "halves", "third", "thirds", "quarter", "fourth", "fourths", "fifth", "fifths", "sixth", "eighth", "eighths", "tenth", "tenths", "hundredth",
-    "to", "minus", "plus", "times", "squared", "cubed", "point", "but", "dozen", "maybe", "then", "if", "is", "pairs", "score", "hundreds",
-    "thousandths", "hundredths", "was", "isn", "never", "greater", "larger", "smaller", "divided", "modulo", "mod", "base", "approximately", "either",
+"""Short words, which are no products of variables."""
+_RELATIONS = {
+    "=": "=", "==": "=", "<": "<", ">": ">", r"\lt": "<", r"\gt": ">", "<=": "<=", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", ">=": ">=",
+    r"\ge": ">=", r"\geq": ">=", r"\geqslant": ">=", "!=": "!=", r"\ne": "!=", r"\neq": "!=", r"\approx": "~", r"\in": "in",
 }  # fmt: skip
+_CLOSING = {"(": ")]", "[": ")]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+_TOKEN = re.compile(
+    rf"\s+|(?:{_MARK}[A-Za-z])+|\d+(?:\.\d+)?(?:[eE][-+]?\d{{1,4}}(?![\dA-Za-z.]))?|\.\d+|\\[A-Za-z]+|\\.|<=|>=|!=|==|[A-Za-z]+|.",
+    re.DOTALL,
+)
+_MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_NO_UNITS = set(
+    [
+        "not",
+        "no",
+        "or",
+        "and",
+        "more",
+        "less",
+        "fewer",
+        "than",
+        "least",
+        "most",
+        "wrong",
+        "incorrect",
+        "below",
+        "above",
+        "under",
+        "over",
+        "off",
+        "half",
+        "halves",
+        "third",
+        "thirds",
+        "quarter",
+        "quarters",
+        "fourth",
+        "fourths",
+        "fifth",
+        "fifths",
+        "sixth",
+        "eighth",
+        "eighths",
+        "tenth",
+        "tenths",
+        "hundredth",
+        "hundredths",
+        "thousandths",
+        "to",
+        "minus",
+        "plus",
+        "times",
+        "squared",
+        "cubed",
+        "point",
+        "but",
+        "dozen",
+        "maybe",
+        "then",
+        "if",
+        "is",
+        "pairs",
+        "score",
+        "hundreds",
+        "was",
+        "never",
+        "greater",
+        "larger",
+        "smaller",
+        "divided",
+        "modulo",
+        "mod",
+        "base",
+        "approximately",
+        "either",
+    ]
+)
+"""Words that make another number of the one before them."""
 
 
 def _tokens(text: str) -> list[str]:
-    """Words keep the mark; single letters, numbers, commands and signs stand for themselves; spaces go."""
     found = list[str]()
-    for match in _TOKEN.finditer(text):
-        token = match[0]
-        if token.isspace():
-            continue
-        if token.startswith(_MARKED):
-            word = token.replace(_MARKED, "")
-            found.append({"and": "and", "or": "or"}.get(word.lower(), _MARKED + word))
-        elif token.isalpha() and len(token) > 1:
+    for token in _TOKEN.findall(text):
+        if token.startswith(_MARK):
+            word = token.replace(_MARK, "")
+            found.append(word.lower() if word.lower() in ("and", "or") else _MARK + word)
+        elif token.isalpha() and token.isascii():
             found += _letters(token)
-        else:
+        elif not token.isspace():
             found.append(token)
     return found
 
 
 def _letters(run: str) -> list[str]:
-    if run in ("and", "or"):
+    """A run of letters: a function, a word, or a product of variables."""
+    if len(run) == 1 or run in ("and", "or"):
         return [run]
-    if run in _FUNCTIONS or run in _SYMBOLS:
-        return ["\\" + run]
     if run in ("oo", "inf", "infinity"):
         return [r"\infty"]
-    if run in _SHORT_WORDS or (len(run) > 2 and re.search("[aeiouyAEIOUY]", run) and not re.fullmatch("[a-dxyzA-Z]+", run)):
-        return [_MARKED + run]
+    if run in _FUNCTIONS or run in _SYMBOLS:
+        return ["\\" + run]
+    if run in _WORDS or (len(run) > 2 and re.search("[aeiouyAEIOUY]", run) and not re.fullmatch("[a-dxyzA-Z]+", run)):
+        return [_MARK + run]
     for name in sorted(_FUNCTIONS, key=len, reverse=True):
         if run.startswith(name):
             return ["\\" + name, *run[len(name) :]]
-    if run.endswith("pi") and len(run) <= 4:
-        return [*run[:-2], r"\pi"]
-    return [*run]
+    return [*run[:-2], r"\pi"] if run.endswith("pi") else [*run]
+
+
+# --- the tree
 
 
 class _Reader:
     """Recursive descent: a list of relations of unions of sums of products of powers."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self._tokens, self._at, self._depth, self._in_bars = tokens, 0, 0, 0
+        self._tokens, self._at, self._in_bars = tokens, 0, False
 
     def all(self) -> Node:
         node = self._items()
@@ -183,74 +325,61 @@ class _Reader:
         self._at += 1
         return token
 
+    def _is_next(self, *tokens: str) -> bool:
+        """Takes the next token if it is one of these."""
+        is_there = self._peek() in tokens
+        self._at += is_there
+        return is_there
+
     def _items(self) -> Node:
         items, how = [self._relation()], ""
-        while self._peek() in (",", ";", "and", "or"):
-            separator = self._take()
+        while (separator := self._peek()) in (",", ";", "and", "or"):
+            self._take()
             if separator in (",", ";") and self._peek() in ("and", "or"):
                 separator = self._take()
             how = separator if separator in ("and", "or") else how
             items.append(self._relation())
         return items[0] if len(items) == 1 else Node("list", how, tuple(items))
 
+    def _joined(self, kind: str, operators: Mapping[str, str], inner: Callable[[], Node]) -> Node:
+        parts, names = [inner()], list[str]()
+        while name := operators.get(self._peek()):
+            self._take()
+            names.append(name)
+            parts.append(inner())
+        return Node(kind, " ".join(names), tuple(parts)) if names else parts[0]
+
     def _relation(self) -> Node:
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            raise Unreadable("nested too deeply")
-        parts, operators = [self._ratio()], list[str]()
-        while (operator := _RELATIONS.get(self._peek())) is not None:
-            self._take()
-            operators.append(operator)
-            parts.append(self._ratio())
-        self._depth -= 1
-        return Node("relation", " ".join(operators), tuple(parts)) if operators else parts[0]
+        union = partial(self._joined, "union", {r"\cup": "cup"}, self._quantity)
+        return self._joined("relation", _RELATIONS, partial(self._joined, "ratio", {":": ":"}, union))
 
-    def _ratio(self) -> Node:
-        parts = [self._union()]
-        while self._peek() == ":":
-            self._take()
-            parts.append(self._union())
-        return Node("ratio", "", tuple(parts)) if len(parts) > 1 else parts[0]
-
-    def _union(self) -> Node:
-        parts = [self._with_unit()]
-        while self._peek() in (r"\cup", r"\bigcup"):
-            self._take()
-            parts.append(self._with_unit())
-        return Node("union", "", tuple(parts)) if len(parts) > 1 else parts[0]
-
-    def _with_unit(self) -> Node:
-        """A sum with the words after it; a percent sign and degrees are units too."""
-        if self._peek().startswith(_MARKED):
+    def _quantity(self) -> Node:
+        """A sum with the words after it, or words alone."""
+        if self._peek().startswith(_MARK):
             return self._text()
         node, words = self._sum(), list[str]()
-        while self._peek().startswith(_MARKED) or (words and self._peek() in ("/", "^", "a")):
+        while self._peek().startswith(_MARK) or (words and self._peek() in ("/", "^", "a")):
             token = self._take()
-            if token.startswith(_MARKED):
-                words.append(token[1:].lower())
-            elif token == "^":
-                is_braced = self._peek() == "{" and bool(self._take())
-                words.append("^" + self._take("2", "3"))
-                if is_braced:
-                    self._take("}")
-            else:
-                words.append(token)
+            if token == "^":
+                is_braced = self._is_next("{")
+                token += self._take("2", "3")
+                _ = is_braced and self._take("}")
+            words.append(token.removeprefix(_MARK).lower())
         while words and words[0] in _MULTIPLIERS:
-            node = Node("*", "", (node, Node("number", "", (Fraction(10) ** _MULTIPLIERS[words.pop(0)],))))
+            node = Node("*", "", (node, number(10 ** _MULTIPLIERS[words.pop(0)])))
         if _NO_UNITS.intersection(words):
             raise Unreadable(f"{' '.join(words)!r} after a number")
-        if words == ["percent"]:
-            words = ["%"]
-        if words in (["degrees"], ["degree"]):
-            return Node("unit", "degree", (node,))
-        return Node("unit", " ".join(words), (node,)) if words else node
+        unit = {"percent": "%", "degrees": "degree"}.get(" ".join(words), " ".join(words))
+        return Node("unit", unit, (node,)) if words else node
 
     def _text(self) -> Node:
         words = list[str]()
-        while (token := self._peek()) and (token.startswith(_MARKED) or (token not in _RELATIONS and token not in ("and", "or", ",", ";"))):
-            if token in _CLOSE or token in _OPEN:
-                raise Unreadable("words and mathematics in one")
-            words.append(self._take().removeprefix(_MARKED).lower())
+        while (
+            (token := self._peek())
+            and token not in _RELATIONS
+            and token not in ("and", "or", ",", ";", *_CLOSING, *")]}", r"\}")
+        ):
+            words.append(self._take().removeprefix(_MARK).lower())
         return Node("text", " ".join(words))
 
     def _sum(self) -> Node:
@@ -264,88 +393,54 @@ class _Reader:
         """Also where nothing stands between the factors."""
         node = self._signed()
         while True:
-            token = self._peek()
-            if token in ("*", r"\cdot", r"\times", r"\ast"):
-                self._take()
+            if self._is_next("*", r"\cdot", r"\times", r"\ast"):
                 node = Node("*", "", (node, self._signed()))
-            elif token in ("/", r"\div"):
-                self._take()
+            elif self._is_next("/", r"\div"):
                 node = Node("/", "", (node, self._signed()))
-            elif self._begins_factor(token):
-                if token[0].isdigit() and self._tokens[self._at - 1][0].isdigit():
-                    node = self._mixed(node)
-                else:
-                    right = self._power()
-                    is_mixed = token == r"\frac" and self._is_whole(node) and self._is_proper(right)
-                    node = Node("+" if is_mixed else "*", "", (node, right))
+            elif self._begins_factor(self._peek()):
+                node = Node("*", "", (node, self._mixed()))
             else:
                 return node
-
-    def _mixed(self, whole: Node) -> Node:
-        """As in 1 1/2."""
-        top = Node("number", "", (Fraction(self._take()),))
-        self._take("/")
-        right = Node("/", "", (top, self._power()))
-        if not (self._is_whole(whole) and self._is_proper(right)):
-            raise Unreadable("two numbers side by side")
-        return Node("+", "", (whole, right))
-
-    @staticmethod
-    def _is_whole(node: Node) -> bool:
-        return node.kind == "number" and node.parts[0].denominator == 1
-
-    def _is_proper(self, node: Node) -> bool:
-        return node.kind == "/" and all(map(self._is_whole, node.parts)) and 0 < node.parts[0].parts[0] < node.parts[1].parts[0]
 
     def _begins_factor(self, token: str) -> bool:
         if token == "|":
             return not self._in_bars
-        is_command = token.startswith("\\") and token[1:] in (*_FUNCTIONS, *_SYMBOLS, "frac", "sqrt", "binom", "dbinom", "tbinom", "begin", "mathbb")
-        return bool(token) and (token[0].isalnum() and token not in ("and", "or") or token in ("(", "{", "[", r"\lfloor", r"\lceil", r"\{") or is_command)
+        is_number = token[:1].isdigit() and not self._tokens[self._at - 1][0].isdigit()
+        return is_number or (len(token) == 1 and token.isalpha()) or token in _FACTORS
 
     def _signed(self) -> Node:
         sign = self._peek()
-        if sign in ("-", "+", r"\pm", r"\mp"):
-            self._take()
-            self._depth += 1
-            if self._depth > _DEEPEST:
-                raise Unreadable("nested too deeply")
-            node = self._signed_product() if sign in ("-", "+") else self._signed()
-            self._depth -= 1
-            if sign == "+":
-                return node
-            return Node("neg", "", (node,)) if sign == "-" else Node(sign[1:], "", (Node("number", "", (Fraction(0),)), node))
-        return self._power()
+        if self._is_next("+", "-", r"\pm", r"\mp"):
+            node = self._signed()
+            return {"+": node, "-": Node("neg", "", (node,))}.get(sign) or Node(sign[1:], "", (number(0), node))
+        return self._mixed()
 
-    def _signed_product(self) -> Node:
-        """What a sign stands before: also the fraction of a mixed number, so that -1 1/2 is less than -1."""
-        if self._peek() in ("-", "+", r"\pm", r"\mp"):
-            return self._signed()
-        node = self._power()
-        token = self._peek()
-        if token and token[0].isdigit() and self._tokens[self._at - 1][0].isdigit():
-            return self._mixed(node)
-        if token == r"\frac" and self._is_whole(node):
-            right = self._power()
-            return Node("+" if self._is_proper(right) else "*", "", (node, right))
-        return node
+    def _mixed(self) -> Node:
+        r"""A power, or a mixed number: 1 1/2, 1\frac{1}{2}."""
+        node, token = self._suffixed(self._primary()), self._peek()
+        if not _is_whole(node) or not (token[:1].isdigit() or token == r"\frac"):
+            return node
+        right = self._primary()
+        if token != r"\frac":
+            self._take("/")
+            right = Node("/", "", (right, self._primary()))
+        is_mixed = (
+            right.kind == "/" and all(map(_is_whole, right.parts)) and 0 < right.parts[0].parts[0] < right.parts[1].parts[0]
+        )
+        if not is_mixed and token != r"\frac":
+            raise Unreadable("two numbers side by side")
+        return self._suffixed(Node("+" if is_mixed else "*", "", (node, right)))
 
-    def _power(self) -> Node:
-        node = self._primary()
+    def _suffixed(self, node: Node) -> Node:
         while True:
-            token = self._peek()
-            if token == "!" and self._peek(1) != "=":
-                self._take()
+            if self._is_next("!"):
                 node = Node("call", "factorial", (node,))
-            elif token in (r"\%", "%"):
-                self._take()
+            elif self._is_next(r"\%", "%"):
                 node = Node("unit", "%", (node,))
-            elif token == "^":
-                self._take()
-                node = self._raised(node)
-            elif token == "'":
-                self._take()
+            elif self._is_next("'"):
                 node = Node("call", "prime", (node,))
+            elif self._is_next("^"):
+                node = self._raised(node)
             else:
                 return node
 
@@ -354,107 +449,75 @@ class _Reader:
         if is_braced or self._peek() == r"\circ":
             self._at += 3 if is_braced else 1
             return Node("unit", "degree", (node,))
-        return Node("^", "", (node, self._argument(signed=True)))
+        return Node("^", "", (node, self._exponent()))
 
-    def _argument(self, *, signed: bool = False) -> Node:
-        r"""Of a command: what stands in braces, or one digit or letter; \frac12 has two. After ^ a whole number, and a power of it."""
-        token = self._peek()
-        if signed and token in ("-", "+"):
-            self._take()
-            inner = self._argument(signed=True)
-            return Node("neg", "", (inner,)) if token == "-" else inner
-        if not signed and token and token[0].isdigit() and len(token) > 1 and token.isdigit():
-            self._tokens[self._at] = token[1:]
-            return Node("number", "", (Fraction(token[0]),))
+    def _exponent(self) -> Node:
+        if self._is_next("-"):
+            return Node("neg", "", (self._exponent(),))
         node = self._primary()
-        if signed and self._peek() == "^":
-            self._take()
-            return self._raised(node)
-        return node
+        return self._raised(node) if self._is_next("^") else node
+
+    def _argument(self) -> Node:
+        r"""Of a command: what stands in braces, or one digit or letter, since \frac12 has two arguments."""
+        token = self._peek()
+        if token.isdigit() and len(token) > 1:
+            self._tokens[self._at] = token[1:]
+            return number(token[0])
+        return self._primary()
 
     def _primary(self) -> Node:
         token = self._take()
-        if token[0].isdigit() or (token[0] == "." and len(token) > 1):
-            return self._number(token)
+        if token[-1].isdigit():
+            base = self._argument() if self._is_next("_") else None
+            return number(token) if base is None else Node("unit", f"base {base.parts[0]}", (number(token),))
         if token == "|":
-            self._in_bars += 1
+            before, self._in_bars = self._in_bars, True
             node = self._items()
-            self._in_bars -= 1
+            self._in_bars = before
             self._take("|")
             return Node("call", "abs", (node,))
-        if token in _OPEN:
+        if token in _CLOSING:
             return self._group(token)
-        if token.isalpha() and len(token) == 1:
+        if len(token) == 1 and token.isalpha():
             return self._symbol(token)
-        if not token.startswith("\\"):
-            raise Unreadable(f"{token!r} is out of place")
-        return self._command(token[1:])
-
-    def _number(self, token: str) -> Node:
-        mantissa, _, exponent = token.lower().partition("e")
-        if len(exponent) > 4:
-            raise Unreadable("too large an exponent")
-        value = Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
-        if self._peek() == r"\overline" and self._peek(1) == "{" and self._peek(2).isdigit() and self._peek(3) == "}":
-            digits = self._peek(2)
-            self._at += 4
-            if self._tokens[self._at - 5] == ".":
-                raise Unreadable("a point without digits")
-            places = len(mantissa.partition(".")[2])
-            value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
-        elif self._peek() == "." and self._peek(1) == r"\overline" and self._peek(3).isdigit():
-            digits = self._peek(3)
-            self._at += 5
-            value += Fraction(int(digits), 10 ** len(digits) - 1)
-        node = Node("number", "", (value,))
-        if self._peek() == "_":
-            self._take()
-            base = self._argument()
-            return Node("unit", f"base {base.parts[0]}", (node,))
-        return node
+        return self._command(token)
 
     def _symbol(self, name: str) -> Node:
-        if self._peek() == "_":
-            self._take()
+        if self._is_next("_"):
             start = self._at
             self._primary()
-            name += "_" + "".join(self._tokens[start : self._at]).strip("{}").replace(_MARKED, "")
-        if name in ("f", "g", "h") and self._peek() == "(":
-            return Node("call", name, (self._primary(),))
-        return Node("symbol", name)
+            name += "_" + "".join(self._tokens[start : self._at]).strip("{}").replace(_MARK, "")
+        return (
+            Node("call", name, (self._primary(),)) if name in ("f", "g", "h") and self._peek() == "(" else Node("symbol", name)
+        )
 
     def _group(self, opening: str) -> Node:
-        wanted = (")", "]") if opening in ("(", "[") else (_OPEN[opening],)
-        if self._peek() in wanted:
-            self._take()
-            return Node("list", "")
-        bars, self._in_bars = self._in_bars, 0
+        wanted = (")", "]") if opening in ("(", "[") else (_CLOSING[opening],)
+        if self._is_next(*wanted):
+            return Node("list")
+        before, self._in_bars = self._in_bars, False
         node = self._items()
-        self._in_bars = bars
-        if opening == r"\{" and self._peek() in (r"\mid", "|", r"\vert"):  # {x | x > 3}
-            self._take()
-            node = self._items()
-        closing = self._take(*wanted)
+        self._in_bars = before
+        brackets = opening + self._take(*wanted)
         if opening in (r"\lfloor", r"\lceil"):
-            return Node("call", "floor" if opening == r"\lfloor" else "ceil", (node,))
-        items = node.parts if node.kind == "list" and node.name == "" else (node,)
-        if opening in (r"\{", r"\lbrace"):
-            return Node("list", "", items)
-        if opening == r"\langle" or len(items) == 1 and opening + closing in ("()", "[]", "{}"):
-            return Node("group", "()", items) if len(items) > 1 else items[0]
-        if opening == "{":
+            return Node("call", opening[2:], (node,))
+        is_list = node.kind == "list" and not node.name
+        if opening == "{" or (not is_list and brackets in ("()", "[]", r"\langle\rangle")):
             return node
-        return Node("group", opening + closing, items)
+        items = node.parts if node.kind == "list" else (node,)
+        return Node("list", "", items) if opening == r"\{" else Node("group", brackets.replace(r"\langle\rangle", "()"), items)
 
-    def _command(self, name: str) -> Node:
+    def _command(self, command: str) -> Node:
+        name = command.removeprefix("\\")
+        if command == name:
+            raise Unreadable(f"{command!r} is out of place")
         if name == "frac":
             return Node("/", "", (self._argument(), self._argument()))
-        if name in ("binom", "dbinom", "tbinom"):
+        if name.endswith("binom"):
             return Node("call", "binomial", (self._argument(), self._argument()))
         if name == "sqrt":
-            index = Node("number", "", (Fraction(2),))
-            if self._peek() == "[":
-                self._take()
+            index = number(2)
+            if self._is_next("["):
                 index = self._sum()
                 self._take("]")
             return Node("call", "root", (self._argument(), index))
@@ -462,48 +525,47 @@ class _Reader:
             return self._matrix()
         if name in _FUNCTIONS:
             return self._function(name)
+        if name in ("emptyset", "varnothing"):
+            return Node("list")
         if name in _SYMBOLS:
-            if name in ("emptyset", "varnothing"):
-                return Node("list", "")
-            return self._symbol("\\" + name)
-        raise Unreadable(f"\\{name} is not known")
+            return self._symbol(command)
+        raise Unreadable(f"{command} is not known")
 
     def _matrix(self) -> Node:
-        self._take("{")
-        name = "".join(iter(self._take, "}"))
-        kind = {"v": "v"}.get(name.removesuffix("matrix"), "") if name.endswith("matrix") else {"array": ""}.get(name)
-        if kind is None:
-            raise Unreadable(f"\\begin{{{name}}} is not known")
-        rows = [[self._sum()]]
+        def environment() -> str:
+            self._take("{")
+            return "".join(iter(self._take, "}")).replace(_MARK, "")
+
+        name, rows = environment(), [[self._sum()]]
+        if not name.endswith("matrix") and name != "array":
+            raise Unreadable(f"{name} is not known")
         while (token := self._take("&", "\\\\", r"\end")) != r"\end":
             if token == "&":
                 rows[-1].append(self._sum())
             elif self._peek() != r"\end":
                 rows.append([self._sum()])
-        self._take("{")
-        while self._take() != "}":
-            pass
-        return Node("matrix", kind, tuple(Node("group", "row", tuple(row)) for row in rows))
+        environment()
+        return Node("matrix", "v" if name[0] in "vV" else "", tuple(Node("group", "row", tuple(row)) for row in rows))
 
     def _function(self, name: str) -> Node:
-        name = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}.get(name, name)
         base = power = None
         while self._peek() in ("_", "^"):
             if self._take() == "_":
                 base = self._argument()
             else:
-                power = self._argument(signed=True)
-        if power == Node("neg", "", (Node("number", "", (Fraction(1),)),)) and name in ("sin", "cos", "tan"):
+                power = self._exponent()
+        if power == Node("neg", "", (number(1),)) and name in ("sin", "cos", "tan"):
             name, power = f"arc{name}", None
-        if self._peek() in ("(", "[", "{", "|"):
-            argument = self._power() if power is None else self._primary()
-        else:
-            argument = self._power()
-            while self._begins_factor(self._peek()) and self._peek() not in ("(", "[", "{") and self._peek()[1:] not in _FUNCTIONS - {"sqrt"}:
-                argument = Node("*", "", (argument, self._power()))
-        parts = (argument, base) if base is not None else (argument,)
-        node = Node("call", name, parts)
+        is_enclosed = self._peek() in ("(", "[", "{", "|")
+        argument = self._primary() if is_enclosed else self._suffixed(self._primary())
+        while not is_enclosed and (self._begins_factor(self._peek()) and self._peek() not in _ENDING):
+            argument = Node("*", "", (argument, self._suffixed(self._primary())))
+        node = Node("call", name, (argument,) if base is None else (argument, base))
         return node if power is None else Node("^", "", (node, power))
+
+
+def _is_whole(node: Node) -> bool:
+    return node.kind == "number" and node.parts[0].denominator == 1
 
 
 @lru_cache(maxsize=2048)
@@ -511,161 +573,142 @@ def read(text: str) -> Node:
     """The tree of a text that `tidy` gave. Raises `Unreadable`."""
     if len(text) > MOST_CHARACTERS:
         raise Unreadable("too long for an answer")
-    if text in _SETS:
-        text = r"(-\infty, \infty)"
-    text = re.sub(r"\\(?:in|isin)\s*\\mathbb\s*\{?[A-Z]\}?", "", text)
-    over = re.fullmatch(r"\{?([^{}]+)\\over(?![a-z])([^{}]+)\}?", text)
-    return _Reader(_tokens(rf"\frac{{{over[1]}}}{{{over[2]}}}" if over else text)).all()
+    try:
+        return _Reader(_tokens(text)).all()
+    except RecursionError:
+        raise Unreadable("nested too deeply") from None
+
+
+# --- values
 
 
 def symbols(node: Node) -> frozenset[str]:
     """The names of the variables of an expression."""
     if node.kind == "symbol":
         return frozenset() if node.name in ("e", "i", r"\pi") else frozenset((node.name,))
-    return frozenset().union(*(symbols(part) for part in node.parts if isinstance(part, Node)))
+    return frozenset[str]().union(*(symbols(part) for part in node.parts if isinstance(part, Node)))
 
 
 def _bounded(value: Number) -> Number:
     if isinstance(value, Fraction):
         if value.numerator.bit_length() + value.denominator.bit_length() > _EXACT_BITS:
             raise Unreadable("too large a number")
-        return value
-    size = abs(value)
-    if not mp.isfinite(size) or (size != 0 and abs(mp.mag(size)) > _RANGE_BITS and mp.mag(size) > -_EQUAL_BITS):
+    elif not mp.isfinite(value) or (
+        value != 0 and not -_RANGE_BITS < mp.mag(value) < _RANGE_BITS and mp.mag(value) > -_EQUAL_BITS
+    ):
         raise Unreadable("too large or too small a number")
     return value
 
 
 def inexact(value: Number) -> Number:
+    """The value as a number of `mpmath`."""
     return mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
-def _power_of(base: Number, exponent: Number) -> Number:
+def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if exponent.denominator == 1:
             bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-            if abs(exponent) > _EXACT_BITS or bits * abs(exponent) > _EXACT_BITS + 64:
+            if bits * abs(exponent) > _EXACT_BITS + bits:
                 raise Unreadable("too large a power")
-            if base == 0 and exponent < 0:
-                raise Unreadable("a division by zero")
             return base ** int(exponent)
         if base > 0 and (root := _exact_root(base, exponent.denominator)) is not None:
-            return _power_of(root, Fraction(exponent.numerator))
+            return _power(root, Fraction(exponent.numerator))
     if abs(inexact(exponent)) > 10**6:
         raise Unreadable("too large a power")
-    if base == 0 and inexact(exponent).real > 0:
-        return Fraction(0)
-    return inexact(base) ** inexact(exponent)
+    return Fraction(0) if base == 0 and inexact(exponent).real > 0 else inexact(base) ** inexact(exponent)
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    if degree > 64:
-        return None
-    tops = [_integer_root(part, degree) for part in (value.numerator, value.denominator)]
-    return None if None in tops else Fraction(tops[0] or 0, tops[1] or 1)
+    roots = list[int]()
+    for part in (value.numerator, value.denominator):
+        with mp.workprec(part.bit_length() + 64):
+            roots.append(int(mp.nint(mp.root(part, degree))))
+        if degree > 64 or roots[-1] ** degree != part:
+            return None
+    return Fraction(*roots)
 
 
-def _integer_root(value: int, degree: int) -> int | None:
-    with mp.workprec(value.bit_length() + 64):
-        root = int(mp.nint(mp.root(value, degree)))
-    return root if root**degree == value else None
-
-
-def _root(value: Number, degree: Number) -> Number:
-    if isinstance(degree, Fraction) and degree.denominator == 1 and degree > 0:
-        is_negative = isinstance(value, Fraction | mpf) and value < 0
-        if is_negative and degree % 2:
-            return -_root(-value, degree)
-        if value == 0:
-            return Fraction(0)
-        if isinstance(value, Fraction) and not is_negative and (exact := _exact_root(value, int(degree))) is not None:
-            return exact
-    return _power_of(value, 1 / degree)
+def _root(value: Number, degree: Number = Fraction(2)) -> Number:
+    """The real root of a negative number where the degree is odd."""
+    if isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 and not isinstance(value, mpc) and value < 0:
+        return -_power(-value, 1 / degree)
+    return _power(value, 1 / degree)
 
 
 def _factorial(value: Number) -> Number:
-    if isinstance(value, Fraction) and value.denominator == 1:
-        if not 0 <= value <= 5000:
-            raise Unreadable("the factorial of a negative or a very large number")
-        return Fraction(math.factorial(int(value)))
-    if abs(value) > 1000:
-        raise Unreadable("too large a factorial")
-    return mp.gamma(inexact(value) + 1)
-
-
-def _whole(value: Number, name: str) -> Number:
-    if isinstance(value, mpc):
-        raise Unreadable(f"the {name} of a complex number")
-    rounded = math.floor if name == "floor" else math.ceil
-    return Fraction(rounded(value)) if isinstance(value, Fraction) else Fraction(int(getattr(mp, name)(value)))
+    if abs(value) > 5000 or (isinstance(value, Fraction) and value.denominator == 1 and value < 0):
+        raise Unreadable("the factorial of a negative or a very large number")
+    is_whole = isinstance(value, Fraction) and value.denominator == 1
+    return Fraction(math.factorial(int(value))) if is_whole else mp.gamma(inexact(value) + 1)
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Some smooth function that belongs to the name: of f(x) it is known only that equal arguments have equal values."""
+    """Some smooth function of that name: of f(x) it is known only that equal arguments have equal values."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 
 
-def _logarithm(value: Number, base: Number) -> Number:
-    if value == 0 or base in (0, 1):
-        raise Unreadable("no logarithm")
+def _logarithm(value: Number, base: Number = Fraction(1237, 211)) -> Number:
+    """Without a base, one that is neither e nor 10, since conventions differ."""
     return mp.log(inexact(value)) / mp.log(inexact(base))
 
 
+def _of_mpmath(name: str, value: Number) -> Number:
+    return getattr(mp, name)(inexact(value))
+
+
 _CALLS: dict[str, Callable[..., Number]] = {
+    **{
+        name: partial(_of_mpmath, name.replace("arc", "a"))
+        for name in _FUNCTIONS
+        if name[-1] in "nstch" and name not in ("ln", "sqrt", "abs", "cbrt")
+    },
+    **{name: partial(_opaque, name) for name in ("f", "g", "h", "prime")},
     "root": _root,
+    "cbrt": lambda value: _root(value, Fraction(3)),
     "factorial": _factorial,
     "abs": abs,
-    "floor": lambda value: _whole(value, "floor"),
-    "ceil": lambda value: _whole(value, "ceil"),
+    "floor": lambda value: Fraction(math.floor(value)),
+    "ceil": lambda value: Fraction(math.ceil(value)),
     "binomial": lambda n, k: _factorial(n) / (_factorial(k) * _factorial(n - k)),
-    "cbrt": lambda value: _root(value, Fraction(3)),
-    "exp": lambda value: _power_of(+mp.e, value),
+    "exp": lambda value: _power(+mp.e, value),
     "ln": lambda value: _logarithm(value, +mp.e),
     "lg": lambda value: _logarithm(value, Fraction(10)),
-    "log": lambda value, base=Fraction(1237, 211): _logarithm(value, base),
-    **{name: (lambda value, name=name: _opaque(name, value)) for name in ("f", "g", "h", "prime")},
-    **{
-        name: (lambda value, function=function: getattr(mp, function)(inexact(value)))
-        for name, function in (
-            *((name, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")),
-            ("arcsin", "asin"), ("arccos", "acos"), ("arctan", "atan"),
-        )
-    },
-}  # fmt: skip
+    "log": _logarithm,
+}
 
 
 def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
-    """The value where `variables` have theirs. The precision is that of `precise`. Raises `Unreadable`."""
+    """The value where `variables` have theirs, in a context of `precise`. Raises `Unreadable`."""
     match node:
         case Node("number", _, (value,)):
             return _bounded(value)
         case Node("symbol", name):
-            if name in ("e", r"\pi"):
-                return +mp.e if name == "e" else +mp.pi
-            return mpc(0, 1) if name == "i" else variables[name]
-        case Node("unit", "degree", (inner,)):
-            return inexact(evaluate(inner, variables)) * mp.pi / 180
-        case Node("unit", "%", (inner,)):
-            return evaluate(inner, variables) / 100
-        case Node("call", name, parts) if name in _CALLS:
-            values = [evaluate(part, variables) for part in parts]
-            try:
-                return _bounded(_CALLS[name](*values))
-            except (TypeError, ValueError, ArithmeticError) as error:
-                raise Unreadable(f"{name} has no value") from error
-        case Node("+" | "-" | "*" | "/" | "^" as sign, _, (left, right)):
-            a, b = evaluate(left, variables), evaluate(right, variables)
-            if sign == "^":
-                return _bounded(_power_of(a, b))
-            if isinstance(a, Fraction) is not isinstance(b, Fraction):
-                a, b = inexact(a), inexact(b)
-            if sign == "/" and b == 0:
-                raise Unreadable("a division by zero")
-            return _bounded(a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a / b)
-        case Node("neg", _, (inner,)):
-            return -evaluate(inner, variables)
+            constant = {"e": mp.e, r"\pi": mp.pi, "i": mpc(0, 1)}.get(name)
+            return variables[name] if constant is None else +constant
+    values = [evaluate(part, variables) for part in node.parts]
+    try:
+        if node.kind == "call" and node.name in _CALLS:
+            return _bounded(_CALLS[node.name](*values))
+        if node.kind == "unit" and node.name in ("%", "degree"):
+            return values[0] / 100 if node.name == "%" else inexact(values[0]) * mp.pi / 180
+        if node.kind == "^":
+            return _bounded(_power(*values))
+        if not all(isinstance(value, Fraction) for value in values):
+            values = [inexact(value) for value in values]
+        if node.kind in _OPERATIONS:
+            return _bounded(_OPERATIONS[node.kind](*values))
+    except ZeroDivisionError as error:
+        raise Unreadable("a division by zero") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise Unreadable(f"{node.kind} {node.name} has no value") from error
     raise Unreadable(f"{node.kind} has no value")
+
+
+_OPERATIONS: dict[str, Callable[..., Number]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "neg": operator.neg
+}  # fmt: skip
 
 
 def precise() -> Any:
