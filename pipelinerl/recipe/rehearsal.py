@@ -115,8 +115,8 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def _answered(share: ProblemSet, answer: str) -> str:
-    """A completion that gives `answer` as the policy has to: in a box, within the text around the group of `answer_pattern`; bare
-    where that takes no box. Empty where it takes neither."""
+    """A completion that gives `answer` as the policy has to: in a box, within the text around the group of `answer_pattern`;
+    bare if that takes no box. Empty if it takes neither."""
     pattern = share.reward.answer_pattern
     before, _, after = re.sub(r"^\(\?[a-z]+\)|\\[sn][*+?]*| [*+?]", " ", pattern).strip().partition("(")
     before, after = (re.sub(r"\\(\W)", r"\1", text) for text in (before, after.rpartition(")")[2]))
@@ -204,7 +204,9 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         if call.status == "bad_reference" and not call.near_miss:
             yield FieldError(f"{place}reward.scorer", scorer, f"{told} cannot be marked ({call.message})")
         elif call.near_miss and call.reward >= max(right, share.reward.correct):
-            yield FieldError(f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; correct that line")
+            yield FieldError(
+                f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; correct that line"
+            )
         elif not call.near_miss and call.reward < share.reward.correct:
             fix = "write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
             yield FieldError(f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; {fix}")

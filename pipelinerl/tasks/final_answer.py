@@ -1,7 +1,7 @@
 r"""What a reference of mathematics says: the answer at its end, and wrong answers that look like it.
 
-References are answers, or whole solutions that end in `#### 42` (GSM8K) or in a box (MATH). The scorers `math` and `math_boxed` read
-them by `final_answer`; a rehearsal tries what `near_misses` makes of them. Text only: no mathematics is understood here.
+References are answers, or whole solutions that end in `#### 42` (GSM8K) or in a box (MATH). The scorers of mathematics read them
+by `final_answer`; a rehearsal tries what `near_misses` makes of them. No mathematics is understood here.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import re
 _BOX = re.compile(r"\\f?boxed\s*(?:(\{)|(-?(?:\d[\d.,/]*\d|\d|[A-Za-z]))(?![\w{]))|\\f?box\s*(\{)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _LAST_BOXES = 16
-_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:(?:,|\{,\}|\\[,!]|,\\!)+\d{3})*(?:\.\d+)?")
-_PAIR = re.compile(r"([(\[]|\\frac\{)([^,(){}\[\]]+)(,|\}\{)([^,(){}\[\]]+)([)\]}])|()(\d+)([:/])(\d+)()")
-_AROUND = re.compile(
-    r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[,!;: $%]|\^\{?\\circ\}?|_\{?\d+\}?$|[$%.,~°()\[\]£€+]|\s|\b[A-Za-z]{2,}\b"
+_PAIR = re.compile(r"(\(|\[|\\frac\{|)([^,(){}\[\]:/]+)(, ?|\}\{|:|/)([^,(){}\[\]:/]+)(\)|\]|\}|)")
+_UNIT = re.compile(
+    r"(?<=[\d}])\s*(?:\\(?:text|mathrm)\s*\{[^{}]*\}|[A-Za-z]{2,}|\\?%|\^\{?\\circ\}?)[A-Za-z\s^\d]*$|_\{?\d+\}?$|^[A-Za-z]\s*="
 )
+_NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(?:[|{}()\[\]\s!.]|\\[{}])*")
+"""What leaves a number as it is, or may: brackets, a division by 1, the factorial of 2."""
 
 
 def boxes(text: str) -> list[tuple[int, int, str | None]]:
-    r"""Start, end and content of the last boxes of `text`, `\boxed 42` included; a content is None where the text ends inside its box."""
+    r"""Start, end and content of the last boxes of `text`, `\boxed 42` included. The content is None if the text ends in the box."""
     found = list[tuple[int, int, str | None]]()
     for match in list(_BOX.finditer(text))[-_LAST_BOXES:]:
         if match[2]:
@@ -46,22 +47,23 @@ def final_answer(reference: str) -> str:
 
 def near_misses(answer: str) -> list[str]:
     """Answers that differ from `answer` for sure: its first number, the other sign, its two parts exchanged."""
-    bare, misses = re.sub(r"^\$+|\$+$|^\\\(|\\\)$", "", answer.strip()).strip(), list[str]()
-    if "####" in bare or len(bare) > 100:
+    bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
+    bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
+    number = re.search(r"\d+(?:\.\d+)?", bare)
+    if number is None or len(bare) > 100 or re.search(r"\(?\b[A-J]\)|approx|mathbb", bare):
         return []
-    numbers = _NUMBER.findall(bare)
-    if number := _NUMBER.search(bare):
-        before = re.sub(r"^\s*[A-Za-z]\s*=", "", bare[: number.start()])
-        rest = _AROUND.sub("", f"{before} {bare[number.end() :]}")
-        is_one = len({one.lstrip("0") for one in numbers}) == 1 and not re.search(r"[A-Za-z^!/*]", rest)
-        if (rest and not is_one) or re.search(r"[A-Za-z]{2,}", re.sub(r"\\[a-z]+", "", before)):
-            misses.append(number[0])
-        if not re.search(r"[,=<>:|]|\\(?:pm|text|begin|in|le|ge|cup|mp|mathrm)|\b[a-z]{3,}\b(?<!\\)", bare) and re.search(
-            "[1-9]", bare
-        ):
-            misses.append(bare.removeprefix("-") if bare.startswith("-") else f"-{bare.removeprefix('+')}")
-    if (pair := _PAIR.fullmatch(bare)) and [*pair.groups()].count(None) == 5:
-        opening, first, middle, second, closing = [part for part in pair.groups() if part is not None]
-        if first.strip() != second.strip():
-            misses.append(f"{opening}{second.strip()}{middle}{first.strip()}{closing}")
-    return misses
+    without_unit = _UNIT.sub("", bare)
+    rest = without_unit.replace(number[0], "", 1)
+    is_alone = _NEUTRAL.fullmatch(rest) or re.fullmatch(rf"[,;=\s{number[0]}]*", rest) or "=" in rest
+    if not is_alone and not (number[0] in ("0", "1") and not re.search(r"\d", rest)):
+        misses.append(number[0])
+    has_words = re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}|\\text", without_unit)
+    has_parts = re.search(r"[,;=<>:|_]|\\(?:[{]|(?:pm|mp|begin|in|leq?|geq?|neq?|cup|mid)(?![a-z]))", bare)
+    if not has_words and not has_parts and re.search("[1-9]", bare):
+        misses.append(bare[1:].strip() if bare.startswith("-") else f"-{bare.removeprefix('+')}")
+    if pair := _PAIR.fullmatch(bare):
+        opening, first, middle, second, closing = pair.groups()
+        is_pair = (opening + middle.strip() + closing) in ("(,)", "[,]", "(,]", "[,)", r"\frac{}{}", ":", "/")
+        if is_pair and first.lstrip("-") != second.lstrip("-"):
+            misses.append(f"{opening}{second}{middle}{first}{closing}")
+    return list(dict.fromkeys(misses))

@@ -1,8 +1,8 @@
 r"""Reads mathematics as people and models write it, in LaTeX or plainly, into a tree, and evaluates that.
 
-`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` gives the value of one: an exact fraction where it
-is one, otherwise a number of 300 digits. Reading computes nothing, and what would be too large is refused: the text may be hostile.
-`services.verifier.rewards.mathematics` decides whether two trees are the same answer.
+`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` gives the value of one: an exact
+fraction where it is one, otherwise a number of 300 digits. Reading computes nothing, and what would be too large is refused: the
+text may be hostile. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Unreadable(ValueError):
 
 
 class Node(NamedTuple):
-    """`kind` is an operation (`+`, `*`, `/`, `^`, `call`, ...), a leaf (`number`, `symbol`, `text`), or a form of several parts (`list`,
-    `group`, `relation`, `union`, `matrix`, `unit`). `name` tells forms of one kind apart. `parts` are nodes, or a number's value."""
+    """`kind` is an operation (`+`, `*`, `/`, `^`, `call`, ...), a leaf (`number`, `symbol`, `text`), or a form of several parts
+    (`list`, `group`, `relation`, `union`, `matrix`, `unit`). `name` tells forms of one kind apart."""
 
     kind: str
     name: str = ""
@@ -50,10 +50,11 @@ def number(value: int | str | Fraction) -> Node:
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _CHARACTERS = str.maketrans({
-    **dict.fromkeys("−–‒—", "-"), **dict.fromkeys("\u00a0\u2009\u202f", " "), **dict.fromkeys("÷⁄∕", "/"), "×": r"\times ", "·": r"\cdot ",
-    "⋅": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ", "±": r"\pm ", "∓": r"\mp ",
-    "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "θ": r"\theta ", "½": " 1/2 ",
-    "¼": " 1/4 ", "¾": " 3/4 ", "⅓": " 1/3 ", "⅔": " 2/3 ", "£": r"\pounds ", "€": r"\euro ", "％": "%", "’": "'", "，": ",", "：": ":", "\u200b": "",
+    **dict.fromkeys("−–‒—", "-"), **dict.fromkeys("\u00a0\u2009\u202f", " "), **dict.fromkeys("÷⁄∕", "/"), "×": r"\times ",
+    "·": r"\cdot ", "⋅": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ",
+    "±": r"\pm ", "∓": r"\mp ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ", "∅": r"\emptyset ",
+    "ℝ": r"\mathbb{R}", "θ": r"\theta ", "½": " 1/2 ", "¼": " 1/4 ", "¾": " 3/4 ", "⅓": " 1/3 ", "⅔": " 2/3 ", "£": r"\pounds ",
+    "€": r"\euro ", "％": "%", "’": "'", "，": ",", "：": ":", "\u200b": "",
 })  # fmt: skip
 _MARK = "\x02"
 """Stands before each letter that `\\text` makes a word's, and before each word among the tokens."""
@@ -66,12 +67,19 @@ def _repeating(found: re.Match[str]) -> str:
     return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{nines}}}"
 
 
+def _named(found: re.Match[str]) -> str:
+    """The name of a function that is defined: f(x) = 2x, g(x, y) = 3."""
+    return f"{found[1]}_{{{re.sub('[^a-zA-Z0-9]', '', found[3] + (found[2] or ''))}}}"
+
+
 _REWRITES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(pattern, re.DOTALL), replacement)
     for pattern, replacement in (
         (r"\\begin\{array\}\s*\{[^{}]*\}", r"\\begin{array}"),
         (r"\\(?:displaystyle|textstyle|limits|left\s*\.|right\s*\.|(?:left|right|[bB]igg?[lrm]?|bf|rm)(?![a-z])|!)", ""),
-        (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+        (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
+        (r"\\(?:vec|hat|overrightarrow|overline(?=\s*\{[A-Z]{2}))\s*\{([A-Za-z]+)\}", r"\1"),
+        (r"(?<![A-Za-z\\])([A-Za-z])(\^\{?-1\}?)?\((\w(?:, ?\w)*)\)(?=\s*=[^=]*$)", _named),
         (r"\\colon(?![a-z])", ":"),
         (r"\\[lr]?vert(?![a-z])|\\mid(?![a-z])", "|"),
         (rf"(?<=\d)\s*{_MARK}?([apAP])\.?\s*{_MARK}?[mM]\b\.?", rf" {_MARK}\1{_MARK}m "),
@@ -79,7 +87,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\{,\}", ","),
         (r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?[A-Z]\}?\s*)?[|:](.*)\\\}", r"\1"),
         (r"\\(?:pounds|euro)\s*(-?\d[\d.,]*)", r" \1 pounds "),
-        (r"(?:\\\$|(?<![\d$])\$)\s*(-?\d[\d.,]*)((?:\s*(?:thousand|million|billion|trillion)\b)?)(?!.*\$)", r" \1\2 dollars "),
+        (r"(?:\\\$|(?<![\d$])\$)\s*(-?\d[\d.,]*)(?!.*\$)", r" \1 dollars "),
         (r"\\\$|\$|(?<!\\)\\[()\[\]]", " "),
         (
             r"(?<![\d.,])(?:(?<![(\[{])|(?<=\{)(?<!\\\{))(\d{1,3})(,|\\[,;: ]|~|\s|_)\d{3}(?:\2\d{3})*(?!,?\d)",
@@ -119,156 +127,38 @@ def _unwrapped(found: re.Match[str]) -> str:
 
 # --- tokens
 
-_FUNCTIONS = {
-    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln", "lg", "exp", "sqrt", "cbrt", "abs",
-    "floor", "ceil",
-}  # fmt: skip
-_SYMBOLS = {
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "theta", "lambda", "mu", "nu", "rho", "sigma", "tau", "phi", "varphi", "omega", "Omega",
-    "Delta", "Gamma", "Sigma", "Phi", "psi", "eta", "zeta", "xi", "kappa", "chi", "ell", "pi", "infty", "emptyset", "varnothing",
-}  # fmt: skip
-_FACTORS = {
-    "\\" + name for name in (*_FUNCTIONS, *_SYMBOLS, "frac", "sqrt", "binom", "dbinom", "tbinom", "begin", "lfloor", "lceil")
-} | {"(", "[", "{"}
+_FUNCTIONS = set(re.findall(
+    r"\w+", "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt cbrt abs floor ceil"
+))  # fmt: skip
+_SYMBOLS = set(re.findall(
+    r"\w+", "alpha beta gamma delta epsilon varepsilon theta lambda mu nu rho sigma tau phi varphi omega Omega Delta Gamma Sigma"
+    " Phi psi eta zeta xi kappa chi ell pi infty emptyset varnothing"
+))  # fmt: skip
+_ENCLOSED = {"(", "[", "{"}
+_FACTORS = {"\\" + name for name in (*_FUNCTIONS, *_SYMBOLS, "frac", "binom", "begin", "lfloor", "lceil")} | _ENCLOSED
 """Tokens that begin a factor where no sign of multiplication stands, beside numbers and letters."""
-_ENDING = {"\\" + name for name in _FUNCTIONS - {"sqrt"}} | {"(", "[", "{"}
-"""Tokens that end the argument of a function without brackets: \\sin 2x \\cos x is a product of two."""
-_WORDS = set(
-    [
-        "cm",
-        "mm",
-        "dm",
-        "km",
-        "kg",
-        "mg",
-        "ml",
-        "mL",
-        "ft",
-        "yd",
-        "mi",
-        "lb",
-        "lbs",
-        "oz",
-        "hr",
-        "hrs",
-        "mph",
-        "kph",
-        "am",
-        "pm",
-        "AM",
-        "PM",
-        "sq",
-        "rad",
-        "Hz",
-        "GB",
-        "MB",
-        "ms",
-        "pts",
-        "th",
-        "is",
-        "of",
-        "an",
-        "we",
-        "it",
-        "my",
-        "no",
-        "No",
-        "as",
-        "by",
-        "at",
-        "be",
-        "he",
-        "if",
-        "on",
-        "in",
-        "We",
-        "It",
-        "So",
-        "so",
-        "do",
-        "us",
-        "up",
-        "me",
-    ]
-)
+_WORDS = set(re.findall(
+    r"\w+", "cm mm dm km kg mg ml mL ft yd mi lb lbs oz hr hrs mph kph am pm AM PM sq rad Hz GB MB ms pts th is of an we it my no"
+    " No as by at be he if on in We It So so do us up me"
+))  # fmt: skip
 """Short words, which are no products of variables."""
+_NO_UNITS = set(re.findall(
+    r"\w+", "not no or and more less fewer than least most wrong incorrect below above under over off half halves third thirds"
+    " quarter quarters fourth fourths fifth fifths sixth eighth eighths tenth tenths hundredth hundredths thousandths to minus plus"
+    " times squared cubed point but dozen maybe then if is pairs score hundreds was never greater larger smaller divided modulo"
+    " mod base approximately either thousands millions"
+))  # fmt: skip
+"""Words that make another number of the one before them."""
+_MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _RELATIONS = {
-    "=": "=", "==": "=", "<": "<", ">": ">", r"\lt": "<", r"\gt": ">", "<=": "<=", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", ">=": ">=",
-    r"\ge": ">=", r"\geq": ">=", r"\geqslant": ">=", "!=": "!=", r"\ne": "!=", r"\neq": "!=", r"\approx": "~", r"\in": "in",
+    "==": "=", r"\lt": "<", r"\gt": ">", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=",
+    r"\geqslant": ">=", r"\ne": "!=", r"\neq": "!=", r"\approx": "~", r"\in": "in", **{sign: sign for sign in ("=", "<", ">", "<=", ">=", "!=")},
 }  # fmt: skip
 _CLOSING = {"(": ")]", "[": ")]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TOKEN = re.compile(
-    rf"\s+|(?:{_MARK}[A-Za-z])+|\d+(?:\.\d+)?(?:[eE][-+]?\d{{1,4}}(?![\dA-Za-z.]))?|\.\d+|\\[A-Za-z]+|\\.|<=|>=|!=|==|[A-Za-z]+|.",
-    re.DOTALL,
-)
-_MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_NO_UNITS = set(
-    [
-        "not",
-        "no",
-        "or",
-        "and",
-        "more",
-        "less",
-        "fewer",
-        "than",
-        "least",
-        "most",
-        "wrong",
-        "incorrect",
-        "below",
-        "above",
-        "under",
-        "over",
-        "off",
-        "half",
-        "halves",
-        "third",
-        "thirds",
-        "quarter",
-        "quarters",
-        "fourth",
-        "fourths",
-        "fifth",
-        "fifths",
-        "sixth",
-        "eighth",
-        "eighths",
-        "tenth",
-        "tenths",
-        "hundredth",
-        "hundredths",
-        "thousandths",
-        "to",
-        "minus",
-        "plus",
-        "times",
-        "squared",
-        "cubed",
-        "point",
-        "but",
-        "dozen",
-        "maybe",
-        "then",
-        "if",
-        "is",
-        "pairs",
-        "score",
-        "hundreds",
-        "was",
-        "never",
-        "greater",
-        "larger",
-        "smaller",
-        "divided",
-        "modulo",
-        "mod",
-        "base",
-        "approximately",
-        "either",
-    ]
-)
-"""Words that make another number of the one before them."""
+    rf"\s+|(?:{_MARK}[A-Za-z])+|\d+(?:\.\d+)?(?:[eE][-+]?\d{{1,4}}(?![\dA-Za-z.]))?|\.\d+"
+    r"|\\[A-Za-z]+|\\.|<=|>=|!=|==|[A-Za-z]+|.", re.DOTALL
+)  # fmt: skip
 
 
 def _tokens(text: str) -> list[str]:
@@ -365,8 +255,9 @@ class _Reader:
                 token += self._take("2", "3")
                 _ = is_braced and self._take("}")
             words.append(token.removeprefix(_MARK).lower())
-        while words and words[0] in _MULTIPLIERS:
-            node = Node("*", "", (node, number(10 ** _MULTIPLIERS[words.pop(0)])))
+        while factors := [word for word in words[:2] if word in _MULTIPLIERS and words[0] in ("dollars", word)]:
+            node = Node("*", "", (node, number(10 ** _MULTIPLIERS[factors[0]])))
+            words.remove(factors[0])
         if _NO_UNITS.intersection(words):
             raise Unreadable(f"{' '.join(words)!r} after a number")
         unit = {"percent": "%", "degrees": "degree"}.get(" ".join(words), " ".join(words))
@@ -374,11 +265,7 @@ class _Reader:
 
     def _text(self) -> Node:
         words = list[str]()
-        while (
-            (token := self._peek())
-            and token not in _RELATIONS
-            and token not in ("and", "or", ",", ";", *_CLOSING, *")]}", r"\}")
-        ):
+        while self._peek() and self._peek() not in (*_RELATIONS, *_CLOSING, *",;)]}", r"\}", "and", "or"):
             words.append(self._take().removeprefix(_MARK).lower())
         return Node("text", " ".join(words))
 
@@ -424,9 +311,8 @@ class _Reader:
         if token != r"\frac":
             self._take("/")
             right = Node("/", "", (right, self._primary()))
-        is_mixed = (
-            right.kind == "/" and all(map(_is_whole, right.parts)) and 0 < right.parts[0].parts[0] < right.parts[1].parts[0]
-        )
+        is_share = right.kind == "/" and all(map(_is_whole, right.parts))
+        is_mixed = is_share and 0 < right.parts[0].parts[0] < right.parts[1].parts[0]
         if not is_mixed and token != r"\frac":
             raise Unreadable("two numbers side by side")
         return self._suffixed(Node("+" if is_mixed else "*", "", (node, right)))
@@ -487,9 +373,8 @@ class _Reader:
             start = self._at
             self._primary()
             name += "_" + "".join(self._tokens[start : self._at]).strip("{}").replace(_MARK, "")
-        return (
-            Node("call", name, (self._primary(),)) if name in ("f", "g", "h") and self._peek() == "(" else Node("symbol", name)
-        )
+        is_call = name in ("f", "g", "h") and self._peek() == "("
+        return Node("call", name, (self._primary(),)) if is_call else Node("symbol", name)
 
     def _group(self, opening: str) -> Node:
         wanted = (")", "]") if opening in ("(", "[") else (_CLOSING[opening],)
@@ -513,7 +398,7 @@ class _Reader:
             raise Unreadable(f"{command!r} is out of place")
         if name == "frac":
             return Node("/", "", (self._argument(), self._argument()))
-        if name.endswith("binom"):
+        if name == "binom":
             return Node("call", "binomial", (self._argument(), self._argument()))
         if name == "sqrt":
             index = number(2)
@@ -558,7 +443,8 @@ class _Reader:
             name, power = f"arc{name}", None
         is_enclosed = self._peek() in ("(", "[", "{", "|")
         argument = self._primary() if is_enclosed else self._suffixed(self._primary())
-        while not is_enclosed and (self._begins_factor(self._peek()) and self._peek() not in _ENDING):
+        ending = {"\\" + other for other in _FUNCTIONS - {"sqrt"}} | _ENCLOSED  # \sin 2x \cos x is a product of two
+        while not is_enclosed and self._begins_factor(self._peek()) and self._peek() not in ending:
             argument = Node("*", "", (argument, self._suffixed(self._primary())))
         node = Node("call", name, (argument,) if base is None else (argument, base))
         return node if power is None else Node("^", "", (node, power))
@@ -593,9 +479,7 @@ def _bounded(value: Number) -> Number:
     if isinstance(value, Fraction):
         if value.numerator.bit_length() + value.denominator.bit_length() > _EXACT_BITS:
             raise Unreadable("too large a number")
-    elif not mp.isfinite(value) or (
-        value != 0 and not -_RANGE_BITS < mp.mag(value) < _RANGE_BITS and mp.mag(value) > -_EQUAL_BITS
-    ):
+    elif not mp.isfinite(value) or (value != 0 and not (abs(mp.mag(value)) < _RANGE_BITS or mp.mag(value) <= -_EQUAL_BITS)):
         raise Unreadable("too large or too small a number")
     return value
 
@@ -659,11 +543,7 @@ def _of_mpmath(name: str, value: Number) -> Number:
 
 
 _CALLS: dict[str, Callable[..., Number]] = {
-    **{
-        name: partial(_of_mpmath, name.replace("arc", "a"))
-        for name in _FUNCTIONS
-        if name[-1] in "nstch" and name not in ("ln", "sqrt", "abs", "cbrt")
-    },
+    **{name: partial(_of_mpmath, name.replace("arc", "a")) for name in _FUNCTIONS},
     **{name: partial(_opaque, name) for name in ("f", "g", "h", "prime")},
     "root": _root,
     "cbrt": lambda value: _root(value, Fraction(3)),

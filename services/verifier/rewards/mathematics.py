@@ -1,8 +1,8 @@
 r"""Scores an answer of mathematics: finds it in the completion, and compares it with the reference by value.
 
-References are read as LaTeX; `final_answer` finds the answer in a whole solution. Two answers are compared as texts first, then by their form: lists
-and sets in any order; tuples, intervals and matrices part by part; equations up to a factor; numbers exactly; other expressions by their values, to
-280 digits, at several points. What cannot be read earns nothing unless the texts agree.
+References are read as LaTeX; `final_answer` finds the answer in a whole solution. Two answers are compared as texts first, then by
+their form: lists and sets in any order; tuples, intervals and matrices part by part; equations up to a factor; numbers exactly;
+other expressions by their values, to 280 digits, at several points. What cannot be read earns nothing unless the texts agree.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ _HEDGE = re.compile(
 _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )
-_ATOM = r"(?:\d[\d.,]*\d|\d|\\[a-zA-Z]+(?:\s?\{[^{}\n]{0,80}\})*|\{[^{}\n]{0,80}\}|[-+*/^=<>()\[\]!%°:√π∞±²³$\\_½¼¾]|(?<![A-Za-z])[A-Za-z](?![A-Za-z']))"
+_ATOM = (
+    r"(?:\d[\d.,]*\d|\d|\\[a-zA-Z]+(?:\s?\{[^{}\n]{0,80}\})*|\{[^{}\n]{0,80}\}|[-+*/^=<>()\[\]!%°:√π∞±²³$\\_½¼¾]"
+    r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z']))"
+)
 _SPAN = re.compile(rf"{_ATOM}(?:[ \t]{{0,9}}(?:[,;][ \t]{{0,9}})?(?:\b(?:or|and)\b[ \t]{{0,9}})?{_ATOM})*")
 _MATH_SPAN = re.compile(r"\$\$[^$]+\$\$|\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 _JOINT = re.compile(r"[\s$]*(?:(?:,|;|,?\s*(?:and|or)|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*)")
@@ -73,6 +76,7 @@ def claims(text: str, *, boxed: bool) -> list[str]:
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
         given, end = _joined_boxes(text, found) if found else ("", 0)
+        given = _told(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", given)) or given
         if boxed or not given:
             return [given] if given else []
     elif tagged >= 0 and (closed := text.find("</answer>", tagged)) >= 0:
@@ -136,11 +140,10 @@ def _last_span(text: str) -> str:
 
 def _is_mathematics(text: str) -> bool:
     def has_words(node: Any, *, is_label: bool = False) -> bool:
-        if not isinstance(node, Node) or node.kind != "text":
-            return isinstance(node, Node) and any(
-                has_words(part, is_label=node.kind == "relation" and not i) for i, part in enumerate(node.parts)
-            )
-        return not is_label or " " in node.name
+        if not isinstance(node, Node):
+            return False
+        in_parts = (has_words(part, is_label=node.kind == "relation" and not i) for i, part in enumerate(node.parts))
+        return (not is_label or " " in node.name) if node.kind == "text" else any(in_parts)
 
     try:
         return not has_words(read(tidy(text)))
@@ -153,8 +156,8 @@ def _is_mathematics(text: str) -> bool:
 
 def _key(text: str) -> str:
     """Of a text: what has to agree where it is not read as mathematics."""
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.replace("\x02", ""))
-    return re.sub(r"[A-Za-z]{2,}", lambda word: word[0].lower(), re.sub(r"([\^_])\{(\w)\}", r"\1\2", text))
+    text = re.sub(r"([\^_]|pmod)\{(\w)\}(?!\w)", r"\1\2", text.replace("\x02", ""))
+    return re.sub(r"[A-Za-z]{2,}", lambda word: word[0].lower(), re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text))
 
 
 def _is_month(word: str) -> bool:
@@ -182,12 +185,9 @@ def same(reference: str, answer: str) -> bool:
         return all(contents) and same(*contents)
     if _DATE.fullmatch(a) or _DATE.fullmatch(b):
         return False
-    if all(
-        re.search(r"[A-Za-z]{2}", text) and not re.search(r"[\\^=<>{}+*/-]", text)
-        for text in (a.replace("\x02", ""), b.replace("\x02", ""))
-    ):
-        if _words(a) == _words(b):
-            return True
+    is_prose = all(re.search("[A-Za-z]{2}", text) and not re.search(r"[\\^=<>{}+*/-]", text) for text in (_key(a), _key(b)))
+    if is_prose and _words(a) == _words(b):
+        return True
     try:
         with precise():
             return _same(read(a), read(b))
@@ -199,7 +199,7 @@ def same(reference: str, answer: str) -> bool:
 
 
 def _labelled(node: Node) -> tuple[str, Node]:
-    """The name that an answer gives itself (x = 5, f(x) = 2x, x in an interval), and the rest. Raises `Unreadable` for 41 = 42."""
+    """The name that an answer gives itself (x = 5, f(x) = 2x, x in an interval), and the rest. `Unreadable`: 41 = 42."""
     if node.kind == "list" and node.parts and node.parts[0].kind == "relation":
         pairs = [_labelled(part) for part in node.parts]
         if all(label == pairs[0][0] or not (label or symbols(value)) for label, value in pairs):
@@ -219,7 +219,9 @@ def _labelled(node: Node) -> tuple[str, Node]:
 
 
 def _is_label(node: Node) -> bool:
-    is_name = node.kind == "text" or (node.kind == "symbol" and node.name not in ("e", "i", r"\pi"))
+    is_name = (node.kind == "text" and not _HEDGE.search(node.name)) or (
+        node.kind == "symbol" and node.name not in ("e", "i", r"\pi")
+    )
     return (
         is_name
         or (node.kind == "call" and node.name in ("f", "g", "h", "prime"))
@@ -378,7 +380,7 @@ def _same_quantity(a: Node, b: Node) -> bool:
 
 
 def _values(nodes: tuple[Node, ...]) -> Iterator[list[Number]]:
-    """Of all nodes at several points: positive coordinates first, then of either sign, which count only where all values are real."""
+    """Of all nodes at several points: positive coordinates first, then of either sign, which count only if all values are real."""
     names = frozenset[str]().union(*map(symbols, nodes))
     if not names:
         yield [evaluate(node, {}) for node in nodes]
@@ -401,6 +403,10 @@ def _same_value(a: Node, b: Node) -> bool:
     return len(found) >= (2 if symbols(a) | symbols(b) else 1) and all(agree(x, y) for x, y in found)
 
 
+def _ratio(a: Number, b: Number) -> Number:
+    return a / b if isinstance(a, Fraction) and isinstance(b, Fraction) else inexact(a) / inexact(b)
+
+
 def _same_relation(a: Node, b: Node) -> bool:
     """Up to a factor, which is positive where the order counts."""
     sides, signs = [list(node.parts) for node in (a, b)], [node.name.split() for node in (a, b)]
@@ -409,17 +415,12 @@ def _same_relation(a: Node, b: Node) -> bool:
             signs[number], sides[number] = [sign.replace(">", "<") for sign in reversed(signs[number])], sides[number][::-1]
     if signs[0] != signs[1]:
         return False
-    if len(signs[0]) > 1 or any(
-        part.kind in ("text", "group", "list", "matrix", "union", "ratio") for part in (*a.parts, *b.parts)
-    ):
+    if len(signs[0]) > 1 or {"text", "group", "list", "matrix", "union", "ratio"} & {part.kind for part in a.parts + b.parts}:
         return all(map(_same, *sides))
     found = list(_values(tuple(Node("-", "", tuple(pair)) for pair in sides)))
     if symbols(a) != symbols(b) or len(found) < 3 or any(0 in values for values in found):
         return False
-    ratios = [
-        left / right if isinstance(left, Fraction) and isinstance(right, Fraction) else inexact(left) / inexact(right)
-        for left, right in found
-    ]
+    ratios = [_ratio(*pair) for pair in found]
     is_positive = not isinstance(ratios[0], mpc) and ratios[0] > 0
     return all(agree(ratios[0], ratio) for ratio in ratios) and (is_positive or signs[0][0] in ("=", "!="))
 
