@@ -41,8 +41,12 @@ def final_answer(reference: str) -> str:
     _, mark, last = reference.rpartition("####")
     if mark:
         return (last.strip().splitlines() or [""])[0].strip()
-    boxed = boxes(reference)
-    return (boxed[-1][2] or "") if boxed else reference.strip()
+    if boxed := boxes(reference):
+        return boxed[-1][2] or ""
+    told = re.search(
+        r"""(?:.*\banswer\b\s*(?:is\b|:|=)+|^\[["'])\s*(.+?)(?:["']\])?$""", reference.strip(), re.DOTALL | re.IGNORECASE
+    )
+    return told[1] if told else reference.strip()
 
 
 def near_misses(answer: str) -> list[str]:

@@ -41,7 +41,9 @@ _CLAIM = re.compile(
     r"\b(?:answer|option|choice|result|solution)s?\b(?:[\s*_]{0,9}[:=]|[^.\n:=$\\]{0,60}?\b(?:is|are|be)\b)[\s*_:]{0,99}|####\s{0,9}",
     re.IGNORECASE,
 )
-_REASON = re.compile(r"[\s,(]+(?:because|since|as|which|where|when|for|so|if|i\.e\.|that is)\b|[.!?](?:\s|$)|\n", re.IGNORECASE)
+_REASON = re.compile(
+    r"(?<!\bor)[\s,(]+(?:because|since|as|which|where|when|for|so|if|i\.e\.|that is)\b|[.!?](?:\s|$)|\n", re.IGNORECASE
+)
 _HEDGE = re.compile(
     r"\b(?:not|never|neither|less|more|least|most|between|either|maybe|perhaps|nor|cannot|than|about|around|wrong|no|but)\b|n't\b",
     re.IGNORECASE,
@@ -50,7 +52,7 @@ _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )
 _ATOM = (
-    r"(?:\d[\d.,]*\d|\d|\\[a-zA-Z]+(?:\s?\{[^{}\n]{0,80}\})*|\{[^{}\n]{0,80}\}|[-+*/^=<>()\[\]!%°:√π∞±²³$\\_½¼¾]"
+    r"(?:\d[\d.,]*\d|\d|\\[a-zA-Z]+(?:\s?\{[^{}\n]{0,80}\})*|\{[^{}\n]{0,80}\}|[-+*/^=<>()\[\]!%°×·÷:√π∞±²³$\\_½¼¾]"
     r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z']))"
 )
 _SPAN = re.compile(rf"{_ATOM}(?:[ \t]{{0,9}}(?:[,;][ \t]{{0,9}})?(?:\b(?:or|and)\b[ \t]{{0,9}})?{_ATOM})*")
@@ -72,7 +74,7 @@ def thoughtless(text: str) -> str:
 
 def claims(text: str, *, boxed: bool) -> list[str]:
     """What `text` gives as its answer: all of it has to be right. Empty where there is none."""
-    text = re.sub("[−–‒]", "-", thoughtless(text))
+    text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", thoughtless(text))
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
         given, end = _joined_boxes(text, found) if found else ("", 0)
@@ -113,7 +115,8 @@ def _told(text: str) -> str:
         return math[0]
     rest = _REASON.split(rest, maxsplit=1)[0]
     spans = _spans(rest)
-    return spans[0] if len(spans) == 1 and not _is_mathematics(rest) and not _HEDGE.search(match[0] + rest) else rest
+    is_settled = not _is_mathematics(rest) and not re.search(rf"{_HEDGE.pattern}|\bor\b", match[0] + rest, re.IGNORECASE)
+    return spans[0] if len(spans) == 1 and is_settled else rest
 
 
 def _is_whole(text: str) -> bool:
