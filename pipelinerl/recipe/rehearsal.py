@@ -1,8 +1,9 @@
 """Calls a recipe's rewards on some of its own problems before anything is started, and says what a run would meet.
 
 The completions are made up, since no model is loaded: the reference answer of each problem (mathematics in a box, with its
-near misses), and an empty text. The calls are made in the verifier's worker processes (`services.verifier.rehearsal`), since a reward may do anything. Left out: rewards of
-episodes, which need turns; a judge, which costs; and reasoning-gym's own, which know their problems.
+near misses), and an empty text. The calls are made in the verifier's worker processes (`services.verifier.rehearsal`), since a
+reward may do anything. Left out: rewards of episodes, which need turns; a judge, which costs; and reasoning-gym's own, which
+know their problems.
 """
 
 from __future__ import annotations

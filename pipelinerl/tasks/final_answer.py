@@ -1,7 +1,7 @@
 r"""What a reference of mathematics says: the answer at its end, and wrong answers that look like it.
 
-References are answers, or whole solutions that end in `#### 42` (GSM8K) or in a box (MATH). The scorers of mathematics read them
-by `final_answer`; a rehearsal tries what `near_misses` makes of them. No mathematics is understood here.
+References are answers, or whole solutions that end in `#### 42` (GSM8K) or in a box (MATH). The scorers of mathematics read
+them by `final_answer`; a rehearsal tries what `near_misses` makes of them. No mathematics is understood here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(
 
 
 def boxes(text: str) -> list[tuple[int, int, str | None]]:
-    r"""Start, end and content of the last boxes of `text`, `\boxed 42` included. The content is None if the text ends in the box."""
+    r"""Start, end and content of the last boxes of `text`, `\boxed 42` included. The content is None where it is cut."""
     found = list[tuple[int, int, str | None]]()
     for match in list(_BOX.finditer(text))[-_LAST_BOXES:]:
         if match[2]:

@@ -1,8 +1,8 @@
 r"""Reads mathematics as people and models write it, in LaTeX or plainly, into a tree, and evaluates that.
 
 `read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` gives the value of one: an exact
-fraction where it is one, otherwise a number of 300 digits. Reading computes nothing, and what would be too large is refused: the
-text may be hostile. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
+fraction where it is one, otherwise a number of 300 digits. Reading computes nothing, and what would be too large is refused:
+the text may be hostile. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
 """
 
 from __future__ import annotations
@@ -132,28 +132,29 @@ _FUNCTIONS = set(re.findall(
     r"\w+", "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt cbrt abs floor ceil"
 ))  # fmt: skip
 _SYMBOLS = set(re.findall(
-    r"\w+", "alpha beta gamma delta epsilon varepsilon theta lambda mu nu rho sigma tau phi varphi omega Omega Delta Gamma Sigma"
-    " Phi psi eta zeta xi kappa chi ell pi infty emptyset varnothing"
+    r"\w+", "alpha beta gamma delta epsilon varepsilon theta lambda mu nu rho sigma tau phi varphi omega Omega Delta Gamma"
+    " Sigma Phi psi eta zeta xi kappa chi ell pi infty emptyset varnothing"
 ))  # fmt: skip
 _ENCLOSED = {"(", "[", "{"}
 _FACTORS = {"\\" + name for name in (*_FUNCTIONS, *_SYMBOLS, "frac", "binom", "begin", "lfloor", "lceil")} | _ENCLOSED
 """Tokens that begin a factor where no sign of multiplication stands, beside numbers and letters."""
 _WORDS = set(re.findall(
-    r"\w+", "cm mm dm km kg mg ml mL ft yd mi lb lbs oz hr hrs mph kph am pm AM PM sq rad Hz GB MB ms pts th is of an we it my no"
-    " No as by at be he if on in We It So so do us up me"
+    r"\w+", "cm mm dm km kg mg ml mL ft yd mi lb lbs oz hr hrs mph kph am pm AM PM sq rad Hz GB MB ms pts th is of an we it"
+    " my no No as by at be he if on in We It So so do us up me"
 ))  # fmt: skip
 """Short words, which are no products of variables."""
 _NO_UNITS = set(re.findall(
     r"\w+", "not no or and more less fewer than least most wrong incorrect below above under over off half halves third thirds"
-    " quarter quarters fourth fourths fifth fifths sixth eighth eighths tenth tenths hundredth hundredths thousandths to minus plus"
-    " times squared cubed point but dozen maybe then if is pairs score hundreds was never greater larger smaller divided modulo"
-    " mod base approximately either thousands millions"
+    " quarter quarters fourth fourths fifth fifths sixth eighth eighths tenth tenths hundredth hundredths thousandths to minus"
+    " plus times squared cubed point but dozen maybe then if is pairs score hundreds was never greater larger smaller divided"
+    " modulo mod base approximately either thousands millions"
 ))  # fmt: skip
 """Words that make another number of the one before them."""
 _MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _RELATIONS = {
     "==": "=", r"\lt": "<", r"\gt": ">", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=",
-    r"\geqslant": ">=", r"\ne": "!=", r"\neq": "!=", r"\approx": "~", r"\in": "in", **{sign: sign for sign in ("=", "<", ">", "<=", ">=", "!=")},
+    r"\geqslant": ">=", r"\ne": "!=", r"\neq": "!=", r"\approx": "~", r"\in": "in",
+    **{sign: sign for sign in ("=", "<", ">", "<=", ">=", "!=")},
 }  # fmt: skip
 _CLOSING = {"(": ")]", "[": ")]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TOKEN = re.compile(

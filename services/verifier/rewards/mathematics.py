@@ -1,9 +1,9 @@
 r"""Scores an answer of mathematics: finds it in the completion, and compares it with the reference by value.
 
-References are read as LaTeX; `final_answer` finds the answer in a whole solution. Two answers are compared as texts first, then by
-their form: lists and sets in any order; tuples, intervals and matrices part by part; equations up to a factor; numbers exactly;
-other expressions by their values, to 280 digits, at several points. What cannot be read earns nothing unless the texts agree.
-"""
+References are read as LaTeX; `final_answer` finds the answer in a whole solution. Two answers are compared as texts first, then
+by their form: lists and sets in any order; tuples, intervals and matrices part by part; equations up to a factor; numbers
+exactly; other expressions by their values, to 280 digits, at several points. What cannot be read earns nothing unless the texts
+agree."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ def _same_quantity(a: Node, b: Node) -> bool:
 
 
 def _values(nodes: tuple[Node, ...]) -> Iterator[list[Number]]:
-    """Of all nodes at several points: positive coordinates first, then of either sign, which count only if all values are real."""
+    """Of all nodes at several points: positive coordinates first, then of either sign, which count if all values are real."""
     names = frozenset[str]().union(*map(symbols, nodes))
     if not names:
         yield [evaluate(node, {}) for node in nodes]
@@ -476,11 +476,11 @@ def reference_text(text: str) -> str:
 def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
     r"""1 when the answer and the reference are equal as mathematics: `1/2`, `0.5` and `\frac{1}{2}` are one answer.
 
-    The answer is what the last box holds, or follows "the answer is", or is the last expression. With `boxed`, only what the last `\boxed{...}`
-    holds is one; a text without it, or cut inside it, is wrong. Thoughts in `<think>` are no answer.
+    The answer is what the last box holds, or follows "the answer is", or is the last expression. With `boxed`, only what the
+    last `\boxed{...}` holds is one; a text without it, or cut inside it, is wrong. Thoughts in `<think>` are no answer.
 
-    A comparison is interrupted by SIGALRM, well before `timeout_s`, so this runs on a process's main thread. An answer that cannot be read or
-    compared in time is wrong.
+    A comparison is interrupted by SIGALRM, well before `timeout_s`, so this runs on a process's main thread. An answer that
+    cannot be read or compared in time is wrong.
     """
 
     def score(item: RewardInput) -> Score:
