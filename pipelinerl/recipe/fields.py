@@ -371,10 +371,10 @@ class RewardConfig(Section):
     scorer: str = Field(
         "task",
         description="`task` (reasoning-gym's own scorer; `exact` for a file's problems), `exact` (same text), `regex` "
-        "(the reference is a pattern), `math` (equal as mathematics; looks for the answer in the text), `math_boxed` (the "
-        "same, but only what the last `\\boxed{}` holds), `json_schema`, `code` (runs the program in the answer against the "
-        "problem's tests), `judge` (another model, section `judge`), or `pkg.module:function`. The number of the last two is taken "
-        "as it is.",
+        "(the reference is a pattern), `math` (compared by value; found anywhere in the text), `math_boxed` (the same, but "
+        "only what the last `\\boxed{}` holds), `json_schema`, `code` (runs the program in the answer against the problem's "
+        "tests), `judge` (another model, section `judge`), or `pkg.module:function`. The number of the last two is taken as "
+        "it is.",
     )
     judge: JudgeConfig | None = Field(None, description="The model that scores, for scorer `judge`.")
     answer_pattern: str = Field(

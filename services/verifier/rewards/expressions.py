@@ -114,7 +114,7 @@ def tidy(text: str) -> str:
         text = _TEXT.sub(_unwrapped, text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return re.sub(r"\s+", " ", text).strip().rstrip(".;:,").strip()
+    return re.sub(r"(?<!\.)[.;:,]$", "", re.sub(r"\s+", " ", text).strip()).strip()
 
 
 def _unwrapped(found: re.Match[str]) -> str:
@@ -147,7 +147,7 @@ _NO_UNITS = set(re.findall(
     r"\w+", "not no or and more less fewer than least most wrong incorrect below above under over off half halves third thirds"
     " quarter quarters fourth fourths fifth fifths sixth eighth eighths tenth tenths hundredth hundredths thousandths to minus"
     " plus times squared cubed point but dozen maybe then if is pairs score hundreds was never greater larger smaller divided"
-    " modulo mod base approximately either thousands millions"
+    " modulo mod base approximately either k bn dozens tens thousands millions"
 ))  # fmt: skip
 """Words that make another number of the one before them."""
 _MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -477,11 +477,12 @@ def symbols(node: Node) -> frozenset[str]:
     return frozenset[str]().union(*(symbols(part) for part in node.parts if isinstance(part, Node)))
 
 
-def _bounded(value: Number) -> Number:
+def _bounded(value: Number, *, is_sum: bool = False) -> Number:
+    """`value`, if its size can be told from others; of a sum, also what is left where its terms cancel."""
     if isinstance(value, Fraction):
         if value.numerator.bit_length() + value.denominator.bit_length() > _EXACT_BITS:
             raise Unreadable("too large a number")
-    elif not mp.isfinite(value) or (value != 0 and not (abs(mp.mag(value)) < _RANGE_BITS or mp.mag(value) <= -_EQUAL_BITS)):
+    elif not mp.isfinite(value) or (value != 0 and abs(mp.mag(value)) >= _RANGE_BITS and not (is_sum and mp.mag(value) < 0)):
         raise Unreadable("too large or too small a number")
     return value
 
@@ -578,9 +579,9 @@ def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
         if node.kind == "^":
             return _bounded(_power(*values))
         if not all(isinstance(value, Fraction) for value in values):
-            values = [inexact(value) for value in values]
+            values = [_bounded(inexact(value)) if isinstance(value, Fraction) else value for value in values]
         if node.kind in _OPERATIONS:
-            return _bounded(_OPERATIONS[node.kind](*values))
+            return _bounded(_OPERATIONS[node.kind](*values), is_sum=node.kind in "+-")
     except ZeroDivisionError as error:
         raise Unreadable("a division by zero") from error
     except (TypeError, ValueError, ArithmeticError) as error:

@@ -78,6 +78,7 @@ def claims(text: str, *, boxed: bool) -> list[str]:
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
         given, end = _joined_boxes(text, found) if found else ("", 0)
+        given = given if len(given) <= _TAIL_CHARACTERS else ""
         given = _told(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", given)) or given
         if boxed or not given:
             return [given] if given else []
@@ -211,6 +212,8 @@ def _labelled(node: Node) -> tuple[str, Node]:
     if node.kind != "relation" or not {"=", "in", "~"}.issuperset(names):
         return "", node
     parts = list(node.parts[: names.index("~") + 1] if "~" in names else node.parts)
+    if "~" in names and abs(1 - inexact(_ratio(*(evaluate(node.parts[i], {}) for i in (len(parts) - 1, len(parts)))))) > 0.01:
+        raise Unreadable("not about equal")
     if len(parts) == 2 and _is_label(parts[1]) and not _is_label(parts[0]):
         parts.reverse()
     label = str(parts.pop(0)) if _is_label(parts[0]) and len(parts) > 1 else ""
@@ -494,7 +497,7 @@ def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
                     return Score(
                         0.0, r"no closed \boxed{} in the answer" if boxed else "no mathematical expression in the answer"
                     )
-                if all(len(claim) <= _TAIL_CHARACTERS and same(wanted, claim) for claim in found):
+                if all(same(wanted, claim) for claim in found):
                     return Score(1.0)
         except (TimeoutError, ArithmeticError, RecursionError):
             return Score(0.0, "the answer is too large to compare")
