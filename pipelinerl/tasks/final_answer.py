@@ -58,7 +58,7 @@ def near_misses(answer: str) -> list[str]:
         return []
     without_unit = _UNIT.sub("", bare)
     rest = without_unit.replace(number[0], "", 1)
-    is_alone = _NEUTRAL.fullmatch(rest) or re.fullmatch(rf"[,;=\s{number[0]}]*", rest) or "=" in rest
+    is_alone = _NEUTRAL.fullmatch(rest) or re.fullmatch(rf"[,;=\s{number[0]}]*", rest) or re.search("[=!]", rest)
     if not is_alone and not (number[0] in ("0", "1") and not re.search(r"\d", rest)):
         misses.append(number[0])
     has_words = re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}|\\text", without_unit)
