@@ -122,9 +122,8 @@ def _told(text: str) -> str:
 
 def _is_whole(text: str) -> bool:
     """Whether a whole text is an answer: mathematics, or words and a date without other numbers."""
-    return _is_mathematics(text) or (
-        "\n" not in text.strip() and (not re.search(r"\d", text) or any(map(_is_month, _words(text))))
-    )
+    is_answer = not re.search(r"\d", text) or any(map(_is_month, _words(text)))
+    return _is_mathematics(text) or ("\n" not in text.strip() and is_answer)
 
 
 def _spans(sentence: str) -> list[str]:
@@ -301,10 +300,8 @@ def _as_matrix(node: Node) -> Node:
 def _same_sets(a: Node, b: Node) -> bool:
     """In any order; inequalities that `and` joins are another set than those of `or`."""
     is_union = "union" in (a.kind, b.kind)
-    sets = [
-        [one for part in (node.parts if node.kind in ("list", "union") else [node]) for one in _variants(part)]
-        for node in (a, b)
-    ]
+    parts = [node.parts if node.kind in ("list", "union") else (node,) for node in (a, b)]
+    sets = [[variant for part in those for variant in _variants(part)] for those in parts]
     has_inequalities = is_union or any(part.kind == "relation" and part.name != "=" for part in sets[0])
     if (has_inequalities and "and" in (a.name, b.name) and a.name != b.name) or max(map(len, sets)) > 64:
         return False
@@ -320,42 +317,11 @@ def _same_or_unreadable(a: Node, b: Node) -> bool:
         return False
 
 
-_UNITS = dict(
-    pair.split(":")
-    for pair in [
-        "cm:centimeter",
-        "mm:millimeter",
-        "m:meter",
-        "km:kilometer",
-        "kg:kilogram",
-        "g:gram",
-        "mg:milligram",
-        "ml:milliliter",
-        "l:liter",
-        "in:inch",
-        "inches:inch",
-        "ft:foot",
-        "feet:foot",
-        "yd:yard",
-        "mi:mile",
-        "lb:pound",
-        "oz:ounce",
-        "hr:hour",
-        "h:hour",
-        "min:minute",
-        "sec:second",
-        "s:second",
-        "metre:meter",
-        "centimetre:centimeter",
-        "kilometre:kilometer",
-        "litre:liter",
-        "usd:dollar",
-        "buck:dollar",
-        "/:per",
-        "sq:square",
-        "a:per",
-    ]
-) | {"mph": "mile per hour"}
+_UNITS: dict[str, str] = dict(re.findall(
+    r"(\S+):(\w+)", "cm:centimeter mm:millimeter m:meter km:kilometer kg:kilogram g:gram mg:milligram ml:milliliter l:liter"
+    " in:inch inches:inch ft:foot feet:foot yd:yard mi:mile lb:pound oz:ounce hr:hour h:hour min:minute sec:second s:second"
+    " metre:meter centimetre:centimeter kilometre:kilometer litre:liter usd:dollar buck:dollar /:per sq:square a:per"
+)) | {"mph": "mile per hour"}  # fmt: skip
 
 
 def _unit(name: str) -> str:
@@ -365,7 +331,7 @@ def _unit(name: str) -> str:
             words.insert(max(len(words) - 1, 0), "square" if word == "^2" else "cubic")
         elif word not in ("of", "the"):
             singular = word.removesuffix("s") if len(word) > 2 else word
-            words.append(_UNITS.get(word, _UNITS.get(singular, singular)))
+            words.append(_UNITS.get(word) or _UNITS.get(singular, singular))
     return " ".join(words)
 
 
