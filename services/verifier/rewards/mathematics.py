@@ -224,14 +224,11 @@ def _labelled(node: Node) -> tuple[str, Node]:
 
 
 def _is_label(node: Node) -> bool:
-    is_name = (node.kind == "text" and not _HEDGE.search(node.name)) or (
-        node.kind == "symbol" and node.name not in ("e", "i", r"\pi")
-    )
-    return (
-        is_name
-        or (node.kind == "call" and node.name in ("f", "g", "h", "prime"))
-        or (node.kind == "group" and all(map(_is_label, node.parts)))
-    )
+    if node.kind == "text":
+        return not _HEDGE.search(node.name)
+    is_segment = node.kind == "*" and all(part.kind == "*" or part.name.isupper() for part in node.parts)  # AB = 5
+    is_composed = (node.kind == "group" or is_segment) and all(map(_is_label, node.parts))
+    return is_composed or (node.kind == "symbol" and node.name not in ("e", "i", r"\pi"))
 
 
 def _variants(node: Node) -> list[Node]:
