@@ -54,7 +54,7 @@ _CHARACTERS = str.maketrans({
     "·": r"\cdot ", "⋅": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ",
     "±": r"\pm ", "∓": r"\mp ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ", "∅": r"\emptyset ",
     "ℝ": r"\mathbb{R}", "θ": r"\theta ", "½": " 1/2 ", "¼": " 1/4 ", "¾": " 3/4 ", "⅓": " 1/3 ", "⅔": " 2/3 ", "£": r"\pounds ",
-    "€": r"\euro ", "％": "%", "’": "'", "，": ",", "：": ":", "\u200b": "",
+    "€": r"\euro ", "’": "'", "\u200b": "", **{chr(0xFEE0 + code): chr(code) for code in range(33, 127)},
 })  # fmt: skip
 _MARK = "\x02"
 """Stands before each letter that `\\text` makes a word's, and before each word among the tokens."""
@@ -69,7 +69,7 @@ def _repeating(found: re.Match[str]) -> str:
 
 def _named(found: re.Match[str]) -> str:
     """The name of a function that is defined: f(x) = 2x, g(x, y) = 3."""
-    return f"{found[1]}_{{{re.sub('[^a-zA-Z0-9]', '', found[3] + (found[2] or ''))}}}"
+    return f"{found[1]}_{{" + re.sub("[^a-zA-Z0-9']", "", found[3] + (found[2] or "")) + "}"
 
 
 _REWRITES: list[tuple[re.Pattern[str], Any]] = [
@@ -79,12 +79,12 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\(?:displaystyle|textstyle|limits|left\s*\.|right\s*\.|(?:left|right|[bB]igg?[lrm]?|bf|rm)(?![a-z])|!)", ""),
         (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
         (r"\\(?:vec|hat|overrightarrow|overline(?=\s*\{[A-Z]{2}))\s*\{([A-Za-z]+)\}", r"\1"),
-        (r"(?<![A-Za-z\\])([A-Za-z])(\^\{?-1\}?)?\((\w(?:, ?\w)*)\)(?=\s*=[^=]*$)", _named),
+        (r"(?<![A-Za-z\\])([A-Za-z])(\^\{?-1\}?|'+)?\((\w(?:, ?\w)*)\)(?=\s*=[^=]*$)", _named),
         (r"\\colon(?![a-z])", ":"),
         (r"\\[lr]?vert(?![a-z])|\\mid(?![a-z])", "|"),
         (rf"(?<=\d)\s*{_MARK}?([apAP])\.?\s*{_MARK}?[mM]\b\.?", rf" {_MARK}\1{_MARK}m "),
         (r"(?<![\d.])(\d{1,9})\.(\d{0,9})\\overline\s*\{(\d{1,9})\}", _repeating),
-        (r"\{,\}", ","),
+        (r"\{([,:])\}", r"\1"),
         (r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?[A-Z]\}?\s*)?[|:](.*)\\\}", r"\1"),
         (r"\\(?:pounds|euro)\s*(-?\d[\d.,]*)", r" \1 pounds "),
         (r"(?:\\\$|(?<![\d$])\$)\s*(-?\d[\d.,]*)(?!.*\$)", r" \1 dollars "),
@@ -97,8 +97,8 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"(?<=[\d)])\s*[xX]\s*(?=10\s*\^)|(?<=\d)\s+x\s+(?=\d)", r"\\times "),
         (r"^\s*=(?!=)", ""),
         (r"(?<=[\w)])\*\*(?=[-\w(])", "^"),
-        (r"\*\*|`", " "),
-        (r"\\(?:in|isin)\s*\\mathbb\s*\{?[A-Z]\}?", ""),
+        (r"\*\*|`|__|^\*|\*$", " "),
+        (r"(?<!^\w)(?<!^\w )\\(?:in|isin)\s*\\mathbb\s*\{?[A-Z]\}?", ""),
         (r"\s*\\mathbb\s*\{?R\}?\s*", r"(-\\infty, \\infty)"),
         (r"^\{?([^{}]+)\\over(?![a-z])([^{}]+)\}?$", r"\\frac{\1}{\2}"),
     )
@@ -140,13 +140,14 @@ _FACTORS = {"\\" + name for name in (*_FUNCTIONS, *_SYMBOLS, "frac", "binom", "b
 """Tokens that begin a factor where no sign of multiplication stands, beside numbers and letters."""
 _WORDS = set(re.findall(
     r"\w+", "cm mm dm km kg mg ml mL ft yd mi lb lbs oz hr hrs mph kph am pm AM PM sq rad Hz GB MB ms pts th is of an we it"
-    " my no No as by at be he if on in We It So so do us up me"
+    " day my no No as by at be he if on in We It So so do us up me"
 ))  # fmt: skip
 """Short words, which are no products of variables."""
 _NO_UNITS = set(re.findall(
     r"\w+", "not no or and more less fewer than least most wrong incorrect below above under over off half halves third thirds"
     " quarter quarters fourth fourths fifth fifths sixth eighth eighths tenth tenths hundredth hundredths thousandths to minus"
     " plus times squared cubed point but dozen maybe then if is pairs score hundreds was never greater larger smaller divided"
+    " factorial choose recurring repeating root radical gross double triple inverse sixths seventh sevenths ninth ninths"
     " modulo mod base approximately either k bn dozens tens thousands millions"
 ))  # fmt: skip
 """Words that make another number of the one before them."""
@@ -325,8 +326,6 @@ class _Reader:
                 node = Node("call", "factorial", (node,))
             elif self._is_next(r"\%", "%"):
                 node = Node("unit", "%", (node,))
-            elif self._is_next("'"):
-                node = Node("call", "prime", (node,))
             elif self._is_next("^"):
                 node = self._raised(node)
             else:
@@ -375,7 +374,9 @@ class _Reader:
             start = self._at
             self._primary()
             name += "_" + "".join(self._tokens[start : self._at]).strip("{}").replace(_MARK, "")
-        is_call = name in ("f", "g", "h") and self._peek() == "("
+        while self._is_next("'"):
+            name += "'"
+        is_call = self._peek() == "(" and (name[0] in "fgh" or (self._peek(1), self._peek(2)) == ("0", ")"))
         return Node("call", name, (self._primary(),)) if is_call else Node("symbol", name)
 
     def _group(self, opening: str) -> Node:
@@ -391,8 +392,10 @@ class _Reader:
         is_list = node.kind == "list" and not node.name
         if opening == "{" or (not is_list and brackets in ("()", "[]", r"\langle\rangle")):
             return node
-        items = node.parts if node.kind == "list" else (node,)
-        return Node("list", "", items) if opening == r"\{" else Node("group", brackets.replace(r"\langle\rangle", "()"), items)
+        items = node.parts if is_list else (node,)
+        return (
+            Node("list", "set", items) if opening == r"\{" else Node("group", brackets.replace(r"\langle\rangle", "()"), items)
+        )
 
     def _command(self, command: str) -> Node:
         name = command.removeprefix("\\")
@@ -407,13 +410,13 @@ class _Reader:
             if self._is_next("["):
                 index = self._sum()
                 self._take("]")
-            return Node("call", "root", (self._argument(), index))
+            return Node("call", "root", (self._primary(), index))
         if name == "begin":
             return self._matrix()
         if name in _FUNCTIONS:
             return self._function(name)
         if name in ("emptyset", "varnothing"):
-            return Node("list")
+            return Node("list", "set")
         if name in _SYMBOLS:
             return self._symbol(command)
         raise Unreadable(f"{command} is not known")
@@ -547,7 +550,6 @@ def _of_mpmath(name: str, value: Number) -> Number:
 
 _CALLS: dict[str, Callable[..., Number]] = {
     **{name: partial(_of_mpmath, name.replace("arc", "a")) for name in _FUNCTIONS},
-    **{name: partial(_opaque, name) for name in ("f", "g", "h", "prime")},
     "root": _root,
     "cbrt": lambda value: _root(value, Fraction(3)),
     "factorial": _factorial,
@@ -572,8 +574,8 @@ def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
             return variables[name] if constant is None else +constant
     values = [evaluate(part, variables) for part in node.parts]
     try:
-        if node.kind == "call" and node.name in _CALLS:
-            return _bounded(_CALLS[node.name](*values))
+        if node.kind == "call":
+            return _bounded(_CALLS.get(node.name, partial(_opaque, node.name))(*values))
         if node.kind == "unit" and node.name in ("%", "degree"):
             return values[0] / 100 if node.name == "%" else inexact(values[0]) * mp.pi / 180
         if node.kind == "^":

@@ -38,7 +38,7 @@ _TAIL_CHARACTERS = 4000
 _LONGEST_TEXT = 200
 _THOUGHT = r"(?:think|thinking|thought|reasoning)"
 _CLAIM = re.compile(
-    r"\b(?:answer|option|choice|result|solution)s?\b(?:[\s*_]{0,9}[:=]|[^.\n:=$\\]{0,60}?\b(?:is|are|be)\b)[\s*_:]{0,99}|####\s{0,9}",
+    r"\b(?:answer|option|choice|result|solution)s?\b(?:[\s*_]{0,9}[:=]|[^.\n:=$\\]{0,60}?\b(?:is|are|be)\b)[\s*_:]{0,99}(?:(?:option|choice)\s)?|####\s{0,9}",
     re.IGNORECASE,
 )
 _REASON = re.compile(
@@ -60,7 +60,9 @@ _MATH_SPAN = re.compile(r"\$\$[^$]+\$\$|\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.D
 _JOINT = re.compile(r"[\s$]*(?:(?:,|;|,?\s*(?:and|or)|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*)")
 _CHOICE = re.compile(r"\(([A-J])\)|([A-J])[.):]?|(?:\(([A-J])\)|([A-J])[.):])\s*([^-+*/^=<>\s].*)", re.DOTALL)
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d{1,4}/\d\d?/\d{1,4}")
-_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+_MONTH = re.compile(
+    "jan(uary)?|feb(ruary)?|mar(ch)?|apr(il)?|may|june?|july?|aug(ust)?|sept?(ember)?|oct(ober)?|nov(ember)?|dec(ember)?"
+)
 
 
 # --- finding the answer
@@ -122,7 +124,7 @@ def _told(text: str) -> str:
 
 def _is_whole(text: str) -> bool:
     """Whether a whole text is an answer: mathematics, or words and a date without other numbers."""
-    is_answer = not re.search(r"\d", text) or any(map(_is_month, _words(text)))
+    is_answer = not re.search(r"\d", text) or (any(map(_MONTH.fullmatch, _words(text))) and len(_words(text)) < 5)
     return _is_mathematics(text) or ("\n" not in text.strip() and is_answer)
 
 
@@ -135,6 +137,7 @@ def _spans(sentence: str) -> list[str]:
 def _last_span(text: str) -> str:
     """The last mathematics of the last sentence that has any, with its unit."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
+        sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
             rest = sentence[sentence.rfind(spans[-1]) :]
             return "" if _HEDGE.search(sentence) else rest if _is_mathematics(rest) else spans[-1]
@@ -160,18 +163,18 @@ def _is_mathematics(text: str) -> bool:
 def _key(text: str) -> str:
     """Of a text: what has to agree where it is not read as mathematics."""
     text = re.sub(r"([\^_]|pmod)\{(\w)\}(?!\w)", r"\1\2", text.replace("\x02", ""))
-    return re.sub(r"[A-Za-z]{2,}", lambda word: word[0].lower(), re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text))
-
-
-def _is_month(word: str) -> bool:
-    return word[:3] in _MONTHS and len(word) > 2
+    return re.sub(
+        r"[A-Z][a-z]{3,}|(?i:yes|no|true|false)", lambda word: word[0].lower(), re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+    )
 
 
 def _words(text: str) -> list[str]:
     """Small letters, without articles; those of a date in one order."""
     words = re.findall(r"[^\W_]+", re.sub(r"(?<=\d)\s*(?:st|nd|rd|th)\b", "", text.replace("\x02", "").lower()))
     words = [word for word in words if word not in ("the", "a", "an")]
-    return sorted(word[:3] if _is_month(word) else word for word in words) if any(map(_is_month, words)) else words
+    return (
+        sorted(word[:3] if _MONTH.fullmatch(word) else word for word in words) if any(map(_MONTH.fullmatch, words)) else words
+    )
 
 
 def same(reference: str, answer: str) -> bool:
@@ -188,7 +191,7 @@ def same(reference: str, answer: str) -> bool:
         return all(contents) and same(*contents)
     if _DATE.fullmatch(a) or _DATE.fullmatch(b):
         return False
-    is_prose = all(re.search("[A-Za-z]{2}", text) and not re.search(r"[\\^=<>{}+*/-]", text) for text in (_key(a), _key(b)))
+    is_prose = all(re.search("[a-z]{3}", text) and not re.search(r"[\\^=<>{}+*/-]", text) for text in (_key(a), _key(b)))
     if is_prose and _words(a) == _words(b):
         return True
     try:
