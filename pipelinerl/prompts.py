@@ -202,7 +202,7 @@ def refusal(
             write(messages[1:])
             fix = 'set task.system_prompt: "" and put its text into task.instruction'
             if problem.messages and problem.messages[0]["role"] == "system":
-                fix = f"the prompt of line {problem.line} begins with one; put its text into the question"
+                fix = f"the prompt of {problem.place} begins with one; put its text into the question"
             told = f"the model's chat template takes no system message ({error}); {fix}"
             return FieldError("task.system_prompt", config.system_prompt, told)
     shown = repr(messages).replace(_MARK, "")

@@ -451,7 +451,7 @@ class RewardConfig(Section):
     scorer: str = Field(
         "task",
         description="`task` (reasoning-gym's own scorer; `exact` for a file's problems), `exact` (same text), `regex` "
-        "(the reference is a pattern), `math` (math-verify; finds an answer anywhere in the text), `math_boxed` (the same, but "
+        "(the reference is a pattern), `math` (compared by value; found anywhere in the text), `math_boxed` (the same, but "
         "only what the last `\\boxed{}` holds), `json_schema`, `code` (runs the program in the answer against the problem's "
         "tests), `judge` (another model, section `judge`), or `pkg.module:function` (our form, verl's or TRL's). The number "
         "of the last two is taken as it is.",

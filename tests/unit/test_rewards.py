@@ -20,10 +20,11 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.tasks.source import Split, make_source
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.trainer.warmstart.demonstrations import demonstrate_function
-from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
+from services.verifier.rewards.answers import exact, json_schema_scorer, regex
 from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty, user_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
+from services.verifier.rewards.mathematics import math_scorer
 from services.verifier.rewards.reasoning_gym import GUARDS, REFUSED, is_arithmetic, is_board, is_formula, reasoning_gym_scorer
 from services.verifier.sandbox import Means
 from services.verifier.worker import score_item
@@ -554,7 +555,8 @@ FOREIGN = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     assert not kwargs
     right = solution_str.strip() == ground_truth
-    return {"score": 0.5 * right, "acc": right, "pred": solution_str, "data": data_source == "gsm8k", "index": extra_info["index"]}
+    of_gsm8k = data_source == "gsm8k"
+    return {"score": 0.5 * right, "acc": right, "pred": solution_str, "data": of_gsm8k, "index": extra_info["index"]}
 
 def gsm8k(solution_str, ground_truth, method="strict"):
     return float(solution_str == ground_truth and method == "strict")

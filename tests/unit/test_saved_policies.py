@@ -155,7 +155,7 @@ def test_other_code_is_known_by_its_digits(tmp_path: Path) -> None:
 
 def test_both_environments_have_the_same_torch_and_rewards() -> None:
     ours = (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8").splitlines()
-    for package in ("torch", "reasoning_gym", "math-verify", "pydantic"):
+    for package in ("torch", "reasoning_gym", "mpmath", "pydantic"):
         assert f"{package}=={pinned(package)}" in ours
 
 

@@ -1,4 +1,4 @@
-"""Scorers that compare an answer with the reference: as text, by a pattern, as mathematics, by a JSON Schema.
+"""Scorers that compare an answer with the reference: as text, by a pattern, by a JSON Schema, by a judge.
 
 Libraries are imported by the scorer that needs them. No schema may fetch other schemas: nothing here uses the network.
 """
@@ -15,11 +15,6 @@ from typing import Any
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import JudgeConfig
 from services.verifier.rewards.item import NO_ANSWER, BadReference, BadReward, RewardInput, Score, Scorer, reference_answer
-
-_BARE_CHARACTERS = 200
-"""Length of an answer up to which it may be LaTeX without its dollar signs."""
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-_NO_BOX = Score(0.0, r"no closed \boxed{} in the answer")
 
 
 def exact(item: RewardInput) -> Score:
@@ -44,61 +39,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise BadReference("answer", f"{pattern[:80]!r} is not a regular expression: {error}") from error
-
-
-def last_box(text: str) -> str | None:
-    r"""The last `\boxed{...}` of `text`, with braces in it in pairs; None where there is none, or the text ends inside it."""
-    start, depth = text.rfind(r"\boxed{"), 0
-    if start >= 0:
-        for brace in _BRACES.finditer(text, start + len(r"\boxed")):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                return text[start : brace.end()]
-    return None
-
-
-def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
-    """1 when math-verify finds both sides equal as expressions: `1/2`, `0.5` and `\\frac{1}{2}` are one answer.
-
-    It finds an answer anywhere: "so that is 42" is one. With `boxed`, only what the last `\\boxed{...}` holds is one; a text
-    without it, or cut inside it, is wrong.
-
-    math-verify interrupts itself by SIGALRM, well before `timeout_s`, so this runs on a process's main thread. An answer that
-    it cannot parse or compare in time is wrong; what an alarm cannot interrupt falls to the worker's deadline.
-    """
-    from math_verify import parse, verify  # about a second
-
-    alarm_s = int(timeout_s / 4) or None  # whole seconds; parsing and comparing both sides must fit
-
-    def expressions(text: str) -> list[Any]:
-        found = parse(text, parsing_timeout=alarm_s)
-        if not found and "$" not in text and len(text) <= _BARE_CHARACTERS:
-            found = parse(f"${text}$", parsing_timeout=alarm_s)
-        return found
-
-    @lru_cache(maxsize=1024)
-    def of_reference(text: str) -> list[Any]:
-        wanted = expressions(text)
-        if not wanted:
-            raise BadReference("answer", f"{text[:80]!r} is not a mathematical expression")
-        return wanted
-
-    expressions("1")  # builds the parser now rather than under the first item's deadline
-
-    def score(item: RewardInput) -> Score:
-        wanted = of_reference(reference_answer(item))
-        if item.answer is None:
-            return NO_ANSWER
-        answer = last_box(item.answer) if boxed else item.answer
-        if answer is None:
-            return _NO_BOX
-        found = expressions(answer)
-        if not found:
-            return Score(0.0, "no mathematical expression in the answer")
-        right = verify(wanted, found, timeout_seconds=alarm_s)
-        return Score(1.0) if right else Score(0.0, "not equal to the reference answer")
-
-    return score
 
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:

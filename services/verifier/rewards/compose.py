@@ -29,9 +29,10 @@ from typing import Any, SupportsFloat
 from pipelinerl.errors import FieldError, as_unicode, located
 from pipelinerl.recipe.fields import RewardConfig, TaskConfig
 from pipelinerl.tasks.rows import ABSENT, value_in
-from services.verifier.rewards.answers import exact, json_schema_scorer, judge_scorer, math_scorer, regex
+from services.verifier.rewards.answers import exact, json_schema_scorer, judge_scorer, regex
 from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
+from services.verifier.rewards.mathematics import math_scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 
 MOST_TERMS, TERM_CHARACTERS = 128, 100

@@ -1,0 +1,73 @@
+r"""What a reference of mathematics says: the answer at its end, and wrong answers that look like it.
+
+References are answers, or whole solutions that end in `#### 42` (GSM8K) or in a box (MATH). The scorers of mathematics read
+them by `final_answer`; a rehearsal tries what `near_misses` makes of them. No mathematics is understood here.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BOX = re.compile(r"\\f?boxed\s*(?:(\{)|(-?(?:\d[\d.,/]*\d|\d|[A-Za-z]))(?![\w{]))|\\f?box\s*(\{)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_LAST_BOXES = 16
+_PAIR = re.compile(r"(\(|\[|\\frac\{|)([^,(){}\[\]:/]+)(, ?|\}\{|:|/)([^,(){}\[\]:/]+)(\)|\]|\}|)")
+_UNIT = re.compile(
+    r"(?<=[\d}])\s*(?:\\(?:text|mathrm)\s*\{[^{}]*\}|[A-Za-z]{2,}|\\?%|\^\{?\\circ\}?)[A-Za-z\s^\d]*$|_\{?\d+\}?$|^[A-Za-z]\s*="
+)
+_NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(?:[|{}()\[\]\s!.]|\\[{}])*")
+"""What leaves a number as it is, or may: brackets, a division by 1, the factorial of 2."""
+
+
+def boxes(text: str) -> list[tuple[int, int, str | None]]:
+    r"""Start, end and content of the last boxes of `text`, `\boxed 42` included. The content is None where it is cut."""
+    found = list[tuple[int, int, str | None]]()
+    for match in list(_BOX.finditer(text))[-_LAST_BOXES:]:
+        if match[2]:
+            found.append((match.start(), match.end(), match[2]))
+            continue
+        depth, content, end = 0, None, len(text)
+        for brace in _BRACE.finditer(text, match.end() - 1):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                content, end = text[match.end() : brace.start()].strip(), brace.end()
+                break
+        found.append((match.start(), end, content))
+    return found
+
+
+def final_answer(reference: str) -> str:
+    """The answer in a reference; empty where there is none."""
+    _, mark, last = reference.rpartition("####")
+    if mark:
+        return (last.strip().splitlines() or [""])[0].strip()
+    if boxed := boxes(reference):
+        return boxed[-1][2] or ""
+    told = re.search(
+        r"""(?:.*\banswer\b\s*(?:is\b|:|=)+|^\[["'])\s*(.+?)(?:["']\])?$""", reference.strip(), re.DOTALL | re.IGNORECASE
+    )
+    return told[1] if told else reference.strip()
+
+
+def near_misses(answer: str) -> list[str]:
+    """Answers that differ from `answer` for sure: its first number, the other sign, its two parts exchanged."""
+    bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
+    bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
+    number = re.search(r"\d+(?:\.\d+)?", bare)
+    if number is None or len(bare) > 100 or re.search(r"\(?\b[A-J]\)|approx|mathbb", bare):
+        return []
+    without_unit = _UNIT.sub("", bare)
+    rest = without_unit.replace(number[0], "", 1)
+    is_alone = _NEUTRAL.fullmatch(rest) or re.fullmatch(rf"[,;=\s{number[0]}]*", rest) or re.search("[=!]", rest)
+    if not is_alone and not (number[0] in ("0", "1") and not re.search(r"\d", rest)):
+        misses.append(number[0])
+    has_words = re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}|\\text", without_unit)
+    has_parts = re.search(r"[,;=<>:|_]|\\(?:[{]|(?:pm|mp|begin|in|leq?|geq?|neq?|cup|mid)(?![a-z]))", bare)
+    if not has_words and not has_parts and re.search("[1-9]", bare):
+        misses.append(bare[1:].strip() if bare.startswith("-") else f"-{bare.removeprefix('+')}")
+    if pair := _PAIR.fullmatch(bare):
+        opening, first, middle, second, closing = pair.groups()
+        is_pair = (opening + middle.strip() + closing) in ("(,)", "[,]", "(,]", "[,)", r"\frac{}{}", ":", "/")
+        if is_pair and first.lstrip("-") != second.lstrip("-"):
+            misses.append(f"{opening}{second}{middle}{first}{closing}")
+    return list(dict.fromkeys(misses))

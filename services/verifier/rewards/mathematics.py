@@ -1,0 +1,472 @@
+r"""Scores an answer of mathematics: finds it in the completion, and compares it with the reference by value.
+
+References are read as LaTeX; `final_answer` finds the answer in a whole solution. Two answers are compared as texts first, then
+by their form: lists and sets in any order; tuples, intervals and matrices part by part; equations up to a factor; numbers
+exactly; other expressions by their values, to 280 digits, at several points. What cannot be read earns nothing unless the texts
+agree."""
+
+from __future__ import annotations
+
+import re
+import signal
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from mpmath import mpc
+
+from pipelinerl.tasks.final_answer import boxes, final_answer
+from services.verifier.rewards.expressions import (
+    Node,
+    Number,
+    Unreadable,
+    agree,
+    evaluate,
+    inexact,
+    precise,
+    read,
+    symbols,
+    tidy,
+)
+from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer, reference_answer
+
+_TAIL_CHARACTERS = 4000
+"""What is looked at of a completion without a box."""
+_LONGEST_TEXT = 200
+_THOUGHT = r"(?:think|thinking|thought|reasoning)"
+_CLAIM = re.compile(
+    r"\b(?:answer|option|choice|result|solution)s?\b(?:[\s*_]{0,9}[:=]|[^.\n:=$\\]{0,60}?\b(?:is|are|be)\b)[\s*_:]{0,99}(?:(?:option|choice)\s)?|####\s{0,9}",
+    re.IGNORECASE,
+)
+_REASON = re.compile(
+    r"(?<!\bor)[\s,(]+(?:because|since|as|which|where|when|for|so|if|i\.e\.|that is)\b|[.!?](?:\s|$)|\n", re.IGNORECASE
+)
+_HEDGE = re.compile(
+    r"\b(?:not|never|neither|less|more|least|most|between|either|maybe|perhaps|nor|cannot|than|about|around|wrong|no|but)\b|n't\b",
+    re.IGNORECASE,
+)
+_RETRACTED = re.compile(
+    r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
+)
+_ATOM = (
+    r"(?:\d[\d.,]*\d|\d|\\[a-zA-Z]+(?:\s?\{[^{}\n]{0,80}\})*|\{[^{}\n]{0,80}\}|[-+*/^=<>()\[\]!%°×·÷:√π∞±²³$\\_½¼¾]"
+    r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z']))"
+)
+_SPAN = re.compile(rf"{_ATOM}(?:[ \t]{{0,9}}(?:[,;][ \t]{{0,9}})?(?:\b(?:or|and)\b[ \t]{{0,9}})?{_ATOM})*")
+_MATH_SPAN = re.compile(r"\$\$[^$]+\$\$|\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+_JOINT = re.compile(r"[\s$]*(?:(?:,|;|,?\s*(?:and|or)|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*)")
+_CHOICE = re.compile(r"\(([A-J])\)|([A-J])[.):]?|(?:\(([A-J])\)|([A-J])[.):])\s*([^-+*/^=<>\s].*)", re.DOTALL)
+_DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d{1,4}/\d\d?/\d{1,4}")
+_MONTH = re.compile(
+    "jan(uary)?|feb(ruary)?|mar(ch)?|apr(il)?|may|june?|july?|aug(ust)?|sept?(ember)?|oct(ober)?|nov(ember)?|dec(ember)?"
+)
+
+
+# --- finding the answer
+
+
+def thoughtless(text: str) -> str:
+    """`text` without the thoughts in it; nothing of one that the text ends in."""
+    text = re.split(rf"</{_THOUGHT}>|\[/THINK\]|◁/think▷", text)[-1]
+    return re.split(rf"<{_THOUGHT}>|\[THINK\]|◁think▷", text, maxsplit=1)[0]
+
+
+def claims(text: str, *, boxed: bool) -> list[str]:
+    """What `text` gives as its answer: all of it has to be right. Empty where there is none."""
+    text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", thoughtless(text))
+    found, tagged = boxes(text), text.rfind("<answer>")
+    if boxed or (found and found[-1][0] > tagged):
+        given, end = _joined_boxes(text, found) if found else ("", 0)
+        given = given if len(given) <= _TAIL_CHARACTERS else ""
+        given = _told(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", given)) or given
+        if boxed or not given:
+            return [given] if given else []
+    elif tagged >= 0 and (closed := text.find("</answer>", tagged)) >= 0:
+        inner, end = claims(text[tagged + len("<answer>") : closed], boxed=False), closed
+        given = inner[0] if inner else ""
+    else:
+        tail = text[-_TAIL_CHARACTERS:]
+        given = _told(tail) or (text if len(text) <= _LONGEST_TEXT and _is_whole(text) else "") or _last_span(tail)
+        return [given] if given else []
+    later = text[end:][-_TAIL_CHARACTERS:]
+    retracted = _told(later) or (_last_span(later) if _RETRACTED.search(later) else "")
+    return [given, retracted] if re.search(r"\d|^\W*[A-J]\W*$", retracted) else [given]
+
+
+def _joined_boxes(text: str, found: list[tuple[int, int, str | None]]) -> tuple[str, int]:
+    """What the last box says, and where it ends; boxes that only commas, `and` or `or` part are one list."""
+    start, end, content = found[-1]
+    given = content or ""
+    for before, closed, earlier in reversed(found[:-1]):
+        between = text[closed:start]
+        if not given or earlier is None or not _JOINT.fullmatch(between):
+            break
+        given, start = f"{earlier}{' or ' if 'or' in between else ', '}{given}", before
+    return given, end
+
+
+def _told(text: str) -> str:
+    """What follows the last "the answer is"."""
+    *_, match = (None, *_CLAIM.finditer(text))
+    if match is None:
+        return ""
+    rest = text[match.end() :].lstrip()
+    if (math := _MATH_SPAN.match(rest)) and re.fullmatch(r"[\s.*]*", rest[math.end() :].split("\n")[0]):
+        return math[0]
+    rest = _REASON.split(rest, maxsplit=1)[0]
+    spans = _spans(rest)
+    is_settled = not _is_mathematics(rest) and not re.search(rf"{_HEDGE.pattern}|\bor\b", match[0] + rest, re.IGNORECASE)
+    return spans[0] if len(spans) == 1 and is_settled else rest
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a whole text is an answer: mathematics, or words and a date without other numbers."""
+    is_answer = not re.search(r"\d", text) or (any(map(_MONTH.fullmatch, _words(text))) and len(_words(text)) < 5)
+    return _is_mathematics(text) or ("\n" not in text.strip() and is_answer)
+
+
+def _spans(sentence: str) -> list[str]:
+    spans = [match[0].strip(" .,;:") for match in _MATH_SPAN.finditer(sentence) or ()]
+    spans = spans or [match[0].strip(" .,;:") for match in _SPAN.finditer(sentence)]
+    return [span for span in spans if re.search(r"\d|\\[a-z]|[=^]", span)]
+
+
+def _last_span(text: str) -> str:
+    """The last mathematics of the last sentence that has any, with its unit."""
+    for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
+        sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
+        if spans := _spans(sentence):
+            rest = sentence[sentence.rfind(spans[-1]) :]
+            return "" if _HEDGE.search(sentence) else rest if _is_mathematics(rest) else spans[-1]
+    return ""
+
+
+def _is_mathematics(text: str) -> bool:
+    def has_words(node: Any, *, is_label: bool = False) -> bool:
+        if not isinstance(node, Node):
+            return False
+        in_parts = (has_words(part, is_label=node.kind == "relation" and not i) for i, part in enumerate(node.parts))
+        return (not is_label or " " in node.name) if node.kind == "text" else any(in_parts)
+
+    try:
+        return not has_words(read(tidy(text)))
+    except Unreadable:
+        return False
+
+
+# --- comparing texts
+
+
+def _key(text: str) -> str:
+    """Of a text: what has to agree where it is not read as mathematics."""
+    text = re.sub(r"([\^_]|pmod)\{(\w)\}(?!\w)", r"\1\2", text.replace("\x02", ""))
+    return re.sub(
+        r"[A-Z][a-z]{3,}|(?i:yes|no|true|false)", lambda word: word[0].lower(), re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+    )
+
+
+def _words(text: str) -> list[str]:
+    """Small letters, without articles; those of a date in one order."""
+    words = re.findall(r"[^\W_]+", re.sub(r"(?<=\d)\s*(?:st|nd|rd|th)\b", "", text.replace("\x02", "").lower()))
+    words = [word for word in words if word not in ("the", "a", "an")]
+    return (
+        sorted(word[:3] if _MONTH.fullmatch(word) else word for word in words) if any(map(_MONTH.fullmatch, words)) else words
+    )
+
+
+def same(reference: str, answer: str) -> bool:
+    """Whether two answers, as texts, are the same."""
+    a, b = tidy(reference), tidy(answer)
+    if not a or not b or _key(a) == _key(b):
+        return bool(a and b)
+    choices = [_CHOICE.fullmatch(text.replace("\x02", "")) for text in (a, b)]
+    if any(choices):
+        letters = ["".join(filter(None, found.groups()[:4])) if found else "" for found in choices]
+        contents = [(found[5] or "") if found else text for found, text in zip(choices, (a, b), strict=True)]
+        if all(letters):
+            return letters[0] == letters[1] and (not all(contents) or same(*contents))
+        return all(contents) and same(*contents)
+    if _DATE.fullmatch(a) or _DATE.fullmatch(b):
+        return False
+    is_prose = all(re.search("[a-z]{3}", text) and not re.search(r"[\\^=<>{}+*/-]", text) for text in (_key(a), _key(b)))
+    if is_prose and _words(a) == _words(b):
+        return True
+    try:
+        with precise():
+            return _same(read(a), read(b))
+    except Unreadable:
+        return False
+
+
+# --- comparing trees
+
+
+def _labelled(node: Node) -> tuple[str, Node]:
+    """The name that an answer gives itself (x = 5, f(x) = 2x, x in an interval), and the rest. `Unreadable`: 41 = 42."""
+    if node.kind == "list" and node.parts and node.parts[0].kind == "relation":
+        pairs = [_labelled(part) for part in node.parts]
+        if all(label == pairs[0][0] or not (label or symbols(value)) for label, value in pairs):
+            return pairs[0][0], node._replace(parts=tuple(value for _, value in pairs)) if pairs[0][0] else node
+    names = node.name.split()
+    if node.kind != "relation" or not {"=", "in", "~"}.issuperset(names):
+        return "", node
+    parts = list(node.parts[: names.index("~") + 1] if "~" in names else node.parts)
+    if "~" in names and abs(1 - inexact(_ratio(*(evaluate(node.parts[i], {}) for i in (len(parts) - 1, len(parts)))))) > 0.01:
+        raise Unreadable("not about equal")
+    if len(parts) == 2 and _is_label(parts[1]) and not _is_label(parts[0]):
+        parts.reverse()
+    label = str(parts.pop(0)) if _is_label(parts[0]) and len(parts) > 1 else ""
+    if all(_same(parts[0], part) for part in parts[1:]):
+        return label, parts[-1]
+    if label or len(parts) > 2 or not symbols(node):
+        raise Unreadable("the sides are not equal")
+    return "", node
+
+
+def _is_label(node: Node) -> bool:
+    if node.kind == "text":
+        return not _HEDGE.search(node.name)
+    is_segment = node.kind == "*" and all(part.kind == "*" or part.name.isupper() for part in node.parts)  # AB = 5
+    is_composed = (node.kind == "group" or is_segment) and all(map(_is_label, node.parts))
+    return is_composed or (node.kind == "symbol" and node.name not in ("e", "i", r"\pi"))
+
+
+def _variants(node: Node) -> list[Node]:
+    """Both of an expression with a plus-minus sign."""
+
+    def turned(part: Any, signs: dict[str, str]) -> Any:
+        if not isinstance(part, Node):
+            return part
+        return Node(signs.get(part.kind, part.kind), part.name, tuple(turned(inner, signs) for inner in part.parts))
+
+    both = [turned(node, {"pm": plus, "mp": minus}) for plus, minus in ("+-", "-+")]
+    return both if both[0] != both[1] else [node]
+
+
+def _as_interval(node: Node) -> Node:
+    """An inequality of one variable, alone on its side, as the interval that it means."""
+    infinity = Node("symbol", r"\infty")
+    if node.kind == "list" and node.name == "or":
+        return Node("union", "", tuple(map(_as_interval, node.parts)))
+    names, parts = node.name.split(), list(node.parts)
+    if node.kind != "relation" or not {"<", "<=", ">", ">="}.issuperset(names):
+        return node
+    if names[0][0] == ">":
+        parts, names = parts[::-1], [name.replace(">", "<") for name in reversed(names)]
+    if len(parts) == 2:
+        is_above = parts[1].kind == "symbol"
+        parts, names = (
+            ([*parts, infinity], [*names, "<"]) if is_above else ([Node("neg", "", (infinity,)), *parts], ["<", *names])
+        )
+    if len(parts) != 3 or parts[1].kind != "symbol" or not {"<", "<="}.issuperset(names):
+        return node
+    return Node("group", f"{'(['[names[0] == '<=']}{')]'[names[1] == '<=']}", (parts[0], parts[2]))
+
+
+def _same(a: Node, b: Node) -> bool:
+    if a == b:
+        return True
+    (label_a, bare_a), (label_b, bare_b) = _labelled(a), _labelled(b)
+    if a.kind == b.kind == "relation":
+        is_equation = a.name == b.name == "=" and (label_a != label_b or "relation" in (bare_a.kind, bare_b.kind))
+        if is_equation or bare_a.kind == bare_b.kind == "relation":
+            return _same_relation(a, b)
+    if label_a and label_b and label_a != label_b:
+        return False
+    if (bare_a, bare_b) != (a, b):
+        return _same(bare_a, bare_b)
+    if "union" in (a.kind, b.kind) or (a.kind == "relation") is not (b.kind == "relation"):
+        a, b = _as_interval(a), _as_interval(b)
+    many_a, many_b = _variants(a), _variants(b)
+    if len(many_a) + len(many_b) > 2 or {"list", "union"} & {a.kind, b.kind}:
+        return _same_sets(a, b)
+    if {"group", "matrix", "ratio"} & {a.kind, b.kind}:
+        a, b = _as_matrix(a), _as_matrix(b)
+        return (a.kind, a.name, len(a.parts)) == (b.kind, b.name, len(b.parts)) and all(map(_same, a.parts, b.parts))
+    if "text" in (a.kind, b.kind):
+        return a.kind == b.kind and _words(a.name) == _words(b.name)
+    return _same_quantity(a, b)
+
+
+def _as_matrix(node: Node) -> Node:
+    if node.kind == "group" and node.name == "[]" and all(row.kind == "group" and row.name == "[]" for row in node.parts):
+        return Node("matrix", "", tuple(row._replace(name="row") for row in node.parts))
+    return node
+
+
+def _same_sets(a: Node, b: Node) -> bool:
+    """In any order; inequalities that `and` joins are another set than those of `or`."""
+    is_union = "union" in (a.kind, b.kind)
+    parts = [node.parts if node.kind in ("list", "union") else (node,) for node in (a, b)]
+    sets = [[variant for part in those for variant in _variants(part)] for those in parts]
+    has_inequalities = is_union or any(part.kind == "relation" and part.name != "=" for part in sets[0])
+    if (has_inequalities and "and" in (a.name, b.name) and a.name != b.name) or max(map(len, sets)) > 64:
+        return False
+    first, second = [[_as_interval(part) for part in parts] for parts in sets] if is_union else sets
+    found = [[_same_or_unreadable(x, y) for y in second] for x in first]
+    return all(map(any, found)) and all(map(any, zip(*found, strict=True))) and bool(first) is bool(second)
+
+
+def _same_or_unreadable(a: Node, b: Node) -> bool:
+    try:
+        return _same(a, b)
+    except Unreadable:
+        return False
+
+
+_UNITS: dict[str, str] = dict(re.findall(
+    r"(\S+):(\w+)", "cm:centimeter mm:millimeter m:meter km:kilometer kg:kilogram g:gram mg:milligram ml:milliliter l:liter"
+    " in:inch inches:inch ft:foot feet:foot yd:yard mi:mile lb:pound oz:ounce hr:hour h:hour min:minute sec:second s:second"
+    " metre:meter centimetre:centimeter kilometre:kilometer litre:liter usd:dollar buck:dollar /:per sq:square a:per"
+)) | {"mph": "mile per hour"}  # fmt: skip
+
+
+def _unit(name: str) -> str:
+    words = list[str]()
+    for word in name.split():
+        if word.startswith("^"):
+            words.insert(max(len(words) - 1, 0), "square" if word == "^2" else "cubic")
+        elif word not in ("of", "the"):
+            singular = word.removesuffix("s") if len(word) > 2 else word
+            words.append(_UNITS.get(word) or _UNITS.get(singular, singular))
+    return " ".join(words)
+
+
+def _same_quantity(a: Node, b: Node) -> bool:
+    """Two units have to agree; one side may leave its unit out. A percent sign and degrees have a value too."""
+    names = [node.name if node.kind == "unit" else "" for node in (a, b)]
+    if all(names):
+        first, second = sorted((f"{_unit(name)} " for name in names), key=len)
+        is_longer = second.startswith(first) and not {"per", "square", "cubic"}.intersection(second[len(first) :].split())
+        return is_longer and _same(a.parts[0], b.parts[0])
+    if not any(names):
+        return _same_value(a, b)
+    (name, measured, bare) = (names[0], a, b) if names[0] else (names[1], b, a)
+    if name in ("%", "degree") and _same_value(a, b):
+        return True
+    is_share = name == "%" and measured is b and not symbols(bare) and abs(inexact(evaluate(bare, {}))) < 1
+    return not is_share and _same(measured.parts[0], bare)
+
+
+def _values(nodes: tuple[Node, ...]) -> Iterator[list[Number]]:
+    """Of all nodes at several points: positive coordinates first, then of either sign, which count if all values are real."""
+    names = frozenset[str]().union(*map(symbols, nodes))
+    if not names:
+        yield [evaluate(node, {}) for node in nodes]
+    for number, (low, span) in enumerate(((0, 1), (1, 1), (2, 3), (0, 2), (1, 3)) if names else ()):
+        seeds = {name: zlib.crc32(f"{name} {number}".encode()) for name in names}
+        point = {
+            name: (low + span * Fraction(seed % 9973 + 1, 9979)) * (-1 if number > 2 and (seed >> 20) % 3 else 1)
+            for name, seed in seeds.items()
+        }
+        try:
+            values = [evaluate(node, point) for node in nodes]
+        except Unreadable:
+            continue
+        if number < 3 or not any(isinstance(value, mpc) and abs(value.imag) > 1e-200 for value in values):
+            yield values
+
+
+def _same_value(a: Node, b: Node) -> bool:
+    found = list(_values((a, b)))
+    return len(found) >= (2 if symbols(a) | symbols(b) else 1) and all(agree(x, y) for x, y in found)
+
+
+def _ratio(a: Number, b: Number) -> Number:
+    return a / b if isinstance(a, Fraction) and isinstance(b, Fraction) else inexact(a) / inexact(b)
+
+
+def _same_relation(a: Node, b: Node) -> bool:
+    """Up to a factor, which is positive where the order counts."""
+    sides, signs = [list(node.parts) for node in (a, b)], [node.name.split() for node in (a, b)]
+    for number in (0, 1):
+        if signs[number][0].startswith(">"):
+            signs[number], sides[number] = [sign.replace(">", "<") for sign in reversed(signs[number])], sides[number][::-1]
+    if signs[0] != signs[1]:
+        return False
+    if len(signs[0]) > 1 or {"text", "group", "list", "matrix", "union", "ratio"} & {part.kind for part in a.parts + b.parts}:
+        return all(map(_same, *sides))
+    found = list(_values(tuple(Node("-", "", tuple(pair)) for pair in sides)))
+    if symbols(a) != symbols(b) or len(found) < 3 or any(0 in values for values in found):
+        return False
+    ratios = [_ratio(*pair) for pair in found]
+    is_positive = not isinstance(ratios[0], mpc) and ratios[0] > 0
+    return all(agree(ratios[0], ratio) for ratio in ratios) and (is_positive or signs[0][0] in ("=", "!="))
+
+
+# --- the scorer
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` in the block after so many seconds."""
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@lru_cache(maxsize=4096)
+def reference_text(text: str) -> str:
+    """The answer in a reference. Raises `BadReference` where nothing could be marked by it."""
+    answer = final_answer(thoughtless(text))
+    plain, quoted = tidy(answer), f"{text[:80]!r}"
+    if not re.search(r"\w|\\[a-zA-Z{]", plain):
+        raise BadReference("answer", f"{quoted} is not a mathematical expression")
+    braces = re.sub(r"\\[{}]", "", answer)
+    if braces.count("{") != braces.count("}"):
+        raise BadReference("answer", f"{quoted} is not a mathematical expression: its braces are not in pairs")
+    try:
+        with precise():
+            node = read(plain)
+            if not symbols(node):
+                _same_value(node, node)
+    except Unreadable as problem:
+        if "division by zero" in str(problem):
+            raise BadReference("answer", f"{quoted} has no value: {problem}") from problem
+        if len(plain) > _LONGEST_TEXT:
+            fix = "give the answer alone, after #### or in a box"
+            raise BadReference(
+                "answer", f"{quoted} is not a mathematical expression but a text of {len(text)} characters; {fix}"
+            ) from problem
+    return answer
+
+
+def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
+    r"""1 when the answer and the reference are equal as mathematics: `1/2`, `0.5` and `\frac{1}{2}` are one answer.
+
+    The answer is what the last box holds, or follows "the answer is", or is the last expression. With `boxed`, only what the
+    last `\boxed{...}` holds is one; a text without it, or cut inside it, is wrong. Thoughts in `<think>` are no answer.
+
+    A comparison is interrupted by SIGALRM, well before `timeout_s`, so this runs on a process's main thread. An answer that
+    cannot be read or compared in time is wrong.
+    """
+
+    def score(item: RewardInput) -> Score:
+        wanted = reference_text(reference_answer(item))
+        if item.answer is None:
+            return NO_ANSWER
+        try:
+            with _alarm(timeout_s / 4):
+                found = claims(item.answer, boxed=boxed)
+                if not found:
+                    return Score(
+                        0.0, r"no closed \boxed{} in the answer" if boxed else "no mathematical expression in the answer"
+                    )
+                if all(same(wanted, claim) for claim in found):
+                    return Score(1.0)
+        except (TimeoutError, ArithmeticError, RecursionError):
+            return Score(0.0, "the answer is too large to compare")
+        return Score(0.0, "not equal to the reference answer")
+
+    return score
