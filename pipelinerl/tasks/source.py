@@ -228,12 +228,12 @@ def _problem(given: Row, config: TaskConfig) -> Problem:
     row = given.values
     if isinstance(row, BadRow):
         raise row
-    question, messages = _prompt(row, config)
+    question, messages = prompt_of(row, config)
     place = given.file.removeprefix(config.path)
     return Problem(question, _reference(row, config), tuple(messages), given.number, given.unit, place)
 
 
-def _prompt(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any]]:
+def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any]]:
     """Return the prompt as text, and its messages where the row has it in that form. Raises `BadRow`."""
     if config.source in ("environment", "agent"):  # they read of a row what they like
         return _text(json.dumps(row, ensure_ascii=False, default=str), "the row"), []

@@ -29,6 +29,7 @@ from typing import Any, SupportsFloat
 from pipelinerl.errors import FieldError, as_unicode, located
 from pipelinerl.recipe.fields import RewardConfig, TaskConfig
 from pipelinerl.tasks.rows import ABSENT, value_in
+from pipelinerl.tasks.source import prompt_of
 from services.verifier.rewards.answers import exact, json_schema_scorer, judge_scorer, regex
 from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
@@ -241,8 +242,9 @@ def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
     columns = {str(name): [value] for name, value in row.items() if name not in ("prompt", "completion")}
     if task.prompt_style != "chat" and not task.is_episodic:
         return {**columns, "prompts": [prompt], "completions": [completion]}
-    asked = row.get(task.prompt_field) or row.get("entry", {}).get("question", prompt)
-    *before, last = asked if isinstance(asked, list) else [{"role": "user", "content": str(asked)}]
+    is_of_file = bool(task.path) and isinstance(item.reference.get("row"), Mapping)
+    question, asked = prompt_of(row, task) if is_of_file else (str(row.get("entry", {}).get("question", prompt)), [])
+    *before, last = asked or [{"role": "user", "content": question}]
     content = f"{last['content']}\n{task.instruction}" if task.instruction else last["content"]
     messages = [*before, {**last, "content": content}]
     if task.system_prompt and messages[0]["role"] != "system":
