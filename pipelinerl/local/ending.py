@@ -71,20 +71,21 @@ def script_json(data: Mapping[str, Any]) -> str:
 
 
 _REASONS_SHOWN = 3
-EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
 """Beside `EXIT_USER_ERROR`: a service ended with that, and so does the run."""
 
 
 @dataclass(frozen=True)
 class Ending:
     """How a run ended. `wall_s`: since its last start, in which it went on from version `begun`; `restarts`: by service, those
-    that had any; `error`: what it failed of."""
+    that had any; `error`: what it failed of; `unread`: it was interrupted since nobody reads its output any more."""
 
     wall_s: float
     restarts: Mapping[str, int] = field(default_factory=dict)
     interrupted: bool = False
     error: PipelineRLError | None = None
     begun: int = 0
+    unread: bool = False
 
     @property
     def how(self) -> str:
@@ -93,7 +94,7 @@ class Ending:
     @property
     def exit_code(self) -> int:
         if self.interrupted:
-            return EXIT_INTERRUPTED
+            return EXIT_UNREAD if self.unread else EXIT_INTERRUPTED
         if isinstance(self.error, ServiceDied) and self.error.returncode == EXIT_USER_ERROR:
             return EXIT_USER_ERROR
         return EXIT_FAILED if self.error else EXIT_DONE

@@ -144,7 +144,7 @@ class LocalRun:
         """What restarts each actor."""
         self._told: set[str] = set()
         """What was warned of."""
-        self._interrupts = 0
+        self._interrupts, self._unread = 0, False
         self._stop_by_s: float | None = None
         self._writing_since: tuple[int, float] | None = None
         """Version of the checkpoint that the stop waits for, and when its writing was first seen."""
@@ -183,7 +183,7 @@ class LocalRun:
                     raise
             except (PipelineRLError, OSError, ExceptionGroup) as raised:
                 error = self._only_ours(raised)
-        ending = Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error, begun)
+        ending = Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error, begun, self._unread)
         for record in read_jsonl(self.run_dir.metrics):  # steps that the trainer could no longer tell of
             if (record.get("step") or 0) > self._state.step:
                 self._state.on_step(record, ending.wall_s)
@@ -551,6 +551,7 @@ class LocalRun:
             yield
         except BrokenPipeError:
             if not self._interrupts and self._stop_by_s is None:
+                self._unread = True
                 self._on_signal()
         except OSError:
             pass

@@ -511,7 +511,7 @@ async def test_scaling_down_takes_an_actor_that_is_given_up_and_leaves_the_one_t
         assert (run.pids()["actor-1"], ending.done()) == (lives, False)
         assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
         monkeypatch.setattr(run.local.display, "note", unread)
-        assert (await ending).interrupted
+        assert ((await ending).interrupted, (await ending).exit_code) == (True, 141)
 
 
 async def test_an_actor_that_is_being_scaled_away_when_the_run_ends_ends_with_it(tmp_path: Path) -> None:
