@@ -24,7 +24,12 @@ from pipelinerl.recipe.fields import TaskConfig
 
 ABSENT = object()
 """The result of `value_in` where a row lacks the field."""
-_CSV_FIELD_BYTES = 64 * 2**20
+LONGEST_LINE = 64 * 2**20
+"""Bytes of a line, or of a field of CSV."""
+LARGEST_WHOLE = 2 * 2**30
+"""Bytes of a file that is read whole: a JSON array, or Parquet inside .gz or .zst."""
+LARGEST_UNPACKED = 32 * 2**30
+"""Bytes of the lines of one file, so that a small compressed one cannot take any time and memory."""
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst", ".zstd")
 
@@ -54,16 +59,18 @@ class Row:
         return f"{self.file}, {self.unit} {self.number}"
 
 
-def value_in(row: Values, name: str) -> Any:
-    """Return the field `name`. A dotted name descends into nested objects, unless a field has that very name."""
-    if name in row:
-        return row[name]
-    value: Any = row
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return ABSENT
-        value = value[part]
-    return value
+def value_in(row: Any, name: str) -> Any:
+    """Return the field `name`. A dotted name descends into nested objects, unless a field has that very name; in a list, a
+    number is a position from 0."""
+    inside: Any = {str(position): value for position, value in enumerate(row)} if isinstance(row, list) else row
+    if not isinstance(inside, Mapping):
+        return ABSENT
+    if name in inside:
+        return inside[name]
+    for dot in (position for position, letter in enumerate(name) if letter == "."):
+        if name[:dot] in inside and (found := value_in(inside[name[:dot]], name[dot + 1 :])) is not ABSENT:
+            return found
+    return ABSENT
 
 
 def rows_of(config: TaskConfig) -> Iterator[Row]:
@@ -80,7 +87,9 @@ def files_at(path: str) -> list[Path]:
         _format_of(given)
         return [given]
     if given.is_dir():
-        found = [file for file in sorted(given.rglob("*")) if file.is_file() and _known_format(file)]
+        found = [
+            file for file in sorted(given.rglob("*")) if _known_format(file) and file.is_file() and not _is_hidden(file, given)
+        ]
         lacking = f"this folder holds no {one_of(_FORMATS)} file"
     else:
         found = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
@@ -90,6 +99,10 @@ def files_at(path: str) -> list[Path]:
     if not found:
         raise FieldError("task.path", path, lacking)
     return found
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _known_format(path: Path) -> str:
@@ -137,8 +150,27 @@ def _pyarrow(purpose: str) -> Any:
     return pyarrow
 
 
+def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
+    size = 0
+    while line := stream.readline(LONGEST_LINE + 1):
+        size += len(line)
+        if len(line) > LONGEST_LINE or size > LARGEST_UNPACKED:
+            what = f"a line of more than {LONGEST_LINE:,}" if len(line) > LONGEST_LINE else f"more than {LARGEST_UNPACKED:,}"
+            raise UserError(f"{path}: holds {what} bytes; split it, or check that it is the kind of file that its name says")
+        yield line
+
+
+def _whole(path: Path, stream: io.BufferedIOBase) -> bytes:
+    content = stream.read(LARGEST_WHOLE + 1)
+    if len(content) > LARGEST_WHOLE:
+        raise UserError(
+            f"{path}: holds more than {LARGEST_WHOLE:,} bytes, and has to be read whole; use JSONL or plain Parquet"
+        )
+    return content
+
+
 def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    for number, line in enumerate(stream, start=1):
+    for number, line in enumerate(_lines(path, stream), start=1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             if not text:
@@ -160,7 +192,7 @@ def _object(row: Any) -> Values | BadRow:
 
 def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
     """Read a JSON array of objects. A file that begins with an object is taken for JSONL, which often has this ending, too."""
-    content = stream.read()
+    content = _whole(path, stream)
     if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         yield from _jsonl_rows(path, io.BytesIO(content))
         return
@@ -175,13 +207,13 @@ def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Valu
     """Read rows under a header. Their number is that of their first line: a quoted value may span several."""
 
     def lines() -> Iterator[str]:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(_lines(path, stream), start=1):
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise UserError(f"{path}, line {number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
-    csv.field_size_limit(_CSV_FIELD_BYTES)
+    csv.field_size_limit(LONGEST_LINE)
     delimiter = "\t" if _format_of(path) == ".tsv" else ","
     reader, first = csv.reader(lines(), delimiter=delimiter, strict=True), 1
     header: list[str] | None = None
@@ -206,7 +238,7 @@ def _parquet_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, 
 
     number = 0
     try:
-        for batch in ParquetFile(io.BytesIO(stream.read()) if path.suffix in _COMPRESSIONS else path).iter_batches():
+        for batch in ParquetFile(io.BytesIO(_whole(path, stream)) if path.suffix in _COMPRESSIONS else path).iter_batches():
             try:
                 rows = batch.to_pylist()
             except (ValueError, OverflowError):  # row by row, which is slower
@@ -239,29 +271,56 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
         raise MissingPackage("task.source = 'hub' needs the library datasets: pip install 'pipelinerl[trainer]'") from error
     where = "/".join(filter(None, (config.path, config.subset, config.split)))
     datasets.disable_progress_bars()
-    if not Path(config.path).is_dir() and not _is_on_hub(config):
+    is_folder = Path(config.path).is_dir()
+    commit = None if is_folder else _commit(config)
+    was_offline = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
+    if not is_folder and commit is None:
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True  # spares half a minute of retries
     try:
         found = datasets.load_dataset(
             config.path,
             config.subset or None,
             split=config.split,
-            revision=config.revision or None,
-            streaming=bool(config.max_rows),
+            revision=commit or config.revision or None,
+            streaming=bool(config.max_rows) and (is_folder or commit is not None),
         )
-        for number, row in enumerate(found, start=1):
+        if not is_folder and commit is None and config.revision:
+            _check_cached_commit(config, found)
+        media = [name for name, kind in (found.features or {}).items() if _is_media(kind)]
+        for number, row in enumerate(found.remove_columns(media), start=1):
             yield Row(where, "row", number, row)
+    except UserError:
+        raise
     except Exception as error:  # the library and those below it have no common base of their errors
         raise _hub_error(config, error) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = was_offline
 
 
-def _is_on_hub(config: TaskConfig) -> bool:
-    """Return False where the hub cannot be asked. Raises `FieldError` where it answers that the set cannot be had."""
+def _is_media(kind: Any) -> bool:
+    """Return whether a column holds images, sounds or the like, which need further packages and are no part of a problem."""
+    return hasattr(kind, "decode") and type(kind).__name__ != "Json"
+
+
+def _check_cached_commit(config: TaskConfig, found: Any) -> None:
+    """Raise `Lacking` where the cache has another revision, which the library takes without a word if the hub is away."""
+    from huggingface_hub import try_to_load_from_cache
+
+    card = try_to_load_from_cache(config.path, "README.md", repo_type="dataset", revision=config.revision)
+    commit = Path(card).parent.name if isinstance(card, str) else config.revision
+    if not all(commit in Path(file["filename"]).parts for file in found.cache_files):
+        fix = f"the hub cannot be reached from here, and the cache of this machine holds another revision of {config.path}"
+        raise Lacking("task.revision", config.revision, fix)
+
+
+def _commit(config: TaskConfig) -> str | None:
+    """Return the commit that the revision stands for now, so that all readers of a run get the same rows; None where the hub
+    cannot be asked. Raises `FieldError` where it answers that the set cannot be had."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        HfApi().dataset_info(config.path, revision=config.revision or None, timeout=10)
+        return HfApi().dataset_info(config.path, revision=config.revision or None, timeout=10).sha
     except GatedRepoError as error:
         fix = "this set is gated: accept its terms on the hub and set HF_TOKEN"
         raise FieldError("task.path", config.path, fix) from error
@@ -271,8 +330,7 @@ def _is_on_hub(config: TaskConfig) -> bool:
         fix = "the hub has no such data set, or hides it from this token (HF_TOKEN)"
         raise FieldError("task.path", config.path, fix) from error
     except Exception:  # noqa: BLE001 - the client's errors have no common base, and all others mean that there was no answer
-        return False
-    return True
+        return None
 
 
 def _hub_error(config: TaskConfig, error: Exception) -> UserError:

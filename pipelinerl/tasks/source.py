@@ -20,7 +20,7 @@ from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
-from math import floor
+from math import floor, isfinite
 from typing import Any, Protocol
 
 import numpy as np
@@ -166,8 +166,8 @@ class FileSource:
         for problem in _problems(config):
             if distinct.setdefault(problem.question, problem) is not problem:
                 self.repeated.append(problem)
-        self.contradicted = [one for one in self.repeated if one.reference != distinct[one.question].reference]
-        """Those of them whose reference is another one."""
+        self.contradicted = [one for one in self.repeated if _answer(one) != _answer(distinct[one.question])]
+        """Those of them whose answer is another one."""
         self.problems = list(distinct.values())
         self.unanswered = [one for one in self.problems if not str(one.reference.get("answer", "-")).strip()]
         """Those whose answer is empty."""
@@ -176,6 +176,10 @@ class FileSource:
 
     def problem(self, split: Split, index: int) -> Problem:
         return self.problems[self._division.number(split, index)]
+
+
+def _answer(problem: Problem) -> Any:
+    return problem.reference.get("answer", problem.reference)
 
 
 def _problems(config: TaskConfig) -> Iterator[Problem]:
@@ -262,6 +266,8 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(only, str | int | float | Decimal) or isinstance(only, bool):
         raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number")
+    if not isinstance(only, str) and not isfinite(only):
+        raise BadRow(f"field {name!r} is {only}, which is no number; leave the row out")
     return _text(str(only), f"field {name!r}")
 
 
@@ -271,6 +277,8 @@ def _without_nulls(message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
     kept = {key: value for key, value in message.items() if value is not None}
+    if kept.get("tool_calls"):
+        kept.setdefault("content", "")
     parts = kept.get("content")
     if isinstance(parts, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         kept["content"] = "".join(str(part.get("text") or "") for part in parts)
@@ -316,7 +324,7 @@ def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
 def _answer_in(text: str, config: TaskConfig) -> str:
     if not config.answer_pattern:
         return text
-    *_, last = None, *re.finditer(config.answer_pattern, text, re.DOTALL)
+    *_, last = None, *re.finditer(config.answer_pattern, text)
     if last is None or last[1] is None:
         raise BadRow(f"task.answer_pattern finds nothing in field {config.answer_field!r}: {text!r:.200}")
     return str(last[1]).strip()

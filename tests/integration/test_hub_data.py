@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.hub import hub_with
+from tests.support.hub import COMMIT, hub_with
 
 NAME = "openai/gsm8k"
 README = """---
@@ -48,6 +48,14 @@ def parquet(num_rows: int) -> bytes:
 
 FILES = {"README.md": README.encode(), "main/train-0.parquet": parquet(50), "main/test-0.parquet": parquet(20)}
 FILES["socratic/train-0.parquet"] = parquet(5)
+CARD_OF_IMAGES = b"""---
+dataset_info:
+  features:
+  - {name: picture, dtype: image}
+  - {name: question, dtype: string}
+  - {name: answer, dtype: string}
+---
+"""
 
 
 def loaded(tasks: list[dict[str, Any]], home: Path, **environment: str) -> list[list[Any]]:
@@ -99,10 +107,28 @@ def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_pat
     assert revision == ["FieldError", "task.revision = 'v2': openai/gsm8k has no such revision"]
     assert all(line.endswith("Bearer hf_secret") for line in asked)
 
-    kept, absent = loaded([{}, {"path": "openai/other"}], tmp_path, HF_ENDPOINT=endpoint)
-    assert kept == whole, "of the cache: the hub is away"
+    away = [{}, {"path": "openai/other"}, {"revision": COMMIT}, {"revision": "v2"}, {"max_rows": 3}]
+    kept, absent, same, other, first = loaded(away, tmp_path, HF_ENDPOINT=endpoint)
+    assert kept == same == whole, "of the cache: the hub is away"
+    assert other[0] == "Lacking"
+    assert other[1].startswith(
+        "task.revision = 'v2': the hub cannot be reached from here, and the cache of this machine holds "
+    )
+    assert first == [3, *whole[1:]]
     assert absent[0] == "Lacking"
     assert "the hub cannot be reached from here" in absent[1]
+
+
+def test_pictures_are_left_out_of_rows(tmp_path: Path) -> None:
+    from pyarrow import Table
+    from pyarrow.parquet import write_table
+
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "README.md").write_bytes(CARD_OF_IMAGES)
+    rows = [{"picture": {"bytes": b"no picture", "path": None}, "question": f"q{n}", "answer": "a"} for n in range(4)]
+    write_table(Table.from_pylist(rows), folder / "train.parquet")
+    assert loaded([{"path": str(folder), "config": ""}], tmp_path / "home") == [[4, "q0", "a", "row 1 of /train"]]
 
 
 def test_a_local_folder_in_the_form_of_the_hub(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import TaskConfig
+from pipelinerl.tasks import rows
 from pipelinerl.tasks.reasoning_gym import BLOCK, ReasoningGymSource, compact_question
 from pipelinerl.tasks.source import FileSource, Interleaving, Problem, Split, make_source
 
@@ -236,6 +237,7 @@ def test_all_fields_of_a_line_are_there_for_rewards(tmp_path: Path) -> None:
         ({"prompt": [{"role": "assistant", "content": "a"}], "answer": "a"}, "line 2: field 'prompt' must end with a"),
         ({"prompt": [], "answer": "a"}, "line 2: field 'prompt' must end with a message"),
         ({"prompt": "q", "answer": True}, "line 2: field 'answer' is True"),
+        ({"prompt": "q", "answer": float("nan")}, "line 2: field 'answer' is nan, which is no number"),
         ({"prompt": " ", "answer": "a"}, "line 2: field 'prompt' is empty"),
     ],
 )
@@ -385,11 +387,69 @@ def test_parts_of_text_are_one_text_and_other_parts_are_a_mistake(tmp_path: Path
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?"}]
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": parts}], "answer": ["2"]}, *ROWS])
     first = FileSource(file_task(path, prompt_style="chat"), seed=0).problems[0]
-    assert (first.messages, first.reference) == (({"role": "user", "content": "What is 1 + 1?"},), {"answer": "2"})
+    assert first.messages == ({"role": "user", "content": "What is 1 + 1?"},)
+    assert first.reference["answer"] == "2"
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     path = write_jsonl(tmp_path / "i.jsonl", [{"prompt": [{"role": "user", "content": image}], "answer": "2"}])
     with pytest.raises(UserError, match=r"i\.jsonl, line 1: field 'prompt' has .*image_url.*no message"):
         FileSource(file_task(path, prompt_style="chat"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "path", "answer"),
+    [
+        ({"a.b": "column", "a": {"b": "path"}}, "a.b", "column"),
+        ({"a": {"b.c": "inner"}}, "a.b.c", "inner"),
+        ({"a.b": {"c": "outer"}}, "a.b.c", "outer"),
+        ({"a": ["zero", {"b": "one"}]}, "a.1.b", "one"),
+        ({"a": 5.0}, "a", "5.0"),
+    ],
+)
+def test_a_path_leads_into_columns_and_lists(row: dict[str, Any], path: str, answer: str, tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "p", **row}, {"prompt": "q", **row}])
+    problem = make_source(file_task(file, heldout=1, answer_field=path), seed=0).problem(Split.HELDOUT, 0)
+    assert problem.reference["answer"] == answer
+
+
+def test_of_a_solution_in_lines_the_pattern_takes_what_follows_its_last_mark(tmp_path: Path) -> None:
+    solution = "#### 5\nNo, once more:\n#### 1,250\nThat is all."
+    file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "p", "answer": solution}, {"prompt": "q", "answer": solution}])
+    source = make_source(file_task(file, heldout=1, answer_pattern=r"####\s*(.+)"), seed=0)
+    assert source.problem(Split.HELDOUT, 0).reference == {"answer": "1,250"}
+
+
+def test_a_prompt_that_other_rows_number_otherwise_is_repeated_and_not_contradicted(tmp_path: Path) -> None:
+    rows = [{"prompt": prompt, "answer": "4", "extra_info": {"index": n}} for n, prompt in enumerate(("p", "p", "q"))]
+    source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows), heldout=1), seed=0)
+    assert isinstance(source, FileSource)
+    assert ([one.line for one in source.repeated], source.contradicted) == ([2], [])
+
+
+def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    rows = [{"prompt": [call, {"role": "tool", "content": text}], "answer": "a"} for text in "pq"]
+    source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows), heldout=1, prompt_style="chat"), seed=0)
+    assert source.problem(Split.HELDOUT, 0).messages[0] == {**call, "content": ""}
+
+
+def test_small_files_that_unpack_to_very_much_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in (("LONGEST_LINE", 1000), ("LARGEST_WHOLE", 2000), ("LARGEST_UNPACKED", 3000)):
+        monkeypatch.setattr(rows, name, limit)
+    much = {"long.jsonl": b" " * 1001, "many.jsonl": b"{}\n" * 1001, "array.json": b" " * 2001, "table.parquet": b" " * 2001}
+    for name, content in much.items():
+        path = tmp_path / f"{name}.gz"
+        path.write_bytes(gzip.compress(content))
+        with pytest.raises(UserError, match=rf"{name}\.gz: holds .*more than \d,000 bytes"):
+            make_source(file_task(path), seed=0)
+
+
+def test_hidden_files_of_a_folder_are_no_problems(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / ".cache"):
+        folder.mkdir(exist_ok=True)
+        write_jsonl(folder / "p.jsonl", [{"prompt": f"{folder.name} {n}", "answer": "a"} for n in range(2)])
+    source = make_source(file_task(tmp_path, heldout=1), seed=0)
+    assert isinstance(source, FileSource)
+    assert len(source.problems) == 2
 
 
 def test_the_reference_may_be_a_part_of_the_answer(tmp_path: Path) -> None:
