@@ -25,7 +25,6 @@ from services.actor.engine import Generation, GenerationRequest
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.client import WeightLoading
 from services.trainer.distributed.world import ADAPTER, WEIGHTS
-from services.trainer.learn.lora import layer_adapters
 from services.trainer.learn.model import load_policy
 from services.trainer.learn.step import Learner
 from services.trainer.weight_sync.sender import WeightSender, adapter_factors, as_in_files, whole_weights
@@ -223,7 +222,7 @@ async def test_a_mixture_of_experts_is_served_by_each_loader_over_several_update
             await run.assert_serves(run.model)
 
 
-async def test_in_sixteen_bits_engine_and_trainer_stay_close_and_an_adapters_first_update_is_served(tmp_path: Path) -> None:
+async def test_in_sixteen_bits_engine_and_trainer_stay_close_to_each_other_and_to_float32(tmp_path: Path) -> None:
     recipe = parity.engine_recipe(tmp_path, model={"dtype": "bfloat16"}, lora={"rank": 8})
     async with parity.running("qwen2", True, tmp_path, model={"dtype": "bfloat16"}, lora={"rank": 8}) as run:
         policy = load_policy(str(tmp_path), recipe.model, lora=recipe.trainer.lora)
@@ -232,35 +231,6 @@ async def test_in_sixteen_bits_engine_and_trainer_stay_close_and_an_adapters_fir
         assert np.abs(served - trained).max() < BFLOAT16_NATS
         assert np.abs(served - exact).max() < BFLOAT16_NATS
         assert np.abs(trained - exact).max() < BFLOAT16_NATS
-        await check_served_share(run, Learner(policy, AlgorithmConfig(), TrainerConfig(learning_rate=1e-5)))
-
-
-async def check_served_share(run: Running, learner: Learner) -> None:
-    """Compares the factors that the engine computes with, after one step at 1e-5, by their effect on log-probabilities."""
-    run.sender = WeightSender(adapter_factors(learner.policy.model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
-    run.sent = partial(learner.gather, ADAPTER)
-    await run.connect()
-    texts = [np.random.default_rng(n).integers(0, 256, 1000, dtype=np.int32) for n in range(4)]
-    base = parity.random_model_like(run.model)
-    exact = [np.array(parity.reference(base, text.tolist())) for text in texts]
-    before = [np.array(await run.score(text.tolist())) for text in texts]
-    for step in range(1, 4):
-        group = group_of(sequences_of(LENGTHS, seed=step), seed=step)
-        assert not learner.train_step([group], step)["skipped"]
-        await run.update(V[step])
-        if step not in (1, 3):
-            continue
-        truth = parity.random_model_like(run.model)
-        merged = parity.random_model_like(run.model)
-        for name, a in layer_adapters(learner.policy.model).items():
-            w, m = (model.get_submodule(name).weight.data for model in (truth, merged))
-            w += a.scaling * a.b.float() @ a.a.float()
-            m.copy_(w.bfloat16().float())
-        real = np.concatenate([np.array(parity.reference(truth, t.tolist())) - e for t, e in zip(texts, exact, strict=True)])
-        old = np.concatenate([np.array(parity.reference(merged, t.tolist())) - e for t, e in zip(texts, exact, strict=True)])
-        got = np.concatenate([np.array(await run.score(t.tolist())) - b for t, b in zip(texts, before, strict=True)])
-        line = f"SHARE step {step}: served {got @ real / (real @ real):.3f} merged {old @ real / (real @ real):.3f}"
-        print(line, f"rms real {real.std():.2e} got {got.std():.2e}")
 
 
 async def test_a_stop_while_vllm_starts_leaves_no_process(tmp_path: Path) -> None:
