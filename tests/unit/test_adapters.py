@@ -32,8 +32,9 @@ class Served(nn.Module):
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
             parameter.requires_grad_(False)
-        self.weights = {name: (layer.weight.clone(), layer.bias.clone()) for name, layer in self.named_children()}
-        for layer in self.children():
+        layers: dict[str, Any] = dict(self.named_children())
+        self.weights = {name: (layer.weight.clone(), layer.bias.clone()) for name, layer in layers.items()}
+        for layer in layers.values():
             layer.quant_method.process_weights_after_loading(layer)  # as vLLM does before a layer computes
 
 
