@@ -243,7 +243,7 @@ async def check_small_updates(run: Running, learner: Learner) -> None:
     They follow the gradient of the tokens' log-probabilities, so that small changes of many weights add up to an effect that
     stands out from the noise of 16-bit activations. A float32 copy of the policy gives the direction and size of the effect.
     """
-    tokens = np.random.default_rng(3).integers(0, 256, 1000)
+    tokens = np.random.default_rng(3).integers(0, 256, 1000, dtype=np.int32).astype(np.int64)
     policy, exact = learner.policy, wrap_model(copy.deepcopy(learner.policy.model).float())
     adapters, exact_adapters = layer_adapters(policy.model), layer_adapters(exact.model)
     for adapter in exact_adapters.values():
