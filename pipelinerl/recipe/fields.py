@@ -691,8 +691,8 @@ class LoraConfig(Section):
     )
     send: Literal["adapter", "merged"] = Field(
         "adapter",
-        description="What actors receive. `adapter`: A and B, which they merge into the checkpoint that they were started "
-        "from; `merged`: whole weights, which needs nothing of them.",
+        description="What actors receive. `adapter`: A and B, which they apply beside the weights that they were started "
+        "with; `merged`: whole weights, in float32 only, since 16 bits would lose small updates.",
     )
 
     @field_validator("target_modules")
@@ -701,6 +701,10 @@ class LoraConfig(Section):
         if not value or not all(value):
             raise ValueError("name at least one layer, such as q_proj, or use all-linear")
         return value
+
+    @property
+    def scaling(self) -> float:
+        return float(self.alpha / (self.rank**0.5 if self.rslora else self.rank))
 
 
 class TrainerConfig(Section):

@@ -38,7 +38,7 @@ class BrokenRules(ValueError):
 
 def check_rules(recipe: Recipe) -> None:
     """Raises `BrokenRules` with every rule that `recipe` breaks, in the order of its sections."""
-    rules = (_model, _tasks, _lengths, _rewards, _groups, _conventional_lag, _schedule, _ranks, _evaluation, _upload)
+    rules = (_model, _tasks, _lengths, _rewards, _groups, _conventional_lag, _schedule, _ranks, _adapters, _evaluation, _upload)
     broken = [one for rule in rules for one in rule(recipe)]
     if broken:
         raise BrokenRules(tuple(FieldError(field, value_at(recipe, field), fix) for field, fix in broken))
@@ -278,6 +278,13 @@ def _ranks(recipe: Recipe) -> Broken:
     if recipe.trainer.context_parallel > 1 and attention != "auto":
         fix = f"needs model.attention = 'auto', not {attention!r}: only that one shares rows among ranks"
         yield "trainer.context_parallel", fix
+
+
+def _adapters(recipe: Recipe) -> Broken:
+    lora, dtypes = recipe.trainer.lora, {recipe.model.dtype, recipe.weights.wire_dtype}
+    if lora is not None and lora.send == "merged" and {"bfloat16", "float16"} & dtypes:
+        fix = "loses updates below half a unit in the last place of a 16-bit weight; use adapter, or float32 on both sides"
+        yield "trainer.lora.send", fix
 
 
 def _evaluation(recipe: Recipe) -> Broken:

@@ -201,7 +201,10 @@ class ActorMetrics:
             unit="1 or 0",
         )
         self.weight_loader = metrics.reading(
-            "weight_loader", "1 for the way in which weights are loaded.", {"mode": "shadow, in_place, paused"}, unit="1"
+            "weight_loader",
+            "1 for the way in which weights are loaded.",
+            {"mode": "shadow, in_place, paused, adapter"},
+            unit="1",
         )
 
     def engine_step(self, decode_s: float | None, kv_cache_usage: float) -> None:

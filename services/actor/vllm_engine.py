@@ -123,6 +123,8 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
         arguments["revision"] = recipe.model.revision
     if engine.max_batched_tokens:
         arguments["max_num_batched_tokens"] = engine.max_batched_tokens
+    if recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter":
+        arguments["additional_config"] = {"pipelinerl_lora": recipe.trainer.lora.model_dump()}
     if engine.quantization:
         arguments["quantization"] = engine.quantization
     return arguments

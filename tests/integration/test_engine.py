@@ -4,6 +4,7 @@ One engine for each model shape: every property is checked on each. Engines with
 """
 
 import asyncio
+import copy
 import multiprocessing
 import time
 from dataclasses import replace
@@ -25,7 +26,9 @@ from services.actor.engine import Generation, GenerationRequest
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.client import WeightLoading
 from services.trainer.distributed.world import ADAPTER, WEIGHTS
-from services.trainer.learn.model import load_policy
+from services.trainer.learn.batch import token_row
+from services.trainer.learn.lora import layer_adapters
+from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.weight_sync.sender import WeightSender, adapter_factors, as_in_files, whole_weights
 from tests.support import parity
@@ -60,7 +63,7 @@ async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(kind:
     gaps: list[float] = []
     steps: list[tuple[float | None, float]] = []
     beside, started = asyncio.create_task(record_gaps(gaps)), time.monotonic()
-    async with parity.running(kind, tied, tmp_path, on_step=lambda *step: steps.append(step)) as run:
+    async with parity.running(kind, tied, tmp_path, on_step=lambda *step: steps.append(step), lora={"rank": 4}) as run:
         start_s = time.monotonic() - started
         beside.cancel()
         assert max(gaps) < max(4.0, start_s / 2), f"the loop stood still; {start_s:.1f} s to start"
@@ -122,7 +125,7 @@ async def check_stops(run: Running) -> None:
 
 
 async def check_adapters(run: Running, checkpoint: Path) -> None:
-    """An engine serves the adapted policy: its factors sent and merged, in the background or paused, and whole weights."""
+    """An engine serves the adapted policy: from its factors, and from whole weights, after which it refuses factors."""
     config = ModelConfig(source="path", name=str(checkpoint), max_context=1024)
     policy = load_policy(str(checkpoint), config, lora=LoraConfig(rank=4))
     learner = Learner(policy, AlgorithmConfig(), TrainerConfig(learning_rate=1e-2))
@@ -135,16 +138,18 @@ async def check_adapters(run: Running, checkpoint: Path) -> None:
     run.sender = WeightSender(adapter_factors(model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
     run.sent = partial(learner.gather, ADAPTER)
     await run.connect()
-    assert run.loading[-1].mode == "shadow"
+    assert run.loading[-1].mode == "adapter"
     before = await check_step(run, learner, V[1], before)
     before = await check_step(run, learner, V[2], before)
-    await replaced(run, force_paused=True)
+    await replaced(run)
     before = await check_step(run, learner, V[3], before)
 
     run.sender = WeightSender(whole_weights(model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
     run.sent = partial(learner.gather, WEIGHTS)
     await replaced(run)
     await check_step(run, learner, V[4], before)
+    with pytest.raises(ManifestMismatch, match="restart this actor"):
+        await run.client.prepare(adapter_factors(model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
 
 
 async def check_refused_adapters(run: Running, learner: Learner) -> None:
@@ -221,16 +226,62 @@ async def test_a_mixture_of_experts_is_served_by_each_loader_over_several_update
             await run.assert_serves(run.model)
 
 
-async def test_in_sixteen_bits_engine_and_trainer_stay_close_to_each_other_and_to_float32(tmp_path: Path) -> None:
-    model = parity.saved_model("qwen2", True, tmp_path)
-    recipe = parity.engine_recipe(tmp_path, model={"dtype": "bfloat16"})
-    async with start_engine(recipe, str(tmp_path)) as engine:
-        served = await engine.score(np.array(TOKENS, np.int32))
-    trained = load_policy(str(tmp_path), recipe.model).sequence_logprobs(np.array(TOKENS))
-    exact = np.array(parity.reference(model.bfloat16().float(), TOKENS))
-    assert np.abs(served - trained).max() < BFLOAT16_NATS
-    assert np.abs(served - exact).max() < BFLOAT16_NATS
-    assert np.abs(trained - exact).max() < BFLOAT16_NATS
+async def test_in_sixteen_bits_engine_and_trainer_stay_close_and_small_adapters_are_served(tmp_path: Path) -> None:
+    recipe = parity.engine_recipe(tmp_path, model={"dtype": "bfloat16"}, lora={"rank": 8})
+    async with parity.running("qwen2", True, tmp_path, model={"dtype": "bfloat16"}, lora={"rank": 8}) as run:
+        policy = load_policy(str(tmp_path), recipe.model, lora=recipe.trainer.lora)
+        served, trained = np.array(await run.score(TOKENS)), policy.sequence_logprobs(np.array(TOKENS))
+        exact = np.array(parity.reference(run.model.bfloat16().float(), TOKENS))
+        assert np.abs(served - trained).max() < BFLOAT16_NATS
+        assert np.abs(served - exact).max() < BFLOAT16_NATS
+        assert np.abs(trained - exact).max() < BFLOAT16_NATS
+        await check_small_updates(run, Learner(policy, recipe.algorithm, recipe.trainer))
+
+
+async def check_small_updates(run: Running, learner: Learner) -> None:
+    """Updates that merging into 16-bit weights would mostly lose change what is served as they change the trained policy.
+
+    They follow the gradient of the tokens' log-probabilities, so that small changes of many weights add up to an effect that
+    stands out from the noise of 16-bit activations. A float32 copy of the policy gives the direction and size of the effect.
+    """
+    tokens = np.random.default_rng(3).integers(0, 256, 1000, dtype=np.int32).astype(np.int64)
+    policy, exact = learner.policy, wrap_model(copy.deepcopy(learner.policy.model).float())
+    adapters, exact_adapters = layer_adapters(policy.model), layer_adapters(exact.model)
+    for adapter in exact_adapters.values():
+        adapter.weight.requires_grad_(True)
+    row = token_row(tokens, np.array([len(tokens)]))
+    exact.scores(row, torch.arange(len(tokens) - 1), row.input_ids[0, 1:]).logprobs.sum().backward()
+    run.sender = WeightSender(adapter_factors(policy.model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
+    run.sent = partial(learner.gather, ADAPTER)
+    await run.label(V[0])
+    await run.connect()
+
+    async def scored() -> list[np.ndarray]:
+        return [np.array(await run.score(tokens.tolist())), policy.sequence_logprobs(tokens), exact.sequence_logprobs(tokens)]
+
+    before = await scored()
+    for version, std, most_merged, least_of_exact in ((V[1], 4e-5, 0.5, 0.7), (V[2], 1.2e-4, 0.85, 0.95)):
+        kept = whole = 0.0
+        for name, adapter in adapters.items():
+            gradient = exact_adapters[name].weight.grad
+            assert gradient is not None
+            left, values, right = torch.linalg.svd(gradient, full_matrices=False)
+            left, right = left[:, :8] * values[:8].sqrt(), right[:8] * values[:8, None].sqrt()
+            with torch.no_grad():
+                adapter.a.copy_(right)
+                adapter.b.copy_(left * std / (left @ right).std() / adapter.scaling)
+                exact_adapters[name].a.copy_(adapter.a)
+                exact_adapters[name].b.copy_(adapter.b)
+                weight, change = adapter.weight.float(), adapter.scaling * adapter.b.float() @ adapter.a.float()
+                merged = (weight + change).bfloat16().float() - weight
+            kept, whole = kept + (merged * change).sum().item(), whole + (change * change).sum().item()
+        assert kept / whole < most_merged, "merging would do"
+        await run.update(version)
+        served, trained, full = (after - old for after, old in zip(await scored(), before, strict=True))
+        assert served @ full >= 0.95 * (trained @ full)
+        assert trained @ full >= 0.95 * (served @ full)
+        assert served @ full >= least_of_exact * (full @ full)
+        assert np.sqrt(np.mean(full**2)) > 0.02
 
 
 async def test_a_stop_while_vllm_starts_leaves_no_process(tmp_path: Path) -> None:

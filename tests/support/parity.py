@@ -237,14 +237,20 @@ def saved_model(kind: str, tied: bool, folder: Path) -> PreTrainedModel:
     return model
 
 
-def engine_recipe(folder: Path, max_context: int = 1024, model: dict[str, str] | None = None, **engine: Any) -> Recipe:
-    """`model`: further fields of `model`; `engine`: fields of `actor.engine`."""
+def engine_recipe(
+    folder: Path,
+    max_context: int = 1024,
+    model: dict[str, str] | None = None,
+    lora: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Recipe:
+    """`model`: further fields of `model`; `lora`: `trainer.lora`; `engine`: fields of `actor.engine`."""
     content: dict[str, Any] = {
         "name": "tiny",
         "model": {"source": "path", "name": str(folder), "max_context": max_context, **(model or {})},
         "task": {"name": "chain_sum"},
         "sampling": {"group_size": 4, "max_tokens": 96},
-        "trainer": {"batch_size": 4},
+        "trainer": {"batch_size": 4, "lora": lora},
         "actor": {"sequences_in_progress": 16, "engine": {"kv_cache_gib": 0.1} | engine},
     }
     return Recipe.model_validate(content)

@@ -17,8 +17,9 @@ from vllm.logger import init_logger
 
 from pipelinerl.errors import ManifestMismatch
 from pipelinerl.transfer.manifest import Manifest
+from services.actor.weight_sync.adapters import AdapterLoader, install
 from services.actor.weight_sync.client import Hello, WeightLoading, parse_version
-from services.actor.weight_sync.loaders import Loader, MergingLoader, checkpoint_weights, choose
+from services.actor.weight_sync.loaders import Loader, PausedLoader, choose
 from services.actor.weight_sync.worker import TransferWorker
 
 if TYPE_CHECKING:
@@ -61,26 +62,31 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._reason = ""
         self._force_paused = False
         self._worker: TransferWorker | None = None
+        self._places = install(model, vllm_config, device)
+        self._base_replaced = False
+        """Whole weights have taken the place of the checkpoint's, to which adapters belong."""
+        self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Runs between two decode steps; builds the shadow model the first time. A refusal is told over the socket."""
         self.shutdown()
-        if self._loader is None or init_info.force_paused != self._force_paused:
-            self._force_paused = init_info.force_paused
-            self._loader, self._reason = choose(self.model, self.vllm_config, self.device, init_info.force_paused)
-            if self._loader.mode == "paused":
-                logger.warning("weights are loaded while generation is paused: %s", self._reason)
-        problem, loader = "", self._loader
         manifest = Manifest.from_bytes(init_info.manifest)
+        self._sends_adapter, problem = bool(manifest.low_rank), ""
+        loader: Loader | None = None
+        reason = ""
         try:
-            if manifest.low_rank:
-                base = checkpoint_weights(self.model, self.vllm_config)
-                loader = MergingLoader(loader, base, manifest, self.device)
+            if self._sends_adapter:
+                if self._base_replaced:
+                    raise ManifestMismatch("adapters need the checkpoint's weights, which were replaced: restart this actor")
+                loader = AdapterLoader(self.model, self._places, manifest)
+            else:
+                loader, reason = self._whole(init_info.force_paused)
             loader.check(manifest)
         except ManifestMismatch as error:
             problem = str(error)
+        loader = loader or PausedLoader(self.model, self.vllm_config, self.device)  # refused: it never loads
         self._worker = TransferWorker(
-            Hello(get_world_group().rank_in_group, WeightLoading(loader.mode, self._reason), problem),
+            Hello(get_world_group().rank_in_group, WeightLoading(loader.mode, reason), problem),
             loader,
             manifest,
             init_info.socket_path,
@@ -88,6 +94,15 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             staging_buffers=init_info.staging_buffers,
             device=self.device,
         )
+
+    def _whole(self, force_paused: bool) -> tuple[Loader, str]:
+        """The loader of whole weights, and why it is not the shadow one."""
+        if self._loader is None or force_paused != self._force_paused:
+            self._force_paused = force_paused
+            self._loader, self._reason = choose(self.model, self.vllm_config, self.device, force_paused)
+            if self._loader.mode == "paused":
+                logger.warning("weights are loaded while generation is paused: %s", self._reason)
+        return self._loader, self._reason
 
     def start_weight_update(self) -> None:
         """Nothing: the weights are staged already."""
@@ -105,6 +120,10 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """The swap. Generation must be paused."""
         assert self._worker is not None
         self._worker.swap()
+        if not self._sends_adapter:
+            self._base_replaced = True
+            for place in self._places.values():
+                place.method.b.zero_()
 
     def shutdown(self) -> None:
         if self._worker is not None:

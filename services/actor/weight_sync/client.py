@@ -36,7 +36,7 @@ PREPARE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class WeightLoading:
-    """How received weights will be loaded: `mode` is `shadow`, `in_place` or `paused`; `reason` says why it is not shadow."""
+    """How received weights will be loaded: `mode` is that of a loader; `reason` says why whole weights have no shadow."""
 
     mode: str
     reason: str = ""

@@ -3,8 +3,8 @@
 `ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live
 ones. `InPlaceLoader` prepares the same and copies it into the live weights, for CUDA graphs and compiled models, which hold
 addresses. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither and for
-devices without room for a second instance. `choose` says which one it is, and why not a better one. `MergingLoader` takes the
-factors of adapters, and gives another loader the checkpoint's weights with B·A added.
+devices without room for a second instance. `choose` says which one it is, and why not a better one. Adapters are
+loaded by `adapters.py`.
 
 Nothing here receives anything or knows versions: what is loaded is a whole model each time.
 """
@@ -12,9 +12,8 @@ Nothing here receives anything or knows versions: what is loaded is a whole mode
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import ManifestMismatch
 from pipelinerl.rl.memory import update_shortage
-from pipelinerl.transfer.chunks import add_low_rank
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 
 if TYPE_CHECKING:
@@ -99,13 +97,15 @@ def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+    from services.actor.weight_sync.adapters import plain_method
+
     if vllm_config.quant_config is not None:
         return "the model is quantised"
     if vllm_config.lora_config is not None or vllm_config.speculative_config is not None:
         return "LoRA or speculative decoding is on"
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
     for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
+        method = plain_method(getattr(module, "quant_method", None))
         if method is not None and type(method) not in plain:
             return f"{name} has weights of kind {type(method).__name__}"
         if is_deferred_attention_layer(module) and type(module) is not Attention:
@@ -434,56 +434,3 @@ class PausedLoader:
 
     def drop(self) -> None:
         self._tensors = []
-
-
-# --- Adapters -----------------------------------------------------------------------------------------------------------
-
-
-class MergingLoader:
-    """Takes the factors of adapters, and gives the loader `within` whole weights: the checkpoint's with B·A added.
-
-    `base` is what the engine was started from, file for file and by vLLM's own reading; sums are computed on `device`.
-    Safetensors files stay mapped: they take no memory of their own, all processes of a machine share their pages, and the
-    kernel may drop what nobody reads. So every loader works as it does with weights from the wire; what differs is where most
-    of their bytes come from.
-    """
-
-    def __init__(self, within: Loader, base: Iterable[Named], manifest: Manifest, device: torch.device) -> None:
-        self._within, self._base, self._device = within, list(base), device
-        self.mode, self.swap, self.drop = within.mode, within.swap, within.drop
-        self._adapted = {item.name: item for item in manifest.low_rank}
-
-    def check(self, manifest: Manifest) -> None:
-        """The rest of the model is what it started with, which its own loading has taken already."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._base}
-        for item in manifest.low_rank:
-            if item.name not in shapes:
-                fix = "set trainer.lora.send: merged"
-                raise ManifestDiffers(item.name, "presence", f"not in the checkpoint of this actor ({fix})", "adapted")
-            if shapes[item.name] != tuple(item.shape):
-                raise ManifestDiffers(item.name, "shape", shapes[item.name], tuple(item.shape))
-
-    def load(self, tensors: Iterable[Named]) -> None:
-        factors = {name: tensor.clone() for name, tensor in tensors}  # clones: the chunks' memory is wanted back
-        self._within.load(self._merged(factors))
-
-    def _merged(self, factors: dict[str, Tensor]) -> Iterator[Named]:
-        for name, tensor in self._base:
-            if item := self._adapted.get(name):
-                weight = tensor.to(self._device, getattr(torch, item.dtype))
-                a, b = factors[item.a].to(self._device), factors[item.b].to(self._device)
-                tensor = add_low_rank(weight, a, b, item.scaling, item.transposed)
-            yield name, tensor
-
-
-def checkpoint_weights(model: nn.Module, vllm_config: VllmConfig) -> Iterator[Named]:
-    """What vLLM has loaded `model` from, by the names of its files. Raises ManifestMismatch where that cannot be read again."""
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    quiet = dataclasses.replace(vllm_config.load_config, use_tqdm_on_load=False)
-    loader = get_model_loader(quiet)
-    if not isinstance(loader, DefaultModelLoader):
-        kind = type(loader).__name__
-        raise ManifestMismatch(f"adapters need a checkpoint to merge into, not {kind}: set trainer.lora.send: merged")
-    return loader.get_all_weights(vllm_config.model_config, model)

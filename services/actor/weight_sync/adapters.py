@@ -1,0 +1,229 @@
+"""Low-rank adapters inside a vLLM model: each adapted layer computes W·x + s · B·(A·x), as the trainer's forward pass does.
+
+Merging would lose them in 16 bits: an update below half a unit in the last place of a weight vanishes in the sum. So
+`install` wraps the linear method of each layer, vLLM's extension point for what a layer computes, before vLLM compiles the
+model or captures CUDA graphs. A and B lie at fixed addresses, start at zero, and are copied over between two decode steps.
+Because each request has the same adapter, both products are plain matrix products, unlike those of vLLM's own LoRA.
+
+vLLM's loaders of weights split A and B over tensor-parallel ranks. A layer that fuses several of the checkpoint's (q, k and v)
+keeps their A one above the other, and B as a block-diagonal matrix. Not here: receiving, versions, and whole weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.utils import set_weight_attrs
+
+from pipelinerl.errors import ManifestMismatch
+from pipelinerl.recipe.fields import LoraConfig
+from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
+
+CONFIG = "pipelinerl_lora"
+"""Key of the recipe's `trainer.lora` in vLLM's `additional_config`."""
+LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
+"""Layers that compute nothing but their method. Subclasses may compute around it."""
+
+Named = tuple[str, Tensor]
+
+
+class AdaptedLinearMethod(LinearMethodBase):
+    """Adds the low-rank product to the output of the layer's own method, `plain`, which may be a quantised one.
+
+    A: [parts · rank, in], B: [out, parts · rank], both of this tensor-parallel rank.
+    """
+
+    def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
+        self.plain, self.parts, self.rank, self.scaling = plain, parts, config.rank, config.scaling
+        self.in_size, self.out_size = _sizes(layer)
+        self.a = like.new_zeros(parts * self.rank, self.in_size)
+        self.b = like.new_zeros(self.out_size, parts * self.rank)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["plain"], name)
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.plain.create_weights(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.plain.process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """In the trainer's order of operations, so that both round alike."""
+        y = self.plain.apply(layer, x, bias)
+        low_rank = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b)
+        return (y + low_rank * self.scaling).to(y.dtype)
+
+
+def plain_method(method: Any) -> Any:
+    """The method of a layer without its adapter."""
+    return method.plain if isinstance(method, AdaptedLinearMethod) else method
+
+
+def _sizes(layer: LinearBase) -> tuple[int, int]:
+    """Inputs and outputs on this rank."""
+    return getattr(layer, "input_size_per_partition", layer.input_size), sum(_part_sizes(layer))
+
+
+def _part_sizes(layer: LinearBase) -> list[int]:
+    return list(getattr(layer, "output_partition_sizes", None) or getattr(layer, "output_sizes", None) or [layer.output_size])
+
+
+def _whole_sizes(layer: LinearBase) -> list[int]:
+    """Outputs of each part over all ranks; QKV counts replicated heads of keys and values once."""
+    if isinstance(layer, QKVParallelLinear):
+        keys = layer.total_num_kv_heads
+        return [layer.total_num_heads * layer.head_size, keys * layer.head_size, keys * layer.v_head_size]
+    return list(getattr(layer, "output_sizes", None) or [layer.output_size])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the adapter of one of the checkpoint's layers goes. `shard`: vLLM's name of the part; None: all of the layer."""
+
+    name: str
+    layer: LinearBase
+    rows: int
+    """Outputs over all tensor-parallel ranks."""
+    part: int = 0
+    shard: str | int | None = None
+
+    @property
+    def method(self) -> AdaptedLinearMethod:
+        assert isinstance(self.layer.quant_method, AdaptedLinearMethod)
+        return self.layer.quant_method
+
+
+def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> dict[str, Place]:
+    """Prepares each layer that the recipe adapts, by the checkpoint's names; nothing if the recipe sends no adapters.
+
+    Call it before the model is compiled. Layers whose weights are also used elsewhere, as in MLA, are left out.
+    """
+    content = vllm_config.additional_config.get(CONFIG) if isinstance(vllm_config.additional_config, dict) else None
+    if content is None:
+        return {}
+    config = LoraConfig.model_validate(content)
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    dtype = vllm_config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)
+    like = torch.empty(0, dtype=dtype, device=device)
+    attention = [m for m in model.modules() if is_deferred_attention_layer(m) and type(m) is not Attention]
+    used_elsewhere = {id(inner) for module in attention for inner in module.modules()}
+    places: dict[str, Place] = {}
+    for name, layer in model.named_modules():
+        if type(layer) not in LINEAR or id(layer) in used_elsewhere:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        parts = packed.get(leaf, [leaf])
+        sizes = _part_sizes(layer)
+        names = [f"{owner}.{part}" if owner else part for part in parts]
+        if len(parts) not in (1, len(sizes)) or not any(_meant(one, config) for one in names):
+            continue
+        layer.quant_method = AdaptedLinearMethod(layer, layer.quant_method, len(parts), config, like)
+        shards: list[Any] = ["q", "k", "v"] if isinstance(layer, QKVParallelLinear) else list(range(len(sizes)))
+        for number, one in enumerate(names):
+            rows = _whole_sizes(layer)[number] if len(parts) > 1 else layer.output_size
+            places[one] = Place(one, layer, rows, number, shards[number] if len(parts) > 1 else None)
+    return places
+
+
+def _meant(name: str, config: LoraConfig) -> bool:
+    targets = config.target_modules
+    return targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in targets)
+
+
+class AdapterLoader:
+    """Stages A and B beside those in use, and copies them over in the pause."""
+
+    mode = "adapter"
+
+    def __init__(self, model: nn.Module, places: dict[str, Place], manifest: Manifest) -> None:
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        mapper = mapper and mapper.get_rename_mapper()
+        self._items: dict[str, Place] = {}
+        for item in manifest.low_rank:
+            name = item.name.removesuffix(".weight")
+            renamed = (mapper.apply_list([name]) or [name])[0] if mapper else name
+            place = places.get(renamed) or places.get(name)
+            if place is None:
+                fix = "no layer that can be adapted here; leave it out of trainer.lora.target_modules"
+                raise ManifestDiffers(item.name, "presence", fix, "adapted")
+            self._items[item.a] = self._items[item.b] = place
+        self._are_a = {item.a for item in manifest.low_rank}
+        self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
+
+    def check(self, manifest: Manifest) -> None:
+        """Compares rank and scaling with those that the engine was started with. vLLM's loaders check the rest."""
+        specs = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
+        for item in manifest.low_rank:
+            method = self._items[item.a].method
+            if specs[item.a][0] != method.rank:
+                raise ManifestDiffers(item.name, "rank", method.rank, specs[item.a][0])
+            if not math.isclose(item.scaling, method.scaling, rel_tol=1e-6):
+                raise ManifestDiffers(item.name, "scaling", method.scaling, item.scaling)
+        try:
+            self.load((name, torch.zeros(shape)) for name, shape in specs.items())
+        except (AssertionError, ValueError, RuntimeError) as error:
+            raise ManifestMismatch(f"the served model refuses this adapter: {error}") from error
+        finally:
+            self.drop()
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[Named]) -> None:
+        self.drop()
+        try:
+            for name, tensor in tensors:
+                self._stage(name, tensor)
+        except BaseException:
+            self.drop()
+            raise
+
+    def _stage(self, name: str, tensor: Tensor) -> None:
+        place, is_a = self._items[name], name in self._are_a
+        method, layer = place.method, place.layer
+        _, a, b = self._staged.setdefault(id(method), (method, torch.zeros_like(method.a), torch.zeros_like(method.b)))
+        columns = slice(place.part * method.rank, (place.part + 1) * method.rank)
+        split = isinstance(layer, RowParallelLinear)
+        if is_a and not split:
+            if tensor.shape != a[columns].shape:
+                raise ValueError(f"{place.name}: A is {tuple(tensor.shape)}, not {tuple(a[columns].shape)}")
+            a[columns] = tensor.to(a)
+        elif split and not is_a:
+            if tensor.shape != b.shape:
+                raise ValueError(f"{place.name}: B is {tuple(tensor.shape)}, not {tuple(b.shape)}")
+            b.copy_(tensor)
+        else:
+            whole = (method.rank, layer.input_size) if is_a else (place.rows, method.rank)
+            if tensor.shape != whole:
+                raise ValueError(f"{place.name}: {name} is {tuple(tensor.shape)}, not {whole}")
+            target = nn.Parameter(a if is_a else torch.zeros_like(b[:, columns]).contiguous(), requires_grad=False)
+            set_weight_attrs(target, {"input_dim": 1} if is_a else {"output_dim": 0})
+            shard = () if place.shard is None else (place.shard,)
+            layer.weight_loader(target, tensor.to(a), *shard)  # type: ignore[operator]
+            if not is_a:
+                b[:, columns] = target
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for method, a, b in self._staged.values():
+            method.a.copy_(a)
+            method.b.copy_(b)
+
+    def drop(self) -> None:
+        self._staged = {}

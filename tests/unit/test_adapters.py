@@ -1,0 +1,144 @@
+"""Adapters beside the base weights of vLLM's layers, against products computed by hand."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipelinerl.errors import ManifestMismatch
+from pipelinerl.recipe.fields import LoraConfig
+from pipelinerl.transfer.manifest import LowRank, Manifest, ManifestDiffers, build_manifest
+from services.actor.weight_sync.adapters import CONFIG, AdaptedLinearMethod, AdapterLoader, Place, install
+
+IN, OUT = 8, {"q_proj": 8, "k_proj": 4, "v_proj": 4, "gate_proj": 6, "up_proj": 6, "down_proj": 8}
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+CPU = torch.device("cpu")
+
+
+class Served(nn.Module):
+    packed_modules_mapping = FUSED
+
+    def __init__(self) -> None:
+        from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(IN, 4, 2, 1, bias=True)  # heads of 4: two of queries, one of keys and values
+        self.gate_up_proj = MergedColumnParallelLinear(IN, [6, 6], bias=True)
+        self.down_proj = RowParallelLinear(6, 8, bias=True)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+            parameter.requires_grad_(False)
+        layers: dict[str, Any] = dict(self.named_children())
+        self.weights = {name: (layer.weight.clone(), layer.bias.clone()) for name, layer in layers.items()}
+        for layer in layers.values():
+            layer.quant_method.process_weights_after_loading(layer)  # as vLLM does before a layer computes
+
+
+@pytest.fixture
+def config(tmp_path: Any) -> Iterator[Any]:
+    """vLLM's, with one tensor-parallel rank."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    content = VllmConfig(device_config=DeviceConfig("cpu"))
+    with set_current_vllm_config(content):
+        init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        yield content
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def installed(model: Served, **lora: Any) -> dict[str, Place]:
+    additional, model_config = {CONFIG: LoraConfig(**lora).model_dump()}, SimpleNamespace(dtype=torch.float32)
+    content: Any = SimpleNamespace(additional_config=additional, model_config=model_config)
+    return install(model, content, CPU)
+
+
+def factors(rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = {}
+    for name, rows in OUT.items():
+        made[f"{name}.a"] = torch.randn(rank, 6 if name == "down_proj" else IN, generator=generator)
+        made[f"{name}.b"] = torch.randn(rows, rank, generator=generator)
+    return made
+
+
+def manifest_of(sent: dict[str, Tensor], scaling: float) -> Manifest:
+    names = [name.removesuffix(".a") for name in sent if name.endswith(".a")]
+    shapes = {name: (len(sent[f"{name}.b"]), sent[f"{name}.a"].shape[1]) for name in names}
+    items = [
+        LowRank(name=f"{n}.weight", shape=shapes[n], dtype="float32", a=f"{n}.a", b=f"{n}.b", scaling=scaling) for n in names
+    ]
+    return build_manifest([(name, tuple(t.shape), "float32") for name, t in sent.items()], low_rank=items)
+
+
+def change(layer: Any, x: Tensor, before: Tensor) -> Tensor:
+    return layer.quant_method.apply(layer, x, layer.bias) - before
+
+
+@pytest.mark.parametrize(("rslora", "scaling"), [(False, 1.5), (True, 3.0)])  # 6 / 4, and 6 / √4
+def test_each_part_of_a_fused_layer_gets_its_own_product(config: Any, rslora: bool, scaling: float) -> None:
+    model, x = Served(), torch.randn(5, IN, generator=torch.Generator().manual_seed(2))
+    layers = {
+        "qkv_proj": (model.qkv_proj, x),
+        "gate_up_proj": (model.gate_up_proj, x),
+        "down_proj": (model.down_proj, x[:, :6]),
+    }
+    plain = {name: nn.functional.linear(x, *model.weights[name]) for name, (_, x) in layers.items()}
+    places, sent = installed(model, rank=4, alpha=6.0, rslora=rslora), factors(rank=4)
+    for name, (layer, x) in layers.items():
+        torch.testing.assert_close(layer.quant_method.apply(layer, x, layer.bias), plain[name])  # B is 0
+    addresses = [(place.method.a.data_ptr(), place.method.b.data_ptr()) for place in places.values()]
+
+    loader = AdapterLoader(model, places, manifest_of(sent, scaling))
+    loader.check(manifest_of(sent, scaling))
+    loader.load(sent.items())
+    for name, (layer, x) in layers.items():
+        assert change(layer, x, plain[name]).abs().max() < 1e-5, "staged factors are not served"
+    loader.swap()
+    for name, (layer, x) in layers.items():
+        parts = FUSED.get(name, [name])
+        expected = torch.cat([scaling * x @ sent[f"{part}.a"].T @ sent[f"{part}.b"].T for part in parts], -1)
+        torch.testing.assert_close(change(layer, x, plain[name]), expected, atol=1e-4, rtol=1e-4)
+    assert addresses == [(place.method.a.data_ptr(), place.method.b.data_ptr()) for place in places.values()]
+
+
+def test_only_targets_are_wrapped_and_a_fused_layer_may_have_one_adapted_part(config: Any) -> None:
+    model, x = Served(), torch.randn(5, IN, generator=torch.Generator().manual_seed(2))
+    places = installed(model, rank=4, alpha=4.0, target_modules=["k_proj"])
+    wrapped = [isinstance(m.quant_method, AdaptedLinearMethod) for m in (model.qkv_proj, model.gate_up_proj, model.down_proj)]
+    assert wrapped == [True, False, False]
+    plain = nn.functional.linear(x, *model.weights["qkv_proj"])
+    sent = {name: tensor for name, tensor in factors(rank=4).items() if name.startswith("k_proj")}
+    loader = AdapterLoader(model, places, manifest_of(sent, 1.0))
+    loader.load(sent.items())
+    loader.swap()
+    keys = x @ sent["k_proj.a"].T @ sent["k_proj.b"].T
+    expected = torch.cat([torch.zeros(5, 8), keys, torch.zeros(5, 4)], -1)
+    torch.testing.assert_close(change(model.qkv_proj, x, plain), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_factors_that_do_not_fit_are_refused(config: Any) -> None:
+    model = Served()
+    places, sent = installed(model, rank=4, alpha=4.0), factors(rank=4)
+    with pytest.raises(ManifestDiffers, match="rank"):
+        AdapterLoader(model, places, manifest_of(factors(2), 1.0)).check(manifest_of(factors(2), 1.0))
+    with pytest.raises(ManifestDiffers, match="scaling"):
+        AdapterLoader(model, places, manifest_of(sent, 2.0)).check(manifest_of(sent, 2.0))
+    for name, shape in (("v_proj.b", (5, 4)), ("up_proj.a", (4, 7)), ("down_proj.a", (4, 7)), ("down_proj.b", (9, 4))):
+        wrong = manifest_of(sent | {name: torch.zeros(shape)}, 1.0)
+        with pytest.raises(ManifestMismatch, match=name.partition(".")[0]):
+            AdapterLoader(model, places, wrong).check(wrong)
+    unknown = manifest_of({"o_proj.a": torch.zeros(4, 8), "o_proj.b": torch.zeros(8, 4)}, 1.0)
+    with pytest.raises(ManifestDiffers, match=r"o_proj.*target_modules"):
+        AdapterLoader(model, places, unknown)
