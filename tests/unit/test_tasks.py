@@ -302,7 +302,7 @@ MULTILINE = [{"prompt": f"q{number},\nnext line", "answer": number} for number i
         ("p.json", json.dumps(MULTILINE).encode()),
         ("lines.json", as_jsonl(MULTILINE)),
         ("p.ndjson", as_jsonl(MULTILINE)),
-        ("p.csv.gz", gzip.compress(as_csv(MULTILINE))),
+        ("p.csv.gz", gzip.compress(as_csv(MULTILINE), mtime=0)),
         ("p.jsonl.zst", as_zstd(as_jsonl(MULTILINE))),
     ],
 )
@@ -325,7 +325,7 @@ def test_files_of_other_forms_hold_the_same_problems(name: str, content: bytes, 
         ("p.json", b'[{"prompt": "q", "answer": "a"}, 7]', "p.json, entry 2: int where an object"),
         ("p.json", b"[1,", "p.json: not a JSON array"),
         ("p.jsonl.gz", b"no gzip", "p.jsonl.gz: cannot be read: Not a gzipped file"),
-        ("p.jsonl.gz", gzip.compress(as_jsonl(ROWS))[:-9], "p.jsonl.gz: cannot be read: Compressed file ended"),
+        ("p.jsonl.gz", gzip.compress(as_jsonl(ROWS), mtime=0)[:-9], "p.jsonl.gz: cannot be read: Compressed file ended"),
         ("p.jsonl.zst", b"no zstd", "p.jsonl.zst: cannot be read: "),
     ],
 )
