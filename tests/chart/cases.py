@@ -124,7 +124,12 @@ CASES: dict[str, Case] = {
     "hpa": Case({"actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}, "metrics": {"scrapedOtherwise": True}}),
     "episodes": Case(
         {
-            "recipe": {"set": {"task": {"source": "environment", "name": "my_package.envs:GuessNumber"}}},
+            "recipe": {
+                "set": {
+                    "task": {"source": "environment", "name": "my_package.envs:GuessNumber"},
+                    "reward": {"scorer": "task", "overlong": {"buffer_tokens": 0}, "timeout_s": 5},
+                }
+            },
             "verifier": {
                 "image": {"reference": "registry.example.com/team/guess:3"},
                 "maxEpisodes": 64,

@@ -135,7 +135,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "model.source: first/checkpoints/latest and model.name: a/b both name the initial policy": {
         "model": {"name": "a/b", "source": "first/checkpoints/latest"}
     },
-    'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, calculator, code, gsm, guess, repeated-addition': {
+    'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, calculator, code, gsm, gsm8k, guess, math': {
         "recipe": {"name": "gsn"}
     },
     "recipe.inline: the recipe has no model; give it there or in recipe.set.model, or set model.name": {

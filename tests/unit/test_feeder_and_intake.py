@@ -174,9 +174,9 @@ async def test_groups_of_equally_right_answers_are_filtered_when_asked_for() -> 
 def test_an_actor_is_judged_by_enough_tokens_of_lag_0_and_by_the_share_that_is_off() -> None:
     bounds = {
         dtype: bound_of(make_recipe(model={"name": "m", "source": "hub", "dtype": dtype, "max_context": 64}))
-        for dtype in ("float32", "bfloat16", "float16")
+        for dtype in ("float32", "bfloat16")
     }
-    assert bounds == {"float32": BOUND_FLOAT32, "bfloat16": BOUND_16_BIT, "float16": BOUND_16_BIT}
+    assert bounds == {"float32": BOUND_FLOAT32, "bfloat16": BOUND_16_BIT}
     assert bound_of(make_recipe(actor={"engine": {"quantization": "fp8"}})) == BOUND_QUANTIZED
     bound = BOUND_FLOAT32
     quarantine, off = Quarantine(0.1, bound), np.float32(0.02)
