@@ -288,6 +288,12 @@ _GIVEN_TO_TEMPLATES = (
 
 MOST_REWARD = 1e6
 """Bound of `reward.max_abs`: a message with a larger reward is refused, whoever sends it."""
+_OF_COMPLETIONS = (
+    "scorer", "judge", "answer_pattern", "format_pattern", "format_weight", "json_schema", "tests_field", "test_timeout_s",
+    "overlong", "timeout_s",
+)  # fmt: skip
+"""Fields of `reward` that a task whose environment gives the reward itself does not take from the recipe's."""
+
 EPISODIC = ("environment", "tools", "agent", "verifiers")
 """Sources whose samples are episodes: what they ask the policy depends on its turns."""
 
@@ -957,7 +963,11 @@ class Recipe(Section):
         def filled(one: Any) -> Any:
             task = one.get("task") if isinstance(one, dict) else None
             name = task.get("name") or _label(task) if isinstance(task, dict) else ""
-            return {**given, "name": name, **one} if isinstance(one, dict) else one
+            taken = dict(given)
+            is_rewarded = isinstance(task, dict) and task.get("source") in ("environment", "verifiers")
+            if is_rewarded and isinstance(taken.get("reward"), dict):
+                taken["reward"] = {key: value for key, value in taken["reward"].items() if key not in _OF_COMPLETIONS}
+            return {**taken, "name": name, **one} if isinstance(one, dict) else one
 
         if isinstance(tasks := data.get("tasks"), list):
             data = {**data, "tasks": [filled(one) for one in tasks]}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipelinerl.episodes.environment import check_environment_class
 from pipelinerl.errors import FieldError, Lacking, UserError
 from pipelinerl.recipe import preflight
-from pipelinerl.recipe.fields import SCORERS, Recipe, dotted_paths
+from pipelinerl.recipe.fields import SCORERS, Recipe, RewardConfig, dotted_paths
 from pipelinerl.recipe.loading import (
     MissingField,
     RecipeError,
@@ -857,3 +857,14 @@ def test_ranks_need_as_many_gpus_where_there_are_any(tmp_path: Path, monkeypatch
         (tmp_path / f"nvidia{number}").touch()
     text, _ = found("trainer.nproc=4")["trainer.nproc"]
     assert text.startswith("trainer.nproc = 4: each rank needs a GPU of its own, and this machine has 2")
+
+
+def test_a_task_whose_environment_gives_the_reward_shares_only_what_it_heeds() -> None:
+    tasks = [{"task": {"name": "chain_sum"}}, {"task": {"source": "environment", "name": "my.envs:Guess"}}]
+    reward = {"scorer": "exact", "answer_pattern": "(x)", "timeout_s": 9.0, "max_abs": 50.0, "truncated": "mask"}
+    recipe = recipe_from_data(minimal(task=None, tasks=tasks, reward=reward), "x")
+    sums, guess = (share.reward for share in recipe.mixture.values())
+    assert (sums.scorer, sums.answer_pattern, sums.timeout_s) == ("exact", "(x)", 9.0)
+    assert guess == RewardConfig(max_abs=50.0, truncated="mask")
+    with pytest.raises(RecipeError, match=r"tasks\.1\.reward\.answer_pattern = '\(x\)': is not heeded"):
+        recipe_from_data(minimal(task=None, tasks=[tasks[0], {**tasks[1], "reward": {"answer_pattern": "(x)"}}]), "x")
