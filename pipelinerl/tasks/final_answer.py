@@ -13,7 +13,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _LAST_BOXES = 16
 _PAIR = re.compile(r"(\(|\[|\\frac\{|)([^,(){}\[\]:/]+)(, ?|\}\{|:|/)([^,(){}\[\]:/]+)(\)|\]|\}|)")
 _UNIT = re.compile(
-    r"(?<=[\d}])\s*(?:\\(?:text|mathrm)\s*\{[^{}]*\}|[A-Za-z]{2,}|\\?%|\^\{?\\circ\}?)[A-Za-z\s^\d]*$|_\{?\d+\}?$|^[A-Za-z]\s*="
+    r"(?<=[\d}])\s*(?:\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*/\s*\\mathrm\s*\{[^{}]*\})?|[A-Za-z]{2,}|\\?%|\^\{?\\circ\}?)[A-Za-z\s^\d]*$|_\{?\d+\}?$|^[A-Za-z]\s*="
 )
 _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(?:[|{}()\[\]\s!.]|\\[{}])*")
 """What leaves a number as it is, or may: brackets, a division by 1, the factorial of 2."""

@@ -317,7 +317,8 @@ def python(source: str) -> tuple[list[str], dict[str, bytes]]:
     """Program and files for `run`: `source` as a script, which may import Python's own library and this environment's packages.
     Starts as fast as Python does: no environment variable, start-up file or user's folder is looked at."""
     packages = [path for path in sys.path if path.endswith("site-packages")]
-    start = f"import sys; sys.path += {packages!r}; exec(compile(open('main.py').read(), 'main.py', 'exec'))"
+    start = f"import builtins, sys; builtins.exit = builtins.quit = sys.exit; sys.path += {packages!r}; "
+    start += "exec(compile(open('main.py').read(), 'main.py', 'exec'))"
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start], {"main.py": source.encode("utf-8", "replace")}
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
 import math
+import os
+import pickle
 import random
 import re
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,6 +192,7 @@ FUNCTION = "def add(a, b):\n    return a + b"
         ({"tests": PAIRS}, "print(5)", 0.5, "test 2 of 2: prints '5\\n', not '8\\n'"),
         ({"tests": PAIRS}, "print(1/0)", 0.0, "test 1 of 2: ZeroDivisionError: division by zero"),
         ({"tests": PAIRS}, "print(5); raise SystemExit(2)", 0.0, "ends with code 2"),
+        ({"tests": PAIRS}, f"{ADDS}\nexit(0)", 1.0, ""),
         ({"tests": PAIRS[:1]}, "while True: pass", 0.0, "took more than 1 s"),
         ({"tests": json.dumps({"inputs": ["2 3", ["4", "4"]], "outputs": ["5", "8"]})}, ADDS, 1.0, ""),
         ({"tests": {"fn_name": "add", "inputs": [[2, 3], [[1], [2]]], "outputs": [5, [1, 2]]}}, FUNCTION, 1.0, ""),
@@ -209,6 +214,13 @@ def test_code_is_worth_the_tests_that_it_passes(row: dict[str, Any], answer: str
 
 ADD_CALL = {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]}
 LCB = {"tests": [{"input": "2\n3", "output": "5", "testtype": "functional"}], "metadata": '{"func_name": "add"}'}
+
+
+def packed(value: Any) -> str:
+    """As LiveCodeBench keeps its private tests."""
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
 DECEIVERS = {
     "reads the word again": "import os\nos.write(1, os.pread(0, 99, 0))\nos._exit(0)",
     "overrides what runs its tests": "import builtins\nadd = lambda a, b: 6\nbuiltins.exec = lambda *_: None",
@@ -254,6 +266,9 @@ def test_programs_that_set_out_to_deceive_earn_nothing(name: str) -> None:
     [
         (LCB, "class Solution:\n    def add(self, a: List[int], b: Optional[int]):\n        return a + b"),
         ({"tests": {"fn_name": "add", "inputs": ["2\n3"], "outputs": ["5"]}}, FUNCTION),
+        ({**LCB, "tests": packed(json.dumps(LCB["tests"]))}, SOLUTION),
+        ({"tests": {"language": "python", "test_cases": json.dumps(PAIRS)}}, ADDS),
+        ({"tests": [{"input": "", "output": "a 0.500000\n2.0"}]}, "print('a', 0.5)\nprint(2)"),
         ({"tests": {"input": ["2 3"], "output": ["5"]}}, ADDS),
         ({"tests": ["assert pair(1) == (1, 2)"]}, "pair = lambda a: (a, a + 1)"),
         ({"tests": ["assert sum(10, 15) == 25"]}, "def sum(a, b): return a + b"),
@@ -284,6 +299,21 @@ def test_rows_and_answers_of_users_are_understood(row: dict[str, Any], program: 
     assert scorer(RewardInput("", wrong, wrong, {"row": row})).value == 0.0
 
 
+@pytest.mark.parametrize("printed", ["a 0.51\n2.0", "a 0.5", "b 0.5\n2.0", "a 0.5 0.5\n2.0", "a 1e999\n2.0", "a nan\n2.0"])
+def test_what_is_printed_instead_of_a_number_with_a_decimal_point_is_wrong(printed: str) -> None:
+    row = {"tests": [{"input": "", "output": "a 0.500000\n2.0"}]}
+    program = f"print({printed!r})"
+    assert code_scorer(RewardConfig(scorer="code"))(RewardInput("", program, program, {"row": row})).value == 0.0
+
+
+def test_a_message_that_is_none_ends_the_tests_whatever_they_catch() -> None:
+    tests = "try:\n    add(2, 3)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError"
+    program = "import os\ndef add(a, b):\n    for number in range(3, 9):\n        try: os.write(number, b'no message\\n')\n"
+    program += "        except OSError: pass\n    return 6"
+    score = code_scorer(RewardConfig(scorer="code"))(RewardInput("", program, program, {"row": {"tests": tests}}))
+    assert score.value == 0.0
+
+
 def test_code_takes_the_tests_of_a_parquet_files_rows(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -297,7 +327,22 @@ def test_code_takes_the_tests_of_a_parquet_files_rows(tmp_path: Path) -> None:
         assert [scorer(RewardInput("", program, program, reference)).value for program in (ADDS, "print(6)")] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("tests", [None, [], "", "[", 7, [7], {"inputs": ["1"], "outputs": []}, [{"input": "1"}]])
+NO_TESTS = (
+    None,
+    [],
+    "",
+    "[",
+    7,
+    [7],
+    {"inputs": ["1"], "outputs": []},
+    [{"input": "1"}],
+    packed(os.system),
+    packed([]),
+    packed("["),
+)
+
+
+@pytest.mark.parametrize("tests", NO_TESTS)
 def test_tests_that_are_none_are_told(tests: Any) -> None:
     with pytest.raises(BadReference, match="tests: "):
         code_scorer(RewardConfig(scorer="code"))(RewardInput("", "x", "x", {"row": {"tests": tests}}))

@@ -60,6 +60,12 @@ _MARK = "\x02"
 """Stands before each letter that `\\text` makes a word's, and before each word among the tokens."""
 _TEXT = re.compile(r"\\(text(?:bf|it|rm|tt|sf)?|[mh]box|math(?:rm|bf|it|sf)|operatorname\*?)\s*\{([^{}]*)\}")
 
+_EVERYWHERE = re.compile(
+    r",?\s*(?:\\text\s*\{\s*)?\bfor (?:all|any|every|each)\b"
+    r"(?:[\s{}$,.]|\b(?:real|numbers?)\b|\\(?:text|in|mathbb)(?![a-z])|(?<![A-Za-z])[a-zR](?![A-Za-z]))*$"
+)
+"""An end such as `for all real x`, which takes nothing away from a function."""
+
 
 def _repeating(found: re.Match[str]) -> str:
     whole, once, again = found.groups()
@@ -77,17 +83,20 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
     for pattern, replacement in (
         (r"\\begin\{array\}\s*\{[^{}]*\}", r"\\begin{array}"),
         (r"\\(?:displaystyle|textstyle|limits|left\s*\.|right\s*\.|(?:left|right|[bB]igg?[lrm]?|bf|rm)(?![a-z])|!)", ""),
-        (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
+        (r"\\(?:underline|normalsize|small|[lL]arge|LARGE|[hH]uge)(?![a-z])|\\(?:text)?color\s*\{[^{}]*\}", ""),
+        (r"\\(?:[dtc](?=(?:frac|binom)(?![a-z]))|big(?=cup))", r"\\"),
+        (r"\^?\s*\\degree(?![a-z])", r"^\\circ "),
+        (r"\\\\\s*\[[\d.]+\s*[a-z]{2}\]", r"\\\\ "),
         (r"\\(?:vec|hat|overrightarrow|overline(?=\s*\{[A-Z]{2}))\s*\{([A-Za-z]+)\}", r"\1"),
         (r"(?<![A-Za-z\\])([A-Za-z])(\^\{?-1\}?|'+)?\((\w(?:, ?\w)*)\)(?=\s*=[^=]*$)", _named),
-        (r"\\colon(?![a-z])", ":"),
+        (rf"\\colon(?![a-z])|(?<=\d)\s*{_MARK}?t{_MARK}?o\s*(?=\d)", ":"),
         (r"\\[lr]?vert(?![a-z])|\\mid(?![a-z])", "|"),
         (rf"(?<=\d)\s*{_MARK}?([apAP])\.?\s*{_MARK}?[mM]\b\.?", rf" {_MARK}\1{_MARK}m "),
-        (r"(?<![\d.])(\d{1,9})\.(\d{0,9})\\overline\s*\{(\d{1,9})\}", _repeating),
+        (r"(?<![\d.])(\d{1,9})\.(\d{0,9})\\(?:overline|bar)\s*\{(\d{1,9})\}", _repeating),
         (r"\{([,:])\}", r"\1"),
         (r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?[A-Z]\}?\s*)?[|:](.*)\\\}", r"\1"),
         (r"\\(?:pounds|euro)\s*(-?\d[\d.,]*)", r" \1 pounds "),
-        (r"(?:\\\$|(?<![\d$])\$)\s*(-?\d[\d.,]*)(?!.*\$)", r" \1 dollars "),
+        (r"(?:\\\$|(?<![\d$])\$)\s*(-?\d[\d.,]*(?:\s*\\frac(?:\d\d|\{\d+\}\{\d+\}))?)(?!.*\$)", r" \1 dollars "),
         (r"\\\$|\$|(?<!\\)\\[()\[\]]", " "),
         (
             r"(?<![\d.,])(?:(?<![(\[{])|(?<=\{)(?<!\\\{))(\d{1,3})(,|\\[,;: ]|~|\s|_)\d{3}(?:\2\d{3})*(?!,?\d)",
@@ -95,12 +104,13 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         ),
         (r"\\(?:,|;|:|>|quad|qquad|angle(?![a-z])|hspace\{[^{}]*\})|~|(?<!\\)\\(?=\s)", " "),
         (r"(?<=[\d)])\s*[xX]\s*(?=10\s*\^)|(?<=\d)\s+x\s+(?=\d)", r"\\times "),
-        (r"^\s*=(?!=)", ""),
+        (r"^\((\d+)\)(?=_)|^\s*=(?!=)", r"\1"),
         (r"(?<=[\w)])\*\*(?=[-\w(])", "^"),
         (r"\*\*|`|__|^\*|\*$", " "),
         (r"(?<!^\w)(?<!^\w )\\(?:in|isin)\s*\\mathbb\s*\{?[A-Z]\}?", ""),
         (r"\s*\\mathbb\s*\{?R\}?\s*", r"(-\\infty, \\infty)"),
         (r"^\{?([^{}]+)\\over(?![a-z])([^{}]+)\}?$", r"\\frac{\1}{\2}"),
+        (r"^\{?([^{}]+)\\choose(?![a-z])([^{}]+)\}?$", r"\\binom{\1}{\2}"),
     )
 ]
 
@@ -109,7 +119,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
 def tidy(text: str) -> str:
     """`text` with one spelling for each thing: no spacing, no dollar signs around mathematics, no separators of thousands."""
     text = re.sub(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
-    text = text.translate(_CHARACTERS)
+    text = _EVERYWHERE.sub("", text.translate(_CHARACTERS))
     for _ in range(3):
         text = _TEXT.sub(_unwrapped, text)
     for pattern, replacement in _REWRITES:
@@ -193,6 +203,16 @@ def _letters(run: str) -> list[str]:
     return [*run[:-2], r"\pi"] if run.endswith("pi") else [*run]
 
 
+_DIGITS = "zero one two three four five six seven eight nine ten"
+_MEANINGS = {
+    **{word: number(value) for value, word in enumerate(re.findall(r"\w+", _DIGITS))},
+    **dict.fromkeys(("no solution", "no solutions", "no real solution", "no real solutions", "empty set"), Node("list", "set")),
+    **dict.fromkeys(("dne", "does not exist", "undefined"), Node("text", "undefined")),
+    "infinity": Node("symbol", r"\infty"),
+    "all real numbers": Node("group", "()", (Node("neg", "", (Node("symbol", r"\infty"),)), Node("symbol", r"\infty"))),
+}
+"""Texts that mean mathematics."""
+
 # --- the tree
 
 
@@ -251,7 +271,7 @@ class _Reader:
         if self._peek().startswith(_MARK):
             return self._text()
         node, words = self._sum(), list[str]()
-        while self._peek().startswith(_MARK) or (words and self._peek() in ("/", "^", "a")):
+        while self._peek().startswith(_MARK) or (words and (self._peek() in ("/", "^", "a") or words[-1] == "/")):
             token = self._take()
             if token == "^":
                 is_braced = self._is_next("{")
@@ -270,7 +290,8 @@ class _Reader:
         words = list[str]()
         while self._peek() and self._peek() not in (*_RELATIONS, *_CLOSING, *",;)]}", r"\}", "and", "or"):
             words.append(self._take().removeprefix(_MARK).lower())
-        return Node("text", " ".join(words))
+        text = " ".join(words)
+        return _MEANINGS.get(text, Node("text", text))
 
     def _sum(self) -> Node:
         node = self._product()
@@ -356,7 +377,7 @@ class _Reader:
         token = self._take()
         if token[-1].isdigit():
             base = self._argument() if self._is_next("_") else None
-            return number(token) if base is None else Node("unit", f"base {base.parts[0]}", (number(token),))
+            return number(token) if base is None else Node("unit", f"base {base.name or base.parts[0]}", (number(token),))
         if token == "|":
             before, self._in_bars = self._in_bars, True
             node = self._items()
@@ -570,8 +591,10 @@ def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
         case Node("number", _, (value,)):
             return _bounded(value)
         case Node("symbol", name):
-            constant = {"e": mp.e, r"\pi": mp.pi, "i": mpc(0, 1)}.get(name)
-            return variables[name] if constant is None else +constant
+            value = {"e": mp.e, r"\pi": mp.pi, "i": mpc(0, 1), **variables}.get(name)
+            if value is None:
+                raise Unreadable(f"{name} has no value")
+            return +value
     values = [evaluate(part, variables) for part in node.parts]
     try:
         if node.kind == "call":

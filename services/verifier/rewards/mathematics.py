@@ -48,6 +48,11 @@ _HEDGE = re.compile(
     r"\b(?:not|never|neither|less|more|least|most|between|either|maybe|perhaps|nor|cannot|than|about|around|wrong|no|but)\b|n't\b",
     re.IGNORECASE,
 )
+_GIVEN = re.compile(
+    r"\W*(?:out of|of|among|given|if|suppose|assume|when|whenever|while|step|case|part|problem|question|exercise)\b[^,]*$",
+    re.IGNORECASE,
+)
+"""A sentence before a number that only says what it is about."""
 _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )
@@ -140,7 +145,8 @@ def _last_span(text: str) -> str:
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
             rest = sentence[sentence.rfind(spans[-1]) :]
-            return "" if _HEDGE.search(sentence) else rest if _is_mathematics(rest) else spans[-1]
+            is_given = _GIVEN.match(sentence[: len(sentence) - len(rest)])
+            return "" if is_given or _HEDGE.search(sentence) else rest if _is_mathematics(rest) else spans[-1]
     return ""
 
 
@@ -171,7 +177,7 @@ def _key(text: str) -> str:
 def _words(text: str) -> list[str]:
     """Small letters, without articles; those of a date in one order."""
     words = re.findall(r"[^\W_]+", re.sub(r"(?<=\d)\s*(?:st|nd|rd|th)\b", "", text.replace("\x02", "").lower()))
-    words = [word for word in words if word not in ("the", "a", "an")]
+    words = [word.removesuffix("s") for word in words if word not in ("the", "a", "an", "there", "is", "are")]
     return (
         sorted(word[:3] if _MONTH.fullmatch(word) else word for word in words) if any(map(_MONTH.fullmatch, words)) else words
     )
@@ -196,12 +202,28 @@ def same(reference: str, answer: str) -> bool:
         return True
     try:
         with precise():
-            return _same(read(a), read(b))
+            return _same(wanted := read(a), _total(read(b), wanted))
     except Unreadable:
         return False
 
 
 # --- comparing trees
+
+
+def _total(answer: Node, wanted: Node) -> Node:
+    """What an answer such as `m + n = 7` gives where a number is wanted: the right side."""
+    names, symbolic = answer.name.split(), symbols(answer.parts[0]) if answer.kind == "relation" else frozenset()
+    is_sum = symbolic and {"="}.issuperset(names) and _is_sum(answer.parts[0])
+    if not is_sum or symbols(wanted) or symbols(answer.parts[1]):
+        return answer
+    return answer.parts[1] if len(names) == 1 else answer._replace(name=" ".join(names[1:]), parts=answer.parts[1:])
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether a node is a sum of letters that are no usual unknowns, or the size of a set."""
+    if node.kind == "+":
+        return all((part.kind == "symbol" and part.name not in ("x", "y", "z")) or _is_sum(part) for part in node.parts)
+    return node.kind == "call" and node.name == "abs" and node.parts[0].name.isupper()
 
 
 def _labelled(node: Node) -> tuple[str, Node]:
@@ -321,7 +343,7 @@ _UNITS: dict[str, str] = dict(re.findall(
     r"(\S+):(\w+)", "cm:centimeter mm:millimeter m:meter km:kilometer kg:kilogram g:gram mg:milligram ml:milliliter l:liter"
     " in:inch inches:inch ft:foot feet:foot yd:yard mi:mile lb:pound oz:ounce hr:hour h:hour min:minute sec:second s:second"
     " metre:meter centimetre:centimeter kilometre:kilometer litre:liter usd:dollar buck:dollar /:per sq:square a:per"
-)) | {"mph": "mile per hour"}  # fmt: skip
+)) | {"mph": "mile per hour", "kph": "kilometer per hour"}  # fmt: skip
 
 
 def _unit(name: str) -> str:
@@ -347,8 +369,9 @@ def _same_quantity(a: Node, b: Node) -> bool:
     (name, measured, bare) = (names[0], a, b) if names[0] else (names[1], b, a)
     if name in ("%", "degree") and _same_value(a, b):
         return True
-    is_share = name == "%" and measured is b and not symbols(bare) and abs(inexact(evaluate(bare, {}))) < 1
-    return not is_share and _same(measured.parts[0], bare)
+    is_share = name == "%" and not symbols(bare) and abs(inexact(evaluate(bare, {}))) < 1
+    is_other = measured is b and (is_share or name.startswith("base "))
+    return not is_other and _same(measured.parts[0], bare)
 
 
 def _values(nodes: tuple[Node, ...]) -> Iterator[list[Number]]:
