@@ -83,42 +83,31 @@ def rows_of(config: TaskConfig) -> Iterator[Row]:
 def files_at(path: str) -> list[Path]:
     """Return the files that a file name, a folder or a glob pattern stands for, sorted. Raises `FieldError`."""
     given = Path(path)
-    if given.is_file():
-        _format_of(given)
-        return [given]
     if given.is_dir():
-        found = [
-            file for file in sorted(given.rglob("*")) if _known_format(file) and file.is_file() and not _is_hidden(file, given)
-        ]
+        names = [file.relative_to(given) for file in sorted(given.rglob("*"))]
+        found = [given / name for name in names if _format(name) and not any(part.startswith(".") for part in name.parts)]
         lacking = f"this folder holds no {one_of(_FORMATS)} file"
     else:
-        found = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
-        for file in found:
-            _format_of(file)
+        found = [given] if given.is_file() else [Path(name) for name in sorted(glob.glob(path, recursive=True))]
         lacking = f"there is no such file{'' if given.is_absolute() else f' in {Path.cwd()}'}"
+    found = [file for file in found if file.is_file()]
     if not found:
         raise FieldError("task.path", path, lacking)
+    if other := [file for file in found if not _format(file)]:
+        fix = f"give a {one_of(_FORMATS)} file, or one of these compressed as .gz or .zst"
+        raise FieldError("task.path", str(other[0]), fix)
     return found
 
 
-def _is_hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
-
-
-def _known_format(path: Path) -> str:
+def _format(path: Path) -> str:
+    """Return the ending that says how the file is read, or nothing."""
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
     return suffixes[-1] if suffixes and suffixes[-1] in _FORMATS else ""
 
 
-def _format_of(path: Path) -> str:
-    if known := _known_format(path):
-        return known
-    raise FieldError("task.path", str(path), f"give a {one_of(_FORMATS)} file, or one of these compressed as .gz or .zst")
-
-
 def _file_rows(path: Path) -> Iterator[Row]:
     readers = {".parquet": _parquet_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".json": _json_rows}
-    name, kind = str(path), _format_of(path)
+    name, kind = str(path), _format(path)
     unit = {".parquet": "row", ".json": "entry"}.get(kind, "line")
     try:
         with _opened(path) as stream:
@@ -214,7 +203,7 @@ def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Valu
                 raise UserError(f"{path}, line {number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
     csv.field_size_limit(LONGEST_LINE)
-    delimiter = "\t" if _format_of(path) == ".tsv" else ","
+    delimiter = "\t" if _format(path) == ".tsv" else ","
     reader, first = csv.reader(lines(), delimiter=delimiter, strict=True), 1
     header: list[str] | None = None
     try:
@@ -250,14 +239,13 @@ def _parquet_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, 
 
 
 def _parquet_row(batch: Any) -> Values | BadRow:
-    """Return the only row of `batch`."""
+    """Return the only row of `batch`, which may hold a date that Python does not have."""
     try:
-        row: Values = batch.to_pylist()[0]
+        return dict(batch.to_pylist()[0])
     except UnicodeDecodeError as error:
         return BadRow(f"a text is not UTF-8: {error.reason} at byte {error.start + 1}")
-    except (ValueError, OverflowError) as error:  # a date that Python does not have
+    except (ValueError, OverflowError) as error:
         return BadRow(f"a value cannot be read: {error}")
-    return row
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:

@@ -23,7 +23,7 @@ import inspect
 import math
 import re
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsFloat
 
 from pipelinerl.errors import FieldError, as_unicode, located
@@ -162,8 +162,6 @@ def imported(field: str, path: str) -> Callable[..., Any]:
 
 
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-_TRAINER_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL's trainer hands to a reward function and no verifier has."""
 _FORMS = (
     "must take one argument, the item, or be a function of verl's form, (data_source, solution_str, ground_truth, extra_info), "
     "or of TRL's, (completions, **columns)"
@@ -171,8 +169,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import the function: ours, verl's or TRL's, by the names of its parameters. Raises `FieldError` when there is none, or it
-    has no such form. verl's and TRL's may be async, and get the whole completion: `answer_pattern` must be empty."""
+    """Import the function: ours, verl's or TRL's, by the names of its parameters; it may be async. Raises `FieldError` when
+    there is none, or it has no such form. verl's and TRL's get the whole completion: `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
@@ -182,41 +180,31 @@ def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str =
         name: one for name, one in signature.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     }
     is_verl, is_trl = "solution_str" in named, "completions" in named
-    is_foreign = is_verl or is_trl
-    for body in (function, getattr(function, "__call__", None)):  # noqa: B004 - of an object, its method
-        if inspect.iscoroutinefunction(body) and not is_foreign:
-            raise FieldError("reward.scorer", path, "an async function; give a plain one, items already run side by side")
-        if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
-            raise FieldError("reward.scorer", path, "a generator function (it yields); return the reward instead")
-    if not is_foreign:
+    if not (is_verl or is_trl):
         try:
             signature.bind(None)
         except TypeError as error:
             raise FieldError("reward.scorer", path, f"{_FORMS} ({error})") from error
-        return lambda item: _own_score(function(item))
+        return lambda item: _own_score(_called(function, item))
     if answer_pattern:
         fix = f"{path} is of {'verl' if is_verl else 'TRL'}'s form and gets the whole completion; leave the pattern out"
         raise FieldError("reward.answer_pattern", answer_pattern, fix)
     needed = {name for name, one in named.items() if one.default is one.empty}
-    if absent := needed - {*_VERL} if is_verl else needed & {*_TRAINER_ONLY}:
-        fix = f"takes {', '.join(sorted(absent))}, which there is not here; give a function that does without"
-        raise FieldError("reward.scorer", path, fix)
     takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
 
     def score(item: RewardInput) -> Score:
         given = _verl_arguments(item, task) if is_verl else _trl_arguments(item, task)
         if lacking := needed - given.keys():
             raise BadReference("row", f"has no {', '.join(sorted(lacking))}, which {path} takes; it has {', '.join(given)}")
-        returned = function(**{name: value for name, value in given.items() if takes_all or name in named})
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
+        returned = _called(function, **{name: value for name, value in given.items() if takes_all or name in named})
         return _verl_score(returned) if is_verl else _trl_score(returned)
 
     return score
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
+def _called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    returned = function(*arguments, **keywords)
+    return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
 def _row(item: RewardInput, task: TaskConfig) -> Mapping[str, Any]:
