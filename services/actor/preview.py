@@ -33,11 +33,11 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
     found: dict[str, Any] = {"rows": [], "mistakes": [], "control": [], "unread": []}
     from transformers import AutoTokenizer
 
-    model, (folder, file) = (
-        recipe.model,
-        (Path(source).parent, Path(source).name) if source.endswith(".gguf") else (source, None),
+    model, path, is_packed = recipe.model, Path(source), source.endswith(".gguf")
+    file = {"gguf_file": path.name} if is_packed else {}
+    tokenizer = AutoTokenizer.from_pretrained(
+        path.parent if is_packed else path, trust_remote_code=model.trust_remote_code, **file
     )
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, trust_remote_code=model.trust_remote_code)
     try:
         if template := model.chat_template or tokenizer.chat_template:
             found["unread"] = unread_variables(template, model.chat_template_kwargs)
@@ -53,9 +53,8 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
                 found["control"] = sorted(control_tokens(tokenizer).texts)
             token_ids = _token_ids(problem, share.task, tokenizer, model)
         except FieldError as wrong:
-            found["mistakes"].append(
-                (f"{'' if wrong.field.startswith('model.') else place}{wrong.field}", wrong.value, wrong.fix)
-            )
+            field = wrong.field if wrong.field.startswith("model.") else f"{place}{wrong.field}"
+            found["mistakes"].append((field, wrong.value, wrong.fix))
         else:
             lines = "".join(f"\n    | {line}" for line in shown(token_ids, tokenizer).split("\n"))
             told = f"{f'{share.name}: ' if place else ''}{len(token_ids):,} tokens, special ones in ⟨⟩{lines}"
@@ -94,13 +93,10 @@ def shown(token_ids: list[int], tokenizer: Any) -> str:
     added, left_out = tokenizer.added_tokens_decoder, len(token_ids) - 2 * _SHOWN
     texts = []
     for part in [token_ids] if left_out <= 0 else [token_ids[:_SHOWN], token_ids[-_SHOWN:]]:
-        runs = [(is_added, list(ids)) for is_added, ids in itertools.groupby(part, added.__contains__)]
-        texts.append(
-            "".join(
-                "".join(f"⟨{added[one].content}⟩" for one in ids) if is_added else tokenizer.decode(ids)
-                for is_added, ids in runs
-            )
-        )
+        texts.append("")
+        for is_added, run in itertools.groupby(part, added.__contains__):
+            ids = list(run)
+            texts[-1] += "".join(f"⟨{added[one].content}⟩" for one in ids) if is_added else tokenizer.decode(ids)
     return f"\n[... {left_out:,} tokens are not shown ...]\n".join(texts)
 
 

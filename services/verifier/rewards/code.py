@@ -21,6 +21,7 @@ import builtins
 import io
 import json
 import math
+import operator
 import pickle
 import re
 import symtable
@@ -35,6 +36,7 @@ from typing import Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import RewardConfig
+from pipelinerl.tasks.rows import ABSENT, value_in
 from services.verifier.rewards import harness
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer
 from services.verifier.sandbox import Ended, Limits, Means, python, run, run_pair, strongest_means
@@ -141,11 +143,7 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
     """Raises `BadReference` for what is no test of the forms above, or none at all."""
     row = reference.get("row") or (reference.get("entry") or {}).get("metadata") or reference
-    given: Any = row.get(field)
-    if given is None:
-        given = row
-        for part in field.split("."):
-            given = given.get(part) if isinstance(given, Mapping) else None
+    given: Any = None if (found := value_in(row, field)) is ABSENT else found
     try:
         tests = list(_tests(given, row))
     except _MALFORMED as error:
@@ -314,7 +312,7 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
         if kind == "raise":
             return f"{said[0][0]}: {said[1]}"[: 2 * _SHOWN_CHARACTERS]
         result = _plain(said[0])
-    except (ValueError, TypeError, LookupError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return _how_ended(ended, limits, "it ends too soon" if not ended.stdout else "returns what is no JSON")
     if _same(result, test.returned) or (test.in_list and _same([result], test.returned)):
         return ""
@@ -322,19 +320,12 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
 
 
 def _plain(message: Any) -> Any:
-    """As JSON has it: tuples and arrays are lists, and keys are texts."""
-    match message:
-        case ["int", text]:
-            return int(text, 16)
-        case ["list" | "tuple", items]:
-            return [_plain(each) for each in items]
-        case ["array", listed]:
-            return _plain(listed)
-        case ["dict", pairs]:
-            return {key if isinstance(key, str) else json.dumps(_plain(key)): _plain(each) for key, each in pairs}
-        case list():
-            raise TypeError("no JSON")
-    return message
+    """As JSON has it: tuples and arrays are lists, and keys are texts. Raises for what is no JSON."""
+
+    def refuse(whose: str, number: Any) -> Any:
+        raise TypeError(f"{whose} {number} is no JSON")
+
+    return json.loads(json.dumps(harness.decode(message, refuse), default=operator.methodcaller("tolist")))
 
 
 def _same(result: Any, wanted: Any) -> bool:

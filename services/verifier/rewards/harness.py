@@ -173,7 +173,7 @@ class Remote:
         object.__setattr__(self, "_line", (peer, number))
 
 
-_BINARY = ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
+_BINARY = ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "__call__": operator.call,
     "__getattr__": getattr,
@@ -189,7 +189,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "__setitem__": operator.setitem,
     "__delitem__": operator.delitem,
     "__instancecheck__": lambda kind, value: isinstance(value, kind),
-    **{f"__{name.strip('_')}__": getattr(operator, name) for name in _BINARY},
+    **{f"__{name}__": getattr(operator, f"__{name}__") for name in _BINARY},
 }
 
 
@@ -203,8 +203,7 @@ def _forwarded(operation: str, *, among_remotes: bool) -> Callable[..., Any]:
 
 
 for _operation in _OPERATIONS:
-    _is_binary = _operation == "__instancecheck__" or _operation.strip("_") in {name.strip("_") for name in _BINARY}
-    setattr(Remote, _operation, _forwarded(_operation, among_remotes=_is_binary))
+    setattr(Remote, _operation, _forwarded(_operation, among_remotes=_operation.strip("_") in (*_BINARY, "instancecheck")))
 
 
 def _renew(given: Any, after: Any) -> None:
