@@ -52,7 +52,7 @@ _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "012345678
 _CHARACTERS = str.maketrans({
     **dict.fromkeys("−–‒—", "-"), **dict.fromkeys("\u00a0\u2009\u202f", " "), **dict.fromkeys("÷⁄∕", "/"), "×": r"\times ",
     "·": r"\cdot ", "⋅": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ",
-    "±": r"\pm ", "∓": r"\mp ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ", "∅": r"\emptyset ",
+    "±": r"\pm ", "∓": r"\mp ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"\degree ", "∅": r"\emptyset ",
     "ℝ": r"\mathbb{R}", "θ": r"\theta ", "½": " 1/2 ", "¼": " 1/4 ", "¾": " 3/4 ", "⅓": " 1/3 ", "⅔": " 2/3 ", "£": r"\pounds ",
     "€": r"\euro ", "’": "'", "\u200b": "", **{chr(0xFEE0 + code): chr(code) for code in range(33, 127)},
 })  # fmt: skip
@@ -85,7 +85,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\(?:displaystyle|textstyle|limits|left\s*\.|right\s*\.|(?:left|right|[bB]igg?[lrm]?|bf|rm)(?![a-z])|!)", ""),
         (r"\\(?:underline|normalsize|small|[lL]arge|LARGE|[hH]uge)(?![a-z])|\\(?:text)?color\s*\{[^{}]*\}", ""),
         (r"\\(?:[dtc](?=(?:frac|binom)(?![a-z]))|big(?=cup))", r"\\"),
-        (r"\^?\s*\\degree(?![a-z])", r"^\\circ "),
+        (r"\^\s*(?:\{\s*)?(?:\\circ(?![a-z])|\\degree )(?:\s*\})?", r"\\degree "),
         (r"\\\\\s*\[[\d.]+\s*[a-z]{2}\]", r"\\\\ "),
         (r"\\(?:vec|hat|overrightarrow|overline(?=\s*\{[A-Z]{2}))\s*\{([A-Za-z]+)\}", r"\1"),
         (r"(?<![A-Za-z\\])([A-Za-z])(\^\{?-1\}?|'+)?\((\w(?:, ?\w)*)\)(?=\s*=[^=]*$)", _named),
@@ -104,6 +104,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         ),
         (r"\\(?:,|;|:|>|quad|qquad|angle(?![a-z])|hspace\{[^{}]*\})|~|(?<!\\)\\(?=\s)", " "),
         (r"(?<=[\d)])\s*[xX]\s*(?=10\s*\^)|(?<=\d)\s+x\s+(?=\d)", r"\\times "),
+        (r"(?<![A-Za-z\\])(sin|cos|tan|ln|log)(?=[xyt](?![A-Za-z]))", r"\\\1 "),
         (r"^\((\d+)\)(?=_)|^\s*=(?!=)", r"\1"),
         (r"(?<=[\w)])\*\*(?=[-\w(])", "^"),
         (r"\*\*|`|__|^\*|\*$", " "),
@@ -197,9 +198,6 @@ def _letters(run: str) -> list[str]:
         return ["\\" + run]
     if run in _WORDS or (len(run) > 2 and re.search("[aeiouyAEIOUY]", run) and not re.fullmatch("[a-dxyzA-Z]+", run)):
         return [_MARK + run]
-    for name in sorted(_FUNCTIONS, key=len, reverse=True):
-        if run.startswith(name):
-            return ["\\" + name, *run[len(name) :]]
     return [*run[:-2], r"\pi"] if run.endswith("pi") else [*run]
 
 
@@ -347,23 +345,18 @@ class _Reader:
                 node = Node("call", "factorial", (node,))
             elif self._is_next(r"\%", "%"):
                 node = Node("unit", "%", (node,))
+            elif self._is_next(r"\degree"):
+                node = Node("unit", "degree", (node,))
             elif self._is_next("^"):
-                node = self._raised(node)
+                node = Node("^", "", (node, self._exponent()))
             else:
                 return node
-
-    def _raised(self, node: Node) -> Node:
-        is_braced = self._peek() == "{" and self._peek(1) == r"\circ"
-        if is_braced or self._peek() == r"\circ":
-            self._at += 3 if is_braced else 1
-            return Node("unit", "degree", (node,))
-        return Node("^", "", (node, self._exponent()))
 
     def _exponent(self) -> Node:
         if self._is_next("-"):
             return Node("neg", "", (self._exponent(),))
         node = self._primary()
-        return self._raised(node) if self._is_next("^") else node
+        return Node("^", "", (node, self._exponent())) if self._is_next("^") else node
 
     def _argument(self) -> Node:
         r"""Of a command: what stands in braces, or one digit or letter, since \frac12 has two arguments."""
@@ -422,10 +415,9 @@ class _Reader:
         name = command.removeprefix("\\")
         if command == name:
             raise Unreadable(f"{command!r} is out of place")
-        if name == "frac":
-            return Node("/", "", (self._argument(), self._argument()))
-        if name == "binom":
-            return Node("call", "binomial", (self._argument(), self._argument()))
+        if name in ("frac", "binom"):
+            arguments = self._argument(), self._argument()
+            return Node("/", "", arguments) if name == "frac" else Node("call", "binomial", arguments)
         if name == "sqrt":
             index = number(2)
             if self._is_next("["):
@@ -448,8 +440,6 @@ class _Reader:
             return "".join(iter(self._take, "}")).replace(_MARK, "")
 
         name, rows = environment(), [[self._sum()]]
-        if not name.endswith("matrix") and name != "array":
-            raise Unreadable(f"{name} is not known")
         while (token := self._take("&", "\\\\", r"\end")) != r"\end":
             if token == "&":
                 rows[-1].append(self._sum())
@@ -517,27 +507,14 @@ def inexact(value: Number) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
-        if exponent.denominator == 1:
-            bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-            if bits * abs(exponent) > _EXACT_BITS + bits:
-                raise Unreadable("too large a power")
-            return base ** int(exponent)
-        if base > 0 and (root := _exact_root(base, exponent.denominator)) is not None:
-            return _power(root, Fraction(exponent.numerator))
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if bits * abs(exponent) > _EXACT_BITS + bits:
+            raise Unreadable("too large a power")
+        return base ** int(exponent)
     if abs(inexact(exponent)) > 10**6:
         raise Unreadable("too large a power")
     return Fraction(0) if base == 0 and inexact(exponent).real > 0 else inexact(base) ** inexact(exponent)
-
-
-def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    roots = list[int]()
-    for part in (value.numerator, value.denominator):
-        with mp.workprec(part.bit_length() + 64):
-            roots.append(int(mp.nint(mp.root(part, degree))))
-        if degree > 64 or roots[-1] ** degree != part:
-            return None
-    return Fraction(*roots)
 
 
 def _root(value: Number, degree: Number = Fraction(2)) -> Number:

@@ -303,16 +303,10 @@ def _collected(tests: dict[str, Any]) -> str:
     runs = list[Callable[[], Any]]()
     for name, value in list(tests.items()):
         own = getattr(value, "__module__", None) == "tests" and not isinstance(value, Remote)
-        if (
-            own
-            and isinstance(value, type)
-            and "unittest" in sys.modules
-            and issubclass(value, sys.modules["unittest"].TestCase)
-        ):
-            cases = sys.modules["unittest"].defaultTestLoader.loadTestsFromTestCase(value)
-            runs += [case.debug for case in cases]
-        elif own and isinstance(value, type) and name.startswith("Test"):
-            runs += [getattr(value(), each) for each in dir(value) if each.startswith("test")]
+        is_case = own and hasattr(value, "debug")  # a TestCase of unittest
+        if own and isinstance(value, type) and (is_case or name.startswith("Test")):
+            methods = [each for each in dir(value) if each.startswith("test")]
+            runs += [value(each).debug if is_case else getattr(value(), each) for each in methods]
         elif own and isinstance(value, types.FunctionType) and name.startswith("test"):
             runs.append(value)
     for run in runs:

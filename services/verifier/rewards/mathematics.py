@@ -211,12 +211,9 @@ def same(reference: str, answer: str) -> bool:
 
 
 def _total(answer: Node, wanted: Node) -> Node:
-    """What an answer such as `m + n = 7` gives where a number is wanted: the right side."""
-    names, symbolic = answer.name.split(), symbols(answer.parts[0]) if answer.kind == "relation" else frozenset()
-    is_sum = symbolic and {"="}.issuperset(names) and _is_sum(answer.parts[0])
-    if not is_sum or symbols(wanted) or symbols(answer.parts[1]):
-        return answer
-    return answer.parts[1] if len(names) == 1 else answer._replace(name=" ".join(names[1:]), parts=answer.parts[1:])
+    """The right side of an answer such as `m + n = 7`, where a number is wanted."""
+    is_equation = answer.kind == "relation" and answer.name == "=" and _is_sum(answer.parts[0])
+    return answer.parts[1] if is_equation and not symbols(wanted) | symbols(answer.parts[1]) else answer
 
 
 def _is_sum(node: Node) -> bool:
@@ -273,19 +270,20 @@ def _as_interval(node: Node) -> Node:
     infinity = Node("symbol", r"\infty")
     if node.kind == "list" and node.name == "or":
         return Node("union", "", tuple(map(_as_interval, node.parts)))
-    names, parts = node.name.split(), list(node.parts)
-    if node.kind != "relation" or not {"<", "<=", ">", ">="}.issuperset(names):
-        return node
-    if names[0][0] == ">":
-        parts, names = parts[::-1], [name.replace(">", "<") for name in reversed(names)]
-    if len(parts) == 2:
-        is_above = parts[1].kind == "symbol"
-        parts, names = (
-            ([*parts, infinity], [*names, "<"]) if is_above else ([Node("neg", "", (infinity,)), *parts], ["<", *names])
-        )
+    names, parts = _ascending(node) if node.kind == "relation" else ([], [])
+    if len(parts) == 2 and parts[1].kind == "symbol":
+        parts, names = [*parts, infinity], [*names, "<"]
+    elif len(parts) == 2:
+        parts, names = [Node("neg", "", (infinity,)), *parts], ["<", *names]
     if len(parts) != 3 or parts[1].kind != "symbol" or not {"<", "<="}.issuperset(names):
         return node
     return Node("group", f"{'(['[names[0] == '<=']}{')]'[names[1] == '<=']}", (parts[0], parts[2]))
+
+
+def _ascending(relation: Node) -> tuple[list[str], list[Node]]:
+    """Its signs and its sides, the smaller one first."""
+    names, parts = relation.name.split(), list(relation.parts)
+    return ([name.replace(">", "<") for name in names[::-1]], parts[::-1]) if names[0][0] == ">" else (names, parts)
 
 
 def _same(a: Node, b: Node) -> bool:
@@ -404,10 +402,7 @@ def _ratio(a: Number, b: Number) -> Number:
 
 def _same_relation(a: Node, b: Node) -> bool:
     """Up to a factor, which is positive where the order counts."""
-    sides, signs = [list(node.parts) for node in (a, b)], [node.name.split() for node in (a, b)]
-    for number in (0, 1):
-        if signs[number][0].startswith(">"):
-            signs[number], sides[number] = [sign.replace(">", "<") for sign in reversed(signs[number])], sides[number][::-1]
+    signs, sides = zip(_ascending(a), _ascending(b), strict=True)
     if signs[0] != signs[1]:
         return False
     if len(signs[0]) > 1 or {"text", "group", "list", "matrix", "union", "ratio"} & {part.kind for part in a.parts + b.parts}:
