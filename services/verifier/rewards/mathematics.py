@@ -402,7 +402,8 @@ def _ratio(a: Number, b: Number) -> Number:
 
 def _same_relation(a: Node, b: Node) -> bool:
     """Up to a factor, which is positive where the order counts."""
-    signs, sides = zip(_ascending(a), _ascending(b), strict=True)
+    ordered = _ascending(a), _ascending(b)
+    signs, sides = [names for names, _ in ordered], [parts for _, parts in ordered]
     if signs[0] != signs[1]:
         return False
     if len(signs[0]) > 1 or {"text", "group", "list", "matrix", "union", "ratio"} & {part.kind for part in a.parts + b.parts}:
