@@ -65,6 +65,8 @@ class RunTotals:
     steps: int = 0
     steps_skipped: int = 0
     steps_clipped: int = 0
+    steps_equal_rewards: int = 0
+    """Steps in which all completions of each prompt earned the same."""
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able, with copies of the lists: these grow with the run, so that element by element would take its time."""
@@ -89,6 +91,7 @@ class RunTotals:
             self.steps_skipped += 1
             return
         self.steps_clipped += bool(record.get("clipped"))
+        self.steps_equal_rewards += record.get("equal_reward_groups") == 1
         self.tokens_trained += record.get("tokens_trained") or 0
         for lag, tokens in (record.get("lag_histogram") or {}).items():
             self.lag_histogram[int(lag)] = self.lag_histogram.get(int(lag), 0) + tokens
@@ -146,6 +149,7 @@ class RunTotals:
             "steps": self.steps,
             "steps_skipped": self.steps_skipped,
             "steps_clipped": self.steps_clipped,
+            "steps_equal_rewards": self.steps_equal_rewards if recipe.algorithm.advantage != "value" else None,
             "policy_version": None,
             "interrupted": False,
             "wall_s": None,

@@ -16,7 +16,7 @@ from pipelinerl.commands import Command, add_recipe_arguments
 from pipelinerl.errors import FieldError, Lacking, counted
 
 if TYPE_CHECKING:
-    from pipelinerl.recipe.fields import Recipe
+    from pipelinerl.recipe.fields import ProblemSet, Recipe
     from pipelinerl.rl.memory import Model
     from pipelinerl.tasks.source import Source
 
@@ -26,6 +26,8 @@ _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
 """As in 17B-16E, whose size is that of what one token visits."""
 _ROUNDED = 1.1
 """Names round down: a "7B" has 7.6."""
+_SHOWN = 120
+"""Characters of a reference answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +79,8 @@ def execute(args: argparse.Namespace) -> int:
     data, too_long = data_outline(recipe, examined.sources)
     shares = recipe.sets_by_place
     called = {place: [call for call in examined.calls if call.place == place] for place in shares}
-    data += [("rewards", rehearsed(shares[place], calls)) for place, calls in called.items() if calls]
+    for place, calls in called.items():
+        data += [("rewards", f"{_set_name(place, shares[place])}{rehearsed(shares[place], calls)}")] if calls else []
     data += examined.preview.rows
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
@@ -93,6 +96,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
     """What the user's files hold, as (name, value) rows, and what is wrong with prompts that leave no room for an answer."""
     from pipelinerl.recipe.model_folder import token_counter
     from pipelinerl.recipe.preflight import files_in
+    from pipelinerl.tasks.rows import ABSENT, value_in
 
     rows, too_long, limit = [], [], recipe.model.max_context
     files = list(files_in(sources))
@@ -107,9 +111,22 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             if longest >= limit:
                 fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context = {limit}"
                 too_long.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))
-        known = counted(len(source.problems), "problem")
-        rows.append(("data", f"{task.path}: {known}, {source.num_heldout:,} held out{tokens}"))
+        known, name = counted(len(source.problems), "problem"), _set_name(place, recipe.sets_by_place[place])
+        rows.append(("data", f"{name}{task.path}: {known}, {source.num_heldout:,} held out{tokens}"))
+        if (reference := (first := source.problems[0]).reference.get("answer")) is not None:
+            given = value_in(first.reference.get("row", {}), task.answer_field)
+            found = f", by task.answer_pattern in {_shortened(given)}" if task.answer_pattern and given is not ABSENT else ""
+            rows.append(("reference", f"{name}{first.place}: {_shortened(reference)}{found}"))
     return rows, too_long
+
+
+def _set_name(place: str, share: ProblemSet) -> str:
+    return f"{share.name}: " if place else ""
+
+
+def _shortened(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN // 3]} ... {shown[-2 * _SHOWN // 3 :]}"
 
 
 def outline(recipe: Recipe) -> list[tuple[str, str]]:
@@ -122,7 +139,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     often = f"every {counted(steps, 'step')}" if (steps := recipe.evaluation.every_steps) else "at the start and at the end"
     return [
         ("mode", recipe.mode),
-        ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
+        ("model", f"{model.known_as}, {model.dtype}, context {model.max_context}"),
         *_tasks(recipe),
         ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.max_tokens} tokens"),
         ("actors", f"{recipe.actor.count} x {recipe.actor.sequences_in_progress} sequences in progress"),
@@ -205,7 +222,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 
     if parameters is not None:
         return Model.of(recipe, size_of(parameters))
-    name = recipe.model.name or recipe.model.source
+    name = recipe.model.known_as
     if held := known_parameters(recipe.model):
         return Model.of(recipe, held)
     named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]

@@ -249,6 +249,10 @@ class ModelConfig(Section):
     )
     warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
 
+    @property
+    def known_as(self) -> str:
+        return self.name if self.source in ("hub", "path", "checkpoint") else self.source
+
     @field_validator("dtype", mode="before")
     @classmethod
     def _has_the_range_of_gradients(cls, value: Any) -> Any:
