@@ -36,8 +36,8 @@ _BARE = ("task", "exact", "code", *_MATHEMATICS)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong one that looks like it. If the
-    reward finds the wanted answer in one of the `forms` (completion, wanted answer), the first of these takes its place."""
+    """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong one that looks like it. The
+    first of the `forms` (completion, wanted answer) in which the reward finds the wanted answer takes its place."""
 
     place: str
     problem: Problem
