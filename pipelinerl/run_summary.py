@@ -66,7 +66,6 @@ class RunTotals:
     steps_skipped: int = 0
     steps_clipped: int = 0
     steps_equal_rewards: int = 0
-    """Steps in which all completions of each prompt earned the same."""
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able, with copies of the lists: these grow with the run, so that element by element would take its time."""
@@ -87,11 +86,11 @@ class RunTotals:
         self._add_work(record)
         add_ended(self.ended_by_length, record)
         self.largest_lag = record.get("largest_lag", self.largest_lag)
+        self.steps_equal_rewards += record.get("equal_reward_groups") == 1
         if record.get("skipped"):
             self.steps_skipped += 1
             return
         self.steps_clipped += bool(record.get("clipped"))
-        self.steps_equal_rewards += record.get("equal_reward_groups") == 1
         self.tokens_trained += record.get("tokens_trained") or 0
         for lag, tokens in (record.get("lag_histogram") or {}).items():
             self.lag_histogram[int(lag)] = self.lag_histogram.get(int(lag), 0) + tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import reprlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from pipelinerl.commands import Command, add_recipe_arguments
 from pipelinerl.errors import FieldError, Lacking, counted
 
 if TYPE_CHECKING:
-    from pipelinerl.recipe.fields import ProblemSet, Recipe
+    from pipelinerl.recipe.fields import Recipe
     from pipelinerl.rl.memory import Model
     from pipelinerl.tasks.source import Source
 
@@ -26,8 +27,8 @@ _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
 """As in 17B-16E, whose size is that of what one token visits."""
 _ROUNDED = 1.1
 """Names round down: a "7B" has 7.6."""
-_SHOWN = 120
-"""Characters of a reference answer."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +80,8 @@ def execute(args: argparse.Namespace) -> int:
     data, too_long = data_outline(recipe, examined.sources)
     shares = recipe.sets_by_place
     called = {place: [call for call in examined.calls if call.place == place] for place in shares}
-    for place, calls in called.items():
-        data += [("rewards", f"{_set_name(place, shares[place])}{rehearsed(shares[place], calls)}")] if calls else []
+    titles = {place: f"{share.name}: " if place else "" for place, share in shares.items()}
+    data += [("rewards", titles[place] + rehearsed(shares[place], calls)) for place, calls in called.items() if calls]
     data += examined.preview.rows
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
@@ -111,22 +112,13 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             if longest >= limit:
                 fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context = {limit}"
                 too_long.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))
-        known, name = counted(len(source.problems), "problem"), _set_name(place, recipe.sets_by_place[place])
+        known, name = counted(len(source.problems), "problem"), f"{recipe.sets_by_place[place].name}: " if place else ""
         rows.append(("data", f"{name}{task.path}: {known}, {source.num_heldout:,} held out{tokens}"))
         if (reference := (first := source.problems[0]).reference.get("answer")) is not None:
             given = value_in(first.reference.get("row", {}), task.answer_field)
-            found = f", by task.answer_pattern in {_shortened(given)}" if task.answer_pattern and given is not ABSENT else ""
-            rows.append(("reference", f"{name}{first.place}: {_shortened(reference)}{found}"))
+            found = f", by task.answer_pattern in {_SHORT.repr(given)}" if task.answer_pattern and given is not ABSENT else ""
+            rows.append(("reference", f"{name}{first.place}: {_SHORT.repr(reference)}{found}"))
     return rows, too_long
-
-
-def _set_name(place: str, share: ProblemSet) -> str:
-    return f"{share.name}: " if place else ""
-
-
-def _shortened(text: str) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN // 3]} ... {shown[-2 * _SHOWN // 3 :]}"
 
 
 def outline(recipe: Recipe) -> list[tuple[str, str]]:
@@ -139,7 +131,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     often = f"every {counted(steps, 'step')}" if (steps := recipe.evaluation.every_steps) else "at the start and at the end"
     return [
         ("mode", recipe.mode),
-        ("model", f"{model.known_as}, {model.dtype}, context {model.max_context}"),
+        ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
         *_tasks(recipe),
         ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.max_tokens} tokens"),
         ("actors", f"{recipe.actor.count} x {recipe.actor.sequences_in_progress} sequences in progress"),
@@ -222,7 +214,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 
     if parameters is not None:
         return Model.of(recipe, size_of(parameters))
-    name = recipe.model.known_as
+    name = recipe.model.name or recipe.model.source
     if held := known_parameters(recipe.model):
         return Model.of(recipe, held)
     named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]

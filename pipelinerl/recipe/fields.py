@@ -249,10 +249,6 @@ class ModelConfig(Section):
     )
     warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
 
-    @property
-    def known_as(self) -> str:
-        return self.name if self.source in ("hub", "path", "checkpoint") else self.source
-
     @field_validator("dtype", mode="before")
     @classmethod
     def _has_the_range_of_gradients(cls, value: Any) -> Any:
@@ -262,8 +258,9 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _checkpoint_as_one_value(cls, data: Any) -> Any:
+    def _named_by_source(cls, data: Any) -> Any:
         source = data.get("source") if isinstance(data, dict) else None
+        data = {**data, "name": ""} if source in ("warmstart", "smollm2") else data  # --set leaves another model's name
         return {**data, "source": "checkpoint", "name": source} if isinstance(source, str) and "/" in source else data
 
     @field_validator("chat_template_kwargs")

@@ -64,7 +64,7 @@ def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool)
         return Preview([("prompt", "written during an episode, by its environment or agent")])
     missing = [package for package in ("services.actor", "transformers") if importlib.util.find_spec(package) is None]
     if missing or (source := _tokenizer(recipe)) is None:
-        what = f"{missing[0]} is not installed" if missing else f"no tokenizer of {recipe.model.known_as} is"
+        what = f"{missing[0]} is not installed" if missing else f"no tokenizer of {recipe.model.name or recipe.model.source} is"
         return Preview([("prompt", f"not shown: {what} on this machine")])
     request = json.dumps({"recipe": recipe.model_dump(mode="json"), "source": str(source), "problems": problems}, default=str)
     command, environment = [sys.executable, "-m", "services.actor.preview"], {**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -181,9 +181,8 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
         if rewards := [call.reward for call in good if (bool(call.completion), bool(call.near_miss)) == kind]:
             told.append(f"{what} ({len(rewards)}) earn {_between(rewards)}")
     if share.reward.answer_pattern and (first := next((call for call in good if call.completion), None)):
-        told.append(
-            f"reward.answer_pattern finds {repr(first.answer) if first.answer else 'nothing':.60} in {first.completion!r:.80}"
-        )
+        found = repr(first.answer) if first.answer else "nothing"
+        told.append(f"reward.answer_pattern finds {found:.60} in {first.completion!r:.80}")
     seconds = [call.seconds for call in calls]
     told.append(f"{1000 * statistics.median(seconds):.3g} ms a call in the median, {1000 * max(seconds):.3g} at most")
     told += [_failures(calls, failed)] if failed else []
@@ -206,7 +205,7 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """A doubt for each reference of mathematics that earns no full marks, and for each of its near misses that does."""
+    """A doubt for each reference of mathematics that earns no full marks or is a text, and for each near miss that does."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
@@ -221,6 +220,9 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         elif not call.near_miss and call.reward < share.reward.correct:
             fix = "write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
             yield FieldError(f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; {fix}")
+        elif not call.near_miss and len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
+            fix = "is a text that no policy repeats; leave that line out, or name the field of the answer"
+            yield FieldError(f"{place}reward.scorer", scorer, f"{told}, {call.answer!r:.80}, {fix}")
 
 
 def _between(values: list[float]) -> str:

@@ -161,9 +161,8 @@ class FileSource:
     def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
         self.path = config.path
         distinct: dict[str, Problem] = {}
-        self.num_repeated, self.num_contradicted = 0, 0
+        self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
         """Problems that are left out, since their prompt was there before; those of them with another answer."""
-        self.first_repeated = ""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -267,7 +266,9 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
         raise BadRow(f"has no field {name!r}, only {', '.join(_fields(row)) or 'an empty object'}", name)
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(only, str | int | float | Decimal) or isinstance(only, bool):
-        inside = f", such as {next(_fields(only, f'{name}.'), '')!r}" if isinstance(only, Mapping) and only else ""
+        inside = (
+            f", such as {next(_fields(only, f'{name}.'))!r}" if only is value and isinstance(only, Mapping) and only else ""
+        )
         raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{inside}")
     if not isinstance(only, str) and not isfinite(only):
         raise BadRow(f"field {name!r} is {only}, which is no number; leave the row out")

@@ -1,12 +1,11 @@
 """Rewards of a recipe on completions that it is given: `python -m services.verifier.rehearsal`, before a run loads any model.
 
-Reads one JSON object from standard input: `recipe`, `items` with the fields of a `VerifyItem`, and for each item its `forms`:
-completions, each with the answer that the reward is to find in it (empty: any). Scores the items one after the other in a
-worker process, as the verifier does, each with the first of its forms in which that answer is found. Prints a line of JSON
-before each item (`calling`: its number) and after it (`completion`, `answer`, `status`, `reward`, `seconds`, `message`), so
-that the reader knows what ended it; an item of which no form fits has no second line. A start that fails is
-`{"problem": "..."}`. A task whose reward cost its worker gets no further item: each would cost seconds. Serves nothing and
-logs nothing.
+Reads one JSON object from standard input: `recipe`, `items` with the fields of a `VerifyItem`, and the `forms` of each item:
+completions, each with the answer that the reward has to find in it (empty: any). Scores the items one after the other, in a
+worker process as the verifier does, each with the first form that fits. Prints a line of JSON before each (`calling`: its
+number) and after it (`completion`, `answer`, `status`, `reward`, `seconds`, `message`), so that the reader knows what ended it.
+A start that fails is `{"problem": "..."}`. A task whose reward cost its worker gets no further item: each would cost seconds.
+Serves nothing and logs nothing.
 """
 
 from __future__ import annotations

@@ -661,6 +661,7 @@ def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [r"2\sqrt{3}", "so (3, 4)\n#### (3, 4)", "x = 5", r"\frac{1}{", r"2 \cdot 2 - 2"]  # the last one is its first number
+    rows.append("Assume that x is positive. Then the inequality of the two means proves the whole claim for all values.")
     Path("p.jsonl").write_text("".join(json.dumps({"prompt": f"p{row}", "answer": row}) + "\n" for row in rows))
     file, sets = {"source": "jsonl", "path": "p.jsonl"}, []
     for name, scorer, pattern in (
@@ -672,14 +673,21 @@ def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy
     ):
         sets.append({"name": name, "task": file, "reward": {"scorer": scorer, "answer_pattern": pattern}})
     recipe, names = recipe_from_data(minimal(evaluation={"sets": sets}), "x"), [one["name"] for one in sets]
-    found = examine(recipe, reward_rows=5)
+    found = examine(recipe, reward_rows=6)
     assert found.problems == []
     of_set = {name: [call for call in found.calls if call.place == f"evaluation.sets.{n}."] for n, name in enumerate(names)}
     of_lines = {call.completion: (call.answer, call.reward) for call in of_set["lines"] if call.completion}
     assert of_lines == {f"<answer> {row}</answer>": (row, 1.0) for row in rows}, "one row has two lines"
     assert {call.completion for call in of_set["either"] if call.reward} == {f"Answer:{row}" for row in rows if "\n" not in row}
     plain = {call.completion: call.reward for call in of_set["plain"]}
-    right = [r"\boxed{2\sqrt{3}}", r"\boxed{(3, 4)}", r"\boxed{x = 5}", r"\boxed{2 \cdot 2 - 2}", r"\boxed{2}"]
+    right = [
+        r"\boxed{2\sqrt{3}}",
+        r"\boxed{(3, 4)}",
+        r"\boxed{x = 5}",
+        r"\boxed{2 \cdot 2 - 2}",
+        r"\boxed{2}",
+        f"\\boxed{{{rows[-1]}}}",
+    ]
     assert {completion for completion, reward in plain.items() if reward} == set(right)
     assert {r"\boxed{-2\sqrt{3}}", r"\boxed{3}", r"\boxed{(4, 3)}", ""} < plain.keys()
     assert r"<answer>\boxed{x = 5}</answer>" in {call.completion for call in of_set["tagged"]}
@@ -688,8 +696,10 @@ def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy
         for name in ("plain", "tagged", "digit")
     ]
     for told in doubts_by_set[:2]:
-        assert sorted(re.search(r"the \w+ answer.* of line \d (?:cannot be marked|earns \d)", line)[0] for line in told) == [
-            "the reference answer of line 4 cannot be marked", "the wrong answer '2' to the problem of line 5 earns 1"
+        said = r"the \w+ answer.* of line \d ?(?:cannot be marked|earns \d|, .*Assume)"
+        assert sorted(re.search(said, line)[0] for line in told) == [
+            "the reference answer of line 4 cannot be marked", "the reference answer of line 6, '\\\\boxed{Assume",
+            "the wrong answer '2' to the problem of line 5 earns 1",
         ]  # fmt: skip
     assert "the reference answer of line 1 earns 0 as '2\\\\sqrt{3}'; write" in "".join(doubts_by_set[2])
 
