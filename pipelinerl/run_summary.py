@@ -65,6 +65,7 @@ class RunTotals:
     steps: int = 0
     steps_skipped: int = 0
     steps_clipped: int = 0
+    steps_equal_rewards: int = 0
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able, with copies of the lists: these grow with the run, so that element by element would take its time."""
@@ -85,6 +86,7 @@ class RunTotals:
         self._add_work(record)
         add_ended(self.ended_by_length, record)
         self.largest_lag = record.get("largest_lag", self.largest_lag)
+        self.steps_equal_rewards += record.get("equal_reward_groups") == 1
         if record.get("skipped"):
             self.steps_skipped += 1
             return
@@ -146,6 +148,7 @@ class RunTotals:
             "steps": self.steps,
             "steps_skipped": self.steps_skipped,
             "steps_clipped": self.steps_clipped,
+            "steps_equal_rewards": self.steps_equal_rewards if recipe.algorithm.advantage != "value" else None,
             "policy_version": None,
             "interrupted": False,
             "wall_s": None,

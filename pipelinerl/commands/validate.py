@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import reprlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
 """As in 17B-16E, whose size is that of what one token visits."""
 _ROUNDED = 1.1
 """Names round down: a "7B" has 7.6."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +80,8 @@ def execute(args: argparse.Namespace) -> int:
     data, too_long = data_outline(recipe, examined.sources)
     shares = recipe.sets_by_place
     called = {place: [call for call in examined.calls if call.place == place] for place in shares}
-    data += [("rewards", rehearsed(shares[place], calls)) for place, calls in called.items() if calls]
+    titles = {place: f"{share.name}: " if place else "" for place, share in shares.items()}
+    data += [("rewards", titles[place] + rehearsed(shares[place], calls)) for place, calls in called.items() if calls]
     data += examined.preview.rows
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
@@ -93,6 +97,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
     """What the user's files hold, as (name, value) rows, and what is wrong with prompts that leave no room for an answer."""
     from pipelinerl.recipe.model_folder import token_counter
     from pipelinerl.recipe.preflight import files_in
+    from pipelinerl.tasks.rows import ABSENT, value_in
 
     rows, too_long, limit = [], [], recipe.model.max_context
     files = list(files_in(sources))
@@ -107,8 +112,12 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             if longest >= limit:
                 fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context = {limit}"
                 too_long.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))
-        known = counted(len(source.problems), "problem")
-        rows.append(("data", f"{task.path}: {known}, {source.num_heldout:,} held out{tokens}"))
+        known, name = counted(len(source.problems), "problem"), f"{recipe.sets_by_place[place].name}: " if place else ""
+        rows.append(("data", f"{name}{task.path}: {known}, {source.num_heldout:,} held out{tokens}"))
+        if (reference := (first := source.problems[0]).reference.get("answer")) is not None:
+            given = value_in(first.reference.get("row", {}), task.answer_field)
+            found = f", by task.answer_pattern in {_SHORT.repr(given)}" if task.answer_pattern and given is not ABSENT else ""
+            rows.append(("reference", f"{name}{first.place}: {_SHORT.repr(reference)}{found}"))
     return rows, too_long
 
 

@@ -185,6 +185,9 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
     if 2 * (summary.get("steps_clipped") or 0) > (summary.get("steps") or 0):
         share = f"{summary['steps_clipped']} of {counted(summary['steps'], 'step')}"
         yield f"  GRADIENT           cut in {share}, so that all are equally long: raise trainer.max_grad_norm"
+    if 0 < (summary.get("steps") or 0) == summary.get("steps_equal_rewards"):
+        check = "check the rewards and reasons in samples.jsonl, the reward and its pattern, sampling.max_tokens, the problems"
+        yield f"  REWARD             all completions of each prompt earned the same, so nothing could be learned: {check}"
     if broken:
         largest = summary.get("logprob_mismatch_max")
         known = "" if largest is None else f" (largest known difference {largest:.2g} nats)"

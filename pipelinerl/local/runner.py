@@ -523,7 +523,7 @@ class LocalRun:
         for reason, failure in self._state.failures.items():
             problems[f"failed: {reason}"] = f"a sequence failed: {printable(failure)} (each one: {log})"
         newest = [step.get("equal_reward_groups") for step in self._state.history][-_UNLEARNED_STEPS:]
-        if newest == [1.0] * _UNLEARNED_STEPS:
+        if newest == [1.0] * _UNLEARNED_STEPS and self.recipe.algorithm.advantage != "value":
             problems["equal rewards"] = (
                 f"in {_UNLEARNED_STEPS} steps, all completions of each prompt earned the same reward, so nothing is learned; "
                 f"see rewards and reasons in {self.run_dir.samples}, and correct the reward, or take other problems"

@@ -161,9 +161,9 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     yield from template_doubts(recipe, examined.sources, examined.preview)
     for place, source in files_in(examined.sources):
         scorer = recipe.sets_by_place[place].reward.scorer
-        if lines := source.repeated:
-            others = f", {len(source.contradicted)} of them with another answer" if source.contradicted else ""
-            fix = f"repeated prompts: {len(lines)}, the first in {lines[0].place}{others}; they are left out"
+        if source.num_repeated:
+            others = f", {source.num_contradicted:,} of them with another answer" if source.num_contradicted else ""
+            fix = f"repeated prompts: {source.num_repeated:,}, the first in {source.first_repeated}{others}; they are left out"
             yield FieldError(f"{place}task.path", source.path, fix)
         if lines := source.unanswered:
             refused = "" if ":" in scorer or scorer in ("code", "judge") else f", with which reward.scorer = {scorer!r} fails"

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl.errors import FieldError, Lacking, ServiceError
@@ -35,11 +36,15 @@ _BARE = ("task", "exact", "code", *_MATHEMATICS)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong one that looks like it."""
+    """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong one that looks like it. The
+    first of the `forms` (completion, wanted answer) in which the reward finds the wanted answer takes its place."""
 
     place: str
     problem: Problem
-    completion: str
+    completion: str = ""
+    forms: tuple[tuple[str, str], ...] = ()
+    answer: str = ""
+    """The answer that `reward.answer_pattern` found; empty if it found none."""
     status: str = ""
     """`ok`, or why there is no reward; empty when there is no result."""
     reward: float = 0.0
@@ -71,7 +76,9 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
             if importlib.util.find_spec(package) is None:
                 fix = f"is not tried: {package} is not installed here; pip install 'pipelinerl[verifier]'"
                 return [], [Lacking(f"{place}reward.scorer", share.reward.scorer, fix)]
-    request = {"recipe": recipe.model_dump(mode="json"), "items": [_item(shares[call.place], call) for call in asked]}
+    forms = [[*call.forms, *([] if call.near_miss else [(call.completion, "")])] for call in asked]
+    items = [_item(shares[call.place], call) for call in asked]
+    request = {"recipe": recipe.model_dump(mode="json"), "items": items, "forms": forms}
     command = [sys.executable, "-m", "services.verifier.rehearsal"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     calls, calling = list[Call](), asked[0]
@@ -103,30 +110,25 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
     for index in range(min(num_rows, there)):
         problem = source.problem(split, index)
         answer = str(problem.reference.get("answer", ""))
-        if answer and share.reward.scorer in _MATHEMATICS:
-            final = final_answer(answer)
-            yield Call(place, problem, _answered(share, final) or answer)
-            for miss in near_misses(final):
-                if completion := _answered(share, miss):
-                    yield Call(place, problem, completion, near_miss=miss)
-        elif answer:
-            yield Call(place, problem, answer)
+        if answer:
+            is_mathematics = share.reward.scorer in _MATHEMATICS
+            final = final_answer(answer) if is_mathematics else answer.strip()
+            yield Call(place, problem, answer, _forms(share, final) if final else ())
+            for miss in near_misses(final) if is_mathematics else ():
+                yield Call(place, problem, forms=_forms(share, miss), near_miss=miss)
         if index == 0 or not answer:
-            yield Call(place, problem, "")
+            yield Call(place, problem)
 
 
-def _answered(share: ProblemSet, answer: str) -> str:
-    """A completion that gives `answer` as the policy has to: in a box, within the text around the group of `answer_pattern`;
-    bare if that takes no box. Empty if it takes neither."""
-    pattern = share.reward.answer_pattern
-    before, _, after = re.sub(r"^\(\?[a-z]+\)|\\[sn][*+?]*| [*+?]", " ", pattern).strip().partition("(")
+def _forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
+    """Completions that give `answer` as the policy has to, each with what `answer_pattern` then finds: mathematics in a box
+    first; within a text that the pattern around its group matches first."""
+    pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
+    pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # the first of what it may be
+    before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
     before, after = (re.sub(r"\\(\W)", r"\1", text) for text in (before, after.rpartition(")")[2]))
-    for form in (rf"\boxed{{{answer}}}", answer):
-        for completion in (f"{before}{form}{after}", form):
-            found = [match[1] for match in re.finditer(pattern, completion)] if pattern else [form]
-            if found and (found[-1] or "").strip() == form:
-                return completion
-    return ""
+    answers = [rf"\boxed{{{answer}}}", answer] if share.reward.scorer in _MATHEMATICS else [answer]
+    return tuple(dict.fromkeys((f"{a}{form}{b}", form) for form, (a, b) in product(answers, [(before, after), ("", "")])))
 
 
 def _item(share: ProblemSet, call: Call) -> dict[str, Any]:
@@ -178,6 +180,9 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
     for what, kind in kinds.items():
         if rewards := [call.reward for call in good if (bool(call.completion), bool(call.near_miss)) == kind]:
             told.append(f"{what} ({len(rewards)}) earn {_between(rewards)}")
+    if share.reward.answer_pattern and (first := next((call for call in good if call.completion), None)):
+        found = repr(first.answer) if first.answer else "nothing"
+        told.append(f"reward.answer_pattern finds {found:.60} in {first.completion!r:.80}")
     seconds = [call.seconds for call in calls]
     told.append(f"{1000 * statistics.median(seconds):.3g} ms a call in the median, {1000 * max(seconds):.3g} at most")
     told += [_failures(calls, failed)] if failed else []
@@ -185,21 +190,25 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """A doubt where no reference answer of a set earns anything. Only those count that are answers by themselves: the scorer
-    takes the bare answer, and `answer_pattern` finds one."""
-    scorer, pattern = share.reward.scorer, share.reward.answer_pattern
-    answers = [call for call in calls if call.completion and call.status == "ok" and re.search(pattern, call.completion)]
-    if answers and (scorer in _BARE or ":" in scorer) and all(call.reward <= 0 for call in answers):
-        told = f"task {share.name}: {answers[0]}, {answers[0].completion!r:.60}, earns {answers[0].reward:g} as the completion"
+    """A doubt if the reference answers of a set earn what an empty text earns, or if none of them earns anything: from such a
+    reward, nothing can be learned. A scorer that takes no bare reference for an answer may give it nothing."""
+    scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
+    answers, earned = [call for call in good if call.completion], {call.reward for call in good}
+    is_same = len(earned) == 1 and len(answers) < len(good)
+    takes_answers = scorer in _BARE or ":" in scorer
+    if answers and ((is_same and (takes_answers or any(earned))) or (takes_answers and max(c.reward for c in answers) <= 0)):
+        first, same = answers[0], ", as an empty text does," if is_same else ""
+        lost = ", in which reward.answer_pattern finds nothing" if share.reward.answer_pattern and not first.answer else ""
+        told = f"task {share.name}: {first}, {first.completion!r:.60}{lost}, earns {first.reward:g}{same} as the completion"
         fix = "correct the reward, its pattern or the answers, unless it asks for more than an answer"
         yield FieldError(f"{place}reward.scorer", scorer, f"{told}, and none of the {len(answers)} tried earns more; {fix}")
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """A doubt for each reference of mathematics that earns no full marks, and for each of its near misses that does."""
-    pattern, scorer, full = share.reward.answer_pattern, share.reward.scorer, dict[str | int, float]()
+    """A doubt for each reference of mathematics that earns no full marks or is a text, and for each near miss that does."""
+    scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
-        if not call.completion or call.status not in ("ok", "bad_reference") or not re.search(pattern, call.completion):
+        if not call.completion or (not call.answer and call.status != "bad_reference"):
             continue
         told, right = f"task {share.name}: {call}", full.setdefault(call.problem.place or id(call.problem), call.reward)
         if call.status == "bad_reference" and not call.near_miss:
@@ -211,6 +220,9 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         elif not call.near_miss and call.reward < share.reward.correct:
             fix = "write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
             yield FieldError(f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; {fix}")
+        elif not call.near_miss and len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
+            fix = "is a text that no policy repeats; leave that line out, or name the field of the answer"
+            yield FieldError(f"{place}reward.scorer", scorer, f"{told}, {call.answer!r:.80}, {fix}")
 
 
 def _between(values: list[float]) -> str:

@@ -161,13 +161,14 @@ class FileSource:
     def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
         self.path = config.path
         distinct: dict[str, Problem] = {}
-        self.repeated: list[Problem] = []
-        """Those that are left out, since their prompt was there before."""
+        self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
+        """Problems that are left out, since their prompt was there before; those of them with another answer."""
         for problem in _problems(config):
-            if distinct.setdefault(problem.question, problem) is not problem:
-                self.repeated.append(problem)
-        self.contradicted = [one for one in self.repeated if _answer(one) != _answer(distinct[one.question])]
-        """Those of them whose answer is another one."""
+            known = distinct.setdefault(problem.question, problem)
+            if known is not problem:
+                self.first_repeated = self.first_repeated or problem.place
+                self.num_repeated += 1
+                self.num_contradicted += _answer(problem) != _answer(known)
         self.problems = list(distinct.values())
         self.unanswered = [one for one in self.problems if not str(one.reference.get("answer", "-")).strip()]
         """Those whose answer is empty."""
@@ -265,7 +266,10 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
         raise BadRow(f"has no field {name!r}, only {', '.join(_fields(row)) or 'an empty object'}", name)
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(only, str | int | float | Decimal) or isinstance(only, bool):
-        raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number")
+        inside = (
+            f", such as {next(_fields(only, f'{name}.'))!r}" if only is value and isinstance(only, Mapping) and only else ""
+        )
+        raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{inside}")
     if not isinstance(only, str) and not isfinite(only):
         raise BadRow(f"field {name!r} is {only}, which is no number; leave the row out")
     return _text(str(only), f"field {name!r}")

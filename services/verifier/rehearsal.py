@@ -1,9 +1,11 @@
 """Rewards of a recipe on completions that it is given: `python -m services.verifier.rehearsal`, before a run loads any model.
 
-Reads one JSON object from standard input: `recipe`, and `items` with the fields of a `VerifyItem`. Scores them one after the
-other in a worker process, as the verifier does, and prints a line of JSON before each (`calling`: its number) and after it
-(`status`, `reward`, `seconds`, `message`): who reads knows what ended it. A start that fails is `{"problem": "..."}`. A task
-whose reward cost its worker gets no further item: each would cost seconds. Serves nothing and logs nothing.
+Reads one JSON object from standard input: `recipe`, `items` with the fields of a `VerifyItem`, and the `forms` of each item:
+completions, each with the answer that the reward has to find in it (empty: any). Scores the items one after the other, in a
+worker process as the verifier does, each with the first form that fits. Prints a line of JSON before each (`calling`: its
+number) and after it (`completion`, `answer`, `status`, `reward`, `seconds`, `message`), so that the reader knows what ended it.
+A start that fails is `{"problem": "..."}`. A task whose reward cost its worker gets no further item: each would cost seconds.
+Serves nothing and logs nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.telemetry.metrics import RunRegistry
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT, VerifyItem
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VERIFY_STATUS_TIMEOUT, VerifyItem
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.pool import DIED, run_pool
+from services.verifier.worker import MESSAGE_CHARACTERS
 
 
-async def rehearse(recipe: Recipe, items: list[VerifyItem]) -> None:
+async def rehearse(recipe: Recipe, items: list[VerifyItem], forms: list[list[tuple[str, str]]]) -> None:
     costly = set[str]()
     metrics = VerifierMetrics(RunRegistry(recipe.name), recipe.problem_sets)
     try:
@@ -35,9 +38,13 @@ async def rehearse(recipe: Recipe, items: list[VerifyItem]) -> None:
                 if item.task in costly:
                     continue
                 _say(calling=number)
-                (result,) = await pool.score([item], lambda _: None)
-                status, reward = status_name(result.status), result.reward
-                _say(status=status, reward=reward, seconds=result.seconds, message=result.message)
+                for completion, wanted in forms[number]:
+                    item.completion_text = completion
+                    (result,) = await pool.score([item], lambda _: None)
+                    if result.status != VERIFY_STATUS_OK or not wanted or result.answer == wanted[:MESSAGE_CHARACTERS]:
+                        told = {name: getattr(result, name) for name in ("reward", "seconds", "message", "answer")}
+                        _say(completion=completion, status=status_name(result.status), **told)
+                        break
                 if result.status == VERIFY_STATUS_TIMEOUT or result.message.startswith(DIED):
                     costly.add(item.task)
     except PipelineRLError as error:
@@ -52,7 +59,7 @@ def main() -> int:
     logging.disable()  # what went wrong is in the results
     asked = json.load(sys.stdin)
     recipe = Recipe.model_validate_json(json.dumps(asked["recipe"]))
-    asyncio.run(rehearse(recipe, [ParseDict(item, VerifyItem()) for item in asked["items"]]))
+    asyncio.run(rehearse(recipe, [ParseDict(item, VerifyItem()) for item in asked["items"]], asked["forms"]))
     return 0
 
 

@@ -90,7 +90,9 @@ def test_every_recipe_field_has_a_meaning() -> None:
 
 
 def test_commands_are_known_and_their_recipes_and_settings_valid() -> None:
-    lines = [line for document in DOCUMENTS for line in _COMMAND.findall(document.read_text(encoding="utf-8"))]
+    lines = [
+        line for document in DOCUMENTS for line in _COMMAND.findall(document.read_text(encoding="utf-8").replace("\\\n", ""))
+    ]
     shipped = {path.stem for path in ROOT.glob("recipes/*.yaml")}
     parsed = [build_parser().parse_args(shlex.split(line)) for line in lines if "SIZE" not in line]
     named = [

@@ -230,19 +230,30 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
     assert code == 0
     assert "sums.jsonl: 3 problems, 2 held out, the longest prompt of 8 tokens\n" in printed
     assert "repeated prompts: 1, the first in line 4; they are left out" in printed
+    assert "reference    line 1: '1'\n" in printed
     assert "rewards      task: reference answers (1) earn 1; empty ones (1) earn 0; " in printed
-    for pattern, is_doubtful in (("(1?)", True), ("#(1)", False)):  # finds nothing behind the 1; is not of a bare answer
+    for pattern, found, earned in (
+        ("(1?)", "nothing in '1'", 0),
+        ("#(1)", "'1' in '#1'", 1),
+        ("(?:#)(2)", "nothing in '1'", 0),
+    ):
         _, printed, _ = pipelinerl("validate", "there.yaml", "--set", file, "--set", f"reward.answer_pattern={pattern}")
-        assert "reference answers (1) earn 0;" in printed
-        doubt = r"reward.scorer = 'task': task sums: the reference answer of line \d, '1', earns 0 as the completion, and none"
-        assert (re.search(doubt, printed) is not None) is is_doubtful
+        assert f"reference answers (1) earn {earned}; empty ones (1) earn 0; reward.answer_pattern finds {found}; " in printed
+        doubt = r"reward.scorer = 'task': task sums: the reference answer of line \d, '1', in which .* finds nothing, earns 0"
+        assert (re.search(doubt, printed) is not None) is not earned
+    last, worked = "task.answer_pattern=#### (.+)", [{**row, "answer": f"{'so ' * 50}\n#### 1"} for row in rows]
+    (workplace / "worked.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in worked))
+    chat = ("--set", file.replace("sums", "worked"), "--set", "task.prompt_style=chat", "--set", last, "--reward-rows", "0")
+    _, printed, _ = pipelinerl("validate", "there.yaml", *chat, "--set", "model.source=smollm2")
+    assert re.search(r"reference    line 1: '1', by task.answer_pattern in 'so so .* so \\n#### 1'\n", printed)
+    assert "model        smollm2, float32" in printed
     tested = [{**row, "answer": "print(1)", "tests": [{"input": "", "output": "1"}]} for row in rows]
     (workplace / "programs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in tested))
     programs = ("--set", file.replace("sums", "programs"), "--set", "reward.scorer=code", "--set", "reward.sandbox=false")
     for pattern, is_doubtful in ((r"(\d)", True), ("", False)):  # cuts the program out of the answer
         _, printed, _ = pipelinerl("validate", "there.yaml", *programs, "--set", f"reward.answer_pattern={pattern}")
         assert f"reference answers (1) earn {int(not is_doubtful)};" in printed
-        assert ("'print(1)', earns 0 as the completion" in printed) is is_doubtful
+        assert ("'print(1)', earns 0, as an empty text does, as the completion" in printed) is is_doubtful
     short = ("--set", "model.max_context=16", "--set", "sampling.max_tokens=4", "--set", "task.instruction=" + "a " * 12)
     _, printed, _ = pipelinerl("validate", "there.yaml", "--set", file, *short)
     assert "its longest prompt, 18 tokens, leaves no room for an answer in model.max_context = 16" in printed

@@ -30,6 +30,8 @@ from pipelinerl.recipe.loading import (
     recipe_yaml,
 )
 from pipelinerl.recipe.preflight import Examination, check_environment, doubts, examine, has_gpu
+from pipelinerl.recipe.rehearsal import Call, unearned
+from pipelinerl.tasks.source import Problem
 from tests.unit.builders import model_folder
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -659,31 +661,90 @@ def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [r"2\sqrt{3}", "so (3, 4)\n#### (3, 4)", "x = 5", r"\frac{1}{", r"2 \cdot 2 - 2"]  # the last one is its first number
+    rows.append("Assume that x is positive. Then the inequality of the two means proves the whole claim for all values.")
     Path("p.jsonl").write_text("".join(json.dumps({"prompt": f"p{row}", "answer": row}) + "\n" for row in rows))
     file, sets = {"source": "jsonl", "path": "p.jsonl"}, []
     for name, scorer, pattern in (
+        ("lines", "exact", r"<answer>\s*(.*)</answer>"),
+        ("either", "exact", r"(?:Answer|ANSWER)[: ]+(.*)"),
         ("plain", "math_boxed", ""),
         ("tagged", "math", r"<answer>(.*?)</answer>"),
         ("digit", "math", r"(\d)"),
     ):
         sets.append({"name": name, "task": file, "reward": {"scorer": scorer, "answer_pattern": pattern}})
-    recipe = recipe_from_data(minimal(evaluation={"sets": sets}), "x")
-    found = examine(recipe, reward_rows=5)
+    recipe, names = recipe_from_data(minimal(evaluation={"sets": sets}), "x"), [one["name"] for one in sets]
+    found = examine(recipe, reward_rows=6)
     assert found.problems == []
-    plain = {call.completion: call.reward for call in found.calls if call.place == "evaluation.sets.0."}
-    right = [r"\boxed{2\sqrt{3}}", r"\boxed{(3, 4)}", r"\boxed{x = 5}", r"\boxed{2 \cdot 2 - 2}", r"\boxed{2}"]
+    of_set = {name: [call for call in found.calls if call.place == f"evaluation.sets.{n}."] for n, name in enumerate(names)}
+    of_lines = {call.completion: (call.answer, call.reward) for call in of_set["lines"] if call.completion}
+    assert of_lines == {f"<answer> {row}</answer>": (row, 1.0) for row in rows}, "one row has two lines"
+    assert {call.completion for call in of_set["either"] if call.reward} == {f"Answer:{row}" for row in rows if "\n" not in row}
+    plain = {call.completion: call.reward for call in of_set["plain"]}
+    right = [
+        r"\boxed{2\sqrt{3}}",
+        r"\boxed{(3, 4)}",
+        r"\boxed{x = 5}",
+        r"\boxed{2 \cdot 2 - 2}",
+        r"\boxed{2}",
+        f"\\boxed{{{rows[-1]}}}",
+    ]
     assert {completion for completion, reward in plain.items() if reward} == set(right)
     assert {r"\boxed{-2\sqrt{3}}", r"\boxed{3}", r"\boxed{(4, 3)}", ""} < plain.keys()
-    assert r"<answer>\boxed{x = 5}</answer>" in {call.completion for call in found.calls if call.place == "evaluation.sets.1."}
+    assert r"<answer>\boxed{x = 5}</answer>" in {call.completion for call in of_set["tagged"]}
     doubts_by_set = [
         [str(doubt) for doubt in doubts(recipe, found) if f"task {name}: " in str(doubt)]
         for name in ("plain", "tagged", "digit")
     ]
     for told in doubts_by_set[:2]:
-        assert sorted(re.search(r"the \w+ answer.* of line \d (?:cannot be marked|earns \d)", line)[0] for line in told) == [
-            "the reference answer of line 4 cannot be marked", "the wrong answer '2' to the problem of line 5 earns 1"
+        said = r"the \w+ answer.* of line \d ?(?:cannot be marked|earns \d|, .*Assume)"
+        assert sorted(re.search(said, line)[0] for line in told) == [
+            "the reference answer of line 4 cannot be marked", "the reference answer of line 6, '\\\\boxed{Assume",
+            "the wrong answer '2' to the problem of line 5 earns 1",
         ]  # fmt: skip
     assert "the reference answer of line 1 earns 0 as '2\\\\sqrt{3}'; write" in "".join(doubts_by_set[2])
+
+
+def test_a_pattern_that_takes_forever_costs_its_timeout(rehearsed: Callable[..., Examination]) -> None:
+    Path("p.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{"a" * 40}"}}\n' for i in (1, 2)))
+    (problem,) = rehearsed("math", answer_pattern=r"(?:\w+)+#(\d)").problems
+    assert "gives no reward in 1 of 1 calls" in str(problem)
+    assert "took more than reward.timeout_s = 0.5 s" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "pattern", "answers", "empty", "said"),
+    [
+        ("my:right", "", (1.0, 1.0), 0.0, ""),
+        ("my:right", "", (1.0, 0.5), 0.5, ""),
+        (
+            "my:constant",
+            "",
+            (0.5, 0.5),
+            0.5,
+            "'4', earns 0.5, as an empty text does, as the completion, and none of the 2 tried",
+        ),
+        ("my:strict", "", (0.0, 0.0), None, "'4', earns 0 as the completion, and none of the 2 tried earns more"),
+        (
+            "exact",
+            r"#+ (\d)",
+            (0.0, 0.0),
+            0.0,
+            "'4', in which reward.answer_pattern finds nothing, earns 0, as an empty text does,",
+        ),
+        ("regex", "", (0.0, 0.0), 0.0, ""),  # the reference is a pattern, and none that it matches is known
+        ("regex", "", (1.0, 1.0), 1.0, "earns 1, as an empty text does"),
+    ],
+)
+def test_a_reward_that_gives_an_empty_text_the_same_is_doubted(
+    scorer: str, pattern: str, answers: tuple[float, float], empty: float | None, said: str
+) -> None:
+    share = recipe_from_data(minimal(reward={"scorer": scorer, "answer_pattern": pattern}), "x").sets_by_place[""]
+    problem = Problem("2+2=", {"answer": "4"}, line=7)
+    calls = [Call("", problem, "4", status="ok", reward=reward) for reward in answers]
+    calls += [] if empty is None else [Call("", problem, status="ok", reward=empty)]
+    doubted = "".join(map(str, unearned("", share, calls)))
+    assert said in doubted
+    assert bool(said) is bool(doubted)
 
 
 def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(

@@ -152,6 +152,15 @@ def test_closing_lines(tmp_path: Path) -> None:
     cut = "\n".join(closing_lines(summary_from_metrics(recipe(), records()) | {"steps_clipped": 2}, run, Ending(75.0)))
     assert "GRADIENT           cut in 2 of 3 steps, so that all are equally long: raise trainer.max_grad_norm" in cut
     assert f"checkpoint         {tmp_path}/checkpoint" in text
+    same, other = [one | {"equal_reward_groups": 1.0} for one in records()], {"equal_reward_groups": 0.5}
+    baseline = recipe_from_data({**recipe().model_dump(), "algorithm": {"advantage": "value"}}, "tiny")
+    for steps, run_recipe, is_told in (
+        (same, recipe(), True),
+        ([*same, same[0] | other], recipe(), False),
+        (same, baseline, False),  # which learns from equal rewards, too
+    ):
+        told = "\n".join(closing_lines(summary_from_metrics(run_recipe, steps), run, Ending(75.0)))
+        assert ("  REWARD             all completions of each prompt earned the same, so nothing" in told) is is_told
     off = summary_from_metrics(recipe(), records()) | {"parity_failures": 2}
     assert (
         "PARITY             2 probes of served against trained policy failed (largest known difference 2e-06 nats): see logs"

@@ -379,6 +379,8 @@ def test_rows_as_dapo_and_verl_have_them_in_parquet(tmp_path: Path) -> None:
         FieldError, match=r"task\.answer_field = 'reward_model\.truth': .*reward_model\.ground_truth, reward_model"
     ):
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model.truth"}), seed=0)
+    with pytest.raises(UserError, match=r"row 1: field 'reward_model' is .* or a number, such as 'reward_model\.ground_truth'"):
+        FileSource(file_task(path, **{**nested, "answer_field": "reward_model"}), seed=0)
     with pytest.raises(FieldError, match=r"task\.prompt_template = 'nothing': .*name one of those that it has: data_source"):
         FileSource(file_task(path, **nested, prompt_template="{nothing}"), seed=0)
 
@@ -422,7 +424,7 @@ def test_a_prompt_that_other_rows_number_otherwise_is_repeated_and_not_contradic
     rows = [{"prompt": prompt, "answer": "4", "extra_info": {"index": n}} for n, prompt in enumerate(("p", "p", "q"))]
     source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows), heldout=1), seed=0)
     assert isinstance(source, FileSource)
-    assert ([one.line for one in source.repeated], source.contradicted) == ([2], [])
+    assert (source.num_repeated, source.first_repeated, source.num_contradicted) == (1, "line 2", 0)
 
 
 def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
@@ -479,8 +481,8 @@ def test_repeated_prompts_and_empty_answers_are_counted_and_a_byte_order_mark_is
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     source = make_source(file_task(path), seed=0)
     assert isinstance(source, FileSource)
-    found = [[one.line for one in problems] for problems in (source.repeated, source.contradicted, source.unanswered)]
-    assert (len(source.problems), found) == (11, [[11, 12], [12], [13]])
+    assert (source.num_repeated, source.first_repeated, source.num_contradicted) == (2, "line 11", 1)
+    assert (len(source.problems), [one.line for one in source.unanswered]) == (11, [13])
 
 
 @given(weights=st.lists(st.floats(0.01, 100) | st.integers(1, 9), min_size=1, max_size=6), start=st.integers(0, 10**9))
