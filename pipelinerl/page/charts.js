@@ -28,12 +28,16 @@ const PrlCharts = (() => {
     return made;
   }
 
-  /* Round values within [low, high], about `count` of them, at least `apart` from each other. */
-  function ticks(low, high, count, apart = 0) {
-    const rough = Math.max(apart, (high - low || 1) / Math.max(1, count));
+  /* A round distance that makes about `count` parts of [low, high]; between whole numbers, a whole one. */
+  function stepOf(low, high, count, whole = false) {
+    const rough = Math.max(whole ? 1 : 0, (high - low || 1) / Math.max(1, count));
     const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
-    const found = [];
+    return [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999 && (!whole || Number.isInteger(s)));
+  }
+
+  /* Multiples of that distance within [low, high]. */
+  function ticks(low, high, count, whole) {
+    const step = stepOf(low, high, count, whole), found = [];
     for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
     return found;
   }
@@ -47,6 +51,9 @@ const PrlCharts = (() => {
     if (size !== 0 && size < 1e-3) return value.toExponential(1);
     return String(Number(value.toPrecision(3)));
   }
+
+  /* A place on a horizontal axis: a step is written out. */
+  const placeText = (value) => (Number.isInteger(value) ? String(value) : number(value));
 
   /* What a reader has at hand in each element that was drawn in: {at: place of the readout, focused}. */
   const reading = new WeakMap();
@@ -168,21 +175,27 @@ const PrlCharts = (() => {
     };
   }
 
-  /* Range of a vertical axis; `low` and `high` fix its ends. Values that are all the same stand between 0 and their double. */
+  /* Range of a vertical axis, from tick to tick; `low` and `high` fix its ends. Values that are all the same stand between 0 and
+   * their double; others are apart by at least as much as the ticks' three digits tell. */
   function extent(values, low, high) {
     let least = low ?? Infinity, most = high ?? -Infinity;
     for (const value of values) { if (low === undefined && value < least) least = value; if (high === undefined && value > most) most = value; }
-    if (most > least) return [least, most];
-    if (high !== undefined) return [high - (Math.abs(high) || 1) * 0.1, high];
-    if (low !== undefined) return [low, low + (Math.abs(low) || 1) * 0.1];
-    return least === 0 ? [0, 1] : [Math.min(0, 2 * least), Math.max(0, 2 * least)];
+    if (most <= least) {
+      if (high !== undefined) least = high - (Math.abs(high) || 1) * 0.1;
+      else if (low !== undefined) most = low + (Math.abs(low) || 1) * 0.1;
+      else [least, most] = least === 0 ? [0, 1] : [Math.min(0, 2 * least), Math.max(0, 2 * least)];
+    }
+    const lacking = Math.max(0, 0.04 * Math.max(Math.abs(least), Math.abs(most)) - (most - least)) / (low === undefined && high === undefined ? 2 : 1);
+    const step = stepOf(least - lacking, most + lacking, 4);
+    const ends = [low ?? Math.floor((least - lacking) / step + 1e-9) * step, high ?? Math.ceil((most + lacking) / step - 1e-9) * step];
+    return ends[0] === least && ends[1] === most ? ends : extent(ends, low, high); // the wider range may have wider steps
   }
 
   /* Range and tick labels of a horizontal axis `width` pixels wide. A single value stands in the middle; whole numbers stay whole. */
   function across(values, width) {
     const low = Math.min(...values), high = Math.max(...values);
     if (low === high) return { low: low - 0.5, high: high + 0.5, marks: [low] };
-    return { low, high, marks: ticks(low, high, width / 90, values.every(Number.isInteger) ? 1 : 0) };
+    return { low, high, marks: ticks(low, high, width / 90, values.every(Number.isInteger)) };
   }
 
   /* Lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots}]; yLow, yHigh fix the range. */
@@ -201,7 +214,7 @@ const PrlCharts = (() => {
       const y = (v) => HEIGHT - PAD.bottom - ((v - yLow) / (yHigh - yLow)) * (HEIGHT - PAD.top - PAD.bottom);
       yAxis(svg, width, yLow, yHigh, y, format);
       for (const tick of marks)
-        svg.append(shape("text", { x: x(tick), y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, number(tick)));
+        svg.append(shape("text", { x: x(tick), y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, placeText(tick)));
       xLabel(svg, width, options.xName || "");
       series.forEach((one, index) => drawSeries(svg, one, known[index], x, y));
       readout(figure, svg, width, positionsOf(series, known, x, format, options.xName || ""));
@@ -223,7 +236,7 @@ const PrlCharts = (() => {
         at.get(px).push({ name: series.length > 1 ? series[index].name : "", color: series[index].color, text: format(py) });
       }
     });
-    return [...at.entries()].sort((a, b) => a[0] - b[0]).map(([px, found]) => ({ x: x(px), lines: found, at: `${xName} ${number(px)}` }));
+    return [...at.entries()].sort((a, b) => a[0] - b[0]).map(([px, found]) => ({ x: x(px), lines: found, at: `${xName} ${placeText(px)}` }));
   }
 
   function summary(known, series, format) {
@@ -278,12 +291,12 @@ const PrlCharts = (() => {
       let labelled = -1;
       for (const value of across(xs, width).marks) {
         const c = xs.findLastIndex((x) => x <= value);
-        if (c > labelled) svg.append(shape("text", { x: PAD.left + (c + 0.5) * w, y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, number(value)));
+        if (c > labelled) svg.append(shape("text", { x: PAD.left + (c + 0.5) * w, y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, placeText(value)));
         labelled = Math.max(labelled, c);
       }
       xLabel(svg, width, options.xName || "");
       readout(figure, svg, width, columns.map((column, c) => ({
-        x: PAD.left + (c + 0.5) * w, at: `${options.xName || ""} ${number(column.x)}`,
+        x: PAD.left + (c + 0.5) * w, at: `${options.xName || ""} ${placeText(column.x)}`,
         lines: Object.entries(column.shares).filter((e) => e[1] > 0.005).map(([row, share]) => ({ name: `${options.rowName || ""} ${row}:`, text: `${Math.round(100 * share)}%` })),
       })));
     });
