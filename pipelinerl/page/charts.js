@@ -28,16 +28,12 @@ const PrlCharts = (() => {
     return made;
   }
 
-  /* A round distance that makes about `count` parts of [low, high]; between whole numbers, a whole one. */
-  function stepOf(low, high, count, whole = false) {
+  /* Round values within [low, high], about `count` of them; `whole` ones if that is true. */
+  function ticks(low, high, count, whole = false) {
     const rough = Math.max(whole ? 1 : 0, (high - low || 1) / Math.max(1, count));
     const power = 10 ** Math.floor(Math.log10(rough));
-    return [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999 && (!whole || Number.isInteger(s)));
-  }
-
-  /* Multiples of that distance within [low, high]. */
-  function ticks(low, high, count, whole) {
-    const step = stepOf(low, high, count, whole), found = [];
+    const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999 && (!whole || Number.isInteger(s)));
+    const found = [];
     for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
     return found;
   }
@@ -52,8 +48,7 @@ const PrlCharts = (() => {
     return String(Number(value.toPrecision(3)));
   }
 
-  /* A place on a horizontal axis: a step is written out. */
-  const placeText = (value) => (Number.isInteger(value) ? String(value) : number(value));
+  const placeText = (value) => (Number.isInteger(value) ? String(value) : number(value)); // a step is written out
 
   /* What a reader has at hand in each element that was drawn in: {at: place of the readout, focused}. */
   const reading = new WeakMap();
@@ -109,7 +104,7 @@ const PrlCharts = (() => {
   }
 
   function yAxis(svg, width, low, high, y, format) {
-    for (const tick of ticks(low, high, 4)) {
+    for (const tick of [low, ...ticks(low, high, 4).filter((one) => one - low > (high - low) / 10)]) { // the lowest value is labelled
       svg.append(shape("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y(tick), y2: y(tick) }));
       svg.append(shape("text", { x: PAD.left - 8, y: y(tick) + 4, "text-anchor": "end" }, format(tick)));
     }
@@ -175,20 +170,16 @@ const PrlCharts = (() => {
     };
   }
 
-  /* Range of a vertical axis, from tick to tick; `low` and `high` fix its ends. Values that are all the same stand between 0 and
-   * their double; others are apart by at least as much as the ticks' three digits tell. */
+  /* Range of a vertical axis; `low` and `high` fix its ends. Values that are all the same stand between 0 and their double, and
+   * others fill it unless labels of three digits would then be the same. */
   function extent(values, low, high) {
     let least = low ?? Infinity, most = high ?? -Infinity;
     for (const value of values) { if (low === undefined && value < least) least = value; if (high === undefined && value > most) most = value; }
-    if (most <= least) {
-      if (high !== undefined) least = high - (Math.abs(high) || 1) * 0.1;
-      else if (low !== undefined) most = low + (Math.abs(low) || 1) * 0.1;
-      else [least, most] = least === 0 ? [0, 1] : [Math.min(0, 2 * least), Math.max(0, 2 * least)];
-    }
-    const lacking = Math.max(0, 0.04 * Math.max(Math.abs(least), Math.abs(most)) - (most - least)) / (low === undefined && high === undefined ? 2 : 1);
-    const step = stepOf(least - lacking, most + lacking, 4);
-    const ends = [low ?? Math.floor((least - lacking) / step + 1e-9) * step, high ?? Math.ceil((most + lacking) / step - 1e-9) * step];
-    return ends[0] === least && ends[1] === most ? ends : extent(ends, low, high); // the wider range may have wider steps
+    const lacking = Math.max(0, 0.04 * Math.max(Math.abs(least), Math.abs(most)) - (most - least));
+    if (most > least) return [low ?? least - lacking / 2, high ?? most + lacking / 2];
+    if (high !== undefined) return [high - (Math.abs(high) || 1) * 0.1, high];
+    if (low !== undefined) return [low, low + (Math.abs(low) || 1) * 0.1];
+    return least === 0 ? [0, 1] : [Math.min(0, 2 * least), Math.max(0, 2 * least)];
   }
 
   /* Range and tick labels of a horizontal axis `width` pixels wide. A single value stands in the middle; whole numbers stay whole. */

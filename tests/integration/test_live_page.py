@@ -171,10 +171,13 @@ async def test_axes_are_labelled_at_their_ends_and_terms_that_are_the_reward_hav
         await reward.locator("svg").focus()
         await page.keyboard.press("ArrowLeft")
         assert await reward.locator(".tip .at").inner_text() == "step 1235"
-        board.step(record(1236, reported={"sums": {"answer": 0.5, "turns": 3.0}}))
+        board.step(record(1236, reward_mean=0.37, reported={"sums": {"answer": 0.5, "turns": 3.0}}))
         await page.clock.run_for(2000)
         await reported.wait_for()
         assert await reported.locator(".legend").inner_text() == "answer\nturns"
+        assert (await reward.locator("svg text[text-anchor=end]").all_text_contents())[:2] == ["0.37", "0.4"], (
+            "the lowest value"
+        )
 
 
 async def test_a_page_without_an_answer_says_so_and_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
