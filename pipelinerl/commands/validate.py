@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipelinerl.commands import Command, add_recipe_arguments
-from pipelinerl.errors import FieldError, Lacking, counted
+from pipelinerl.errors import FieldError, Lacking, counted, one_of
 
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
@@ -90,8 +90,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:
-    """What the user's files hold, as (name, value) rows, and warnings of prompts that leave no room for an
-    answer and of files without a problem."""
+    """What the user's files hold, as (name, value) rows, and warnings of too long prompts and files without any."""
     from pipelinerl.recipe.model_folder import token_counter
     from pipelinerl.recipe.preflight import files_in
     from pipelinerl.tasks.rows import files_at, known_format
@@ -110,8 +109,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
                 fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context = {limit}"
                 warnings.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))
         found = [] if task.source == "hub" else files_at(task.path)
-        kinds = " and ".join(sorted(set(map(known_format, found))))
-        files = f"{len(found):,} {kinds} files, " if len(found) > 1 else ""
+        files = f"{len(found):,} {one_of(sorted(set(map(known_format, found))))} files, " if len(found) > 1 else ""
         known = counted(len(source.problems), "problem")
         rows.append(("data", f"{task.path}: {files}{known}, {source.num_heldout:,} held out{tokens}"))
         giving = {problem.file for problem in source.problems}

@@ -16,16 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from pipelinerl.bus.protocol import RUN_NAME
@@ -39,17 +30,6 @@ Changeable = Annotated[T, _MAY_CHANGE]
 is measured: with another value it would be another run."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-
-
-def _not_float16(reason: str) -> BeforeValidator:
-    """Refuse float16, which lacks the range of float32 and bfloat16, with a reason."""
-
-    def check(value: Any) -> Any:
-        if value == "float16":
-            raise ValueError(reason)
-        return value
-
-    return BeforeValidator(check)
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -186,6 +166,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    @field_validator("dtype", "wire_dtype", mode="before", check_fields=False)
+    @classmethod
+    def _has_the_range_of_training(cls, value: Any) -> Any:
+        if value == "float16":
+            raise ValueError("has too small a range: gradients flush to zero, weights overflow; use bfloat16 or float32")
+        return value
+
 
 class WarmStartConfig(Section):
     """Architecture, demonstrations, supervised training. The context length is `model.max_context`."""
@@ -248,10 +235,7 @@ class ModelConfig(Section):
         "folder is beside this run's. Unused otherwise.",
     )
     revision: str = Field("", description="Commit or tag of a hub model; empty = its default branch.")
-    dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        _not_float16("training has no loss scaling, so that gradients would flush to zero; use bfloat16 or float32"),
-    ] = Field("float32", description="Compute dtype of actor and trainer.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = Field(
         "float32",
         description="Dtype of logits where `dtype` has 16 bits. float32: trainer and actor compute the head's product in "
@@ -811,10 +795,7 @@ class WeightUpdateConfig(Section):
     staging_buffers: Changeable[int] = Field(
         2, ge=1, le=64, description="Chunks an actor holds while it receives; 1 = receive and load in turn."
     )
-    wire_dtype: Annotated[
-        Literal["model", "float32", "bfloat16"],
-        _not_float16("weights would overflow beyond 65,504 and flush to zero; use model, bfloat16 or float32"),
-    ] = Field("model", description="Dtype on the wire.")
+    wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype on the wire.")
     deadline_s: Changeable[float] = Field(60.0, gt=0, description="A member that has not staged a version by then is evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: Changeable[int] = Field(10, ge=0, description="Updates between two parity probes; 0 = off.")

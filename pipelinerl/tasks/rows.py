@@ -33,9 +33,7 @@ LARGEST_UNPACKED = 32 * 2**30
 """Bytes of the lines of one file, so that a small compressed one cannot take any time and memory."""
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst", ".zstd")
-_SPLITS = re.compile(
-    r"(?<![a-z])(?:(?P<train>train|training)|(?P<test>test|testing|eval|evaluation)|val|valid|validation|dev)(?![a-z])"
-)
+_SPLITS = re.compile(r"(?<![a-z])(?:(?P<train>train(ing)?)|(?P<test>test(ing)?|eval(uation)?)|val(id(ation)?)?|dev)(?![a-z])")
 """Words in names of files and folders by which the library `datasets` tells splits apart."""
 
 

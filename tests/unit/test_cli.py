@@ -230,6 +230,12 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
     assert code == 0
     assert "sums.jsonl: 3 problems, 2 held out, the longest prompt of 8 tokens\n" in printed
     assert "repeated prompts: 1, the first in line 4; they are left out" in printed
+    (workplace / "parts").mkdir()
+    for name, kept in (("0.jsonl", rows[:2]), ("1.jsonl", rows[2:3]), ("2.jsonl", [])):
+        (workplace / "parts" / name).write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+    _, told, _ = pipelinerl("validate", "there.yaml", "--set", file.replace("sums.jsonl", "parts"))
+    assert "parts: 3 .jsonl files, 3 problems, 2 held out, the longest prompt of 8 tokens\n" in told
+    assert "task.path = 'parts': 1 file in it, such as parts/2.jsonl, adds no problem; check that it is complete" in told
     assert "rewards      task: reference answers (1) earn 1; empty ones (1) earn 0; " in printed
     for pattern, is_doubtful in (("(1?)", True), ("#(1)", False)):  # finds nothing behind the 1; is not of a bare answer
         _, printed, _ = pipelinerl("validate", "there.yaml", "--set", file, "--set", f"reward.answer_pattern={pattern}")
