@@ -133,7 +133,7 @@ image-check: $(STAMP)  ## Build the verifier's image on Debian packages alone, l
 image-requirements: $(STAMP)  ## Write requirements/images for CPU anew from requirements/cpu.txt and the services' imports
 	@PYTHONPATH=. $(BIN)/python deploy/images/requirements.py
 
-hashes: $(STAMP)  ## Ask pip for the hash of each pin in requirements that has none
+hashes:  ## Ask pip for the hash of each pin in requirements that has none (with the .venv of before)
 	@PYTHONPATH=. $(BIN)/python deploy/images/requirements.py --hashes
 
 BESIDE := $(VENV)/beside

@@ -192,6 +192,7 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     notes = re.findall(r'<div class="note">([^<]+)</div>', body)
     assert notes[-5:] == ["answer 0.5", "said 3", "answer: 41", "reference: 42", "one too few"]
     assert re.search(r"Cut short.{0,60}25%", body), "the tile"
+    assert re.search("– (tokens/s|GiB)", body) is None, "no unit without a number"
     assert names.count("path") >= 7
     assert "Token lag, whole run: 0 25%, 1 0%, 2 0%, 3 75%" in body
     assert "Effective sample size by lag: 0 1, 1 –, 2 –, 3-4 0.5" in body
