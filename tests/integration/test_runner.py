@@ -468,7 +468,7 @@ async def test_a_trainer_that_hangs_does_not_hold_the_stop(tmp_path: Path) -> No
         async with asyncio.timeout(60):
             ended = await ending
     assert (ended.interrupted, newest_checkpoint(run.dir.path)) == (True, None)
-    assert re.search(r"the trainer has not answered and has written nothing for \d s: it hangs", run.printed.getvalue())
+    assert re.search(r"the trainer has not answered and has written nothing for \ds: it hangs", run.printed.getvalue())
 
 
 async def test_a_disk_that_fills_before_the_first_step_is_told_and_ends_the_run(
