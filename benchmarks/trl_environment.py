@@ -17,6 +17,7 @@ from pipelinerl.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path(sys.prefix, "trl")
 REQUIREMENTS = ROOT / "requirements" / "trl.txt"
+_BUILD_TOOLS = ROOT / "requirements" / "images" / "build.txt"
 _INSTALL_TORCH = ROOT / "deploy" / "images" / "install_torch.sh"
 _SHOWN_LINES = 12
 
@@ -29,10 +30,12 @@ def trl_python() -> Path:
     print(f"installing TRL into {FOLDER}, once", file=sys.stderr, flush=True)
     shutil.rmtree(FOLDER, ignore_errors=True)
     quiet = ("--quiet", "--disable-pip-version-check")
+    install = (str(python), "-m", "pip", "install", "--no-deps", "--require-hashes", "--no-build-isolation", *quiet)
     for command in (
         (sys.executable, "-m", "venv", str(FOLDER)),
+        (*install, "-r", str(_BUILD_TOOLS)),
         (str(_INSTALL_TORCH), str(REQUIREMENTS), str(python), *quiet),
-        (str(python), "-m", "pip", "install", "--no-deps", *quiet, "-r", str(REQUIREMENTS)),
+        (*install, "-r", str(REQUIREMENTS)),
     ):
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
@@ -50,4 +53,4 @@ def trl_environment() -> dict[str, str]:
 def pinned(package: str) -> str:
     """Version of a package in it, by the pins."""
     lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))[package]
+    return dict(line.split()[0].split("==") for line in lines if "==" in line and not line.startswith("#"))[package]

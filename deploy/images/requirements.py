@@ -1,18 +1,22 @@
-"""Writes requirements/images/*.txt: what each container installs, pinned, with `pip install --no-deps`.
+"""Writes requirements/images/*.txt: what each container installs, pinned, with `pip install --no-deps --require-hashes`.
 
 Starts from the dependencies and extras in pyproject.toml, adds what those distributions require, and takes the CPU pins from
 requirements/cpu.txt and the installed environment, the CUDA pins from a resolution by pip (docs/images.md has the command).
-It installs nothing and asks no registry.
+With --hashes, it asks pip for the hash of each pin that lacks one, in all files of requirements. It installs nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -58,6 +62,9 @@ CUDA_DIFFERS = {
 }
 """Pinned otherwise in the CUDA images than in requirements/cpu.txt, with the reason."""
 
+PYTHONS = ("3.11", "3.12", "3.13")
+"""A pin has the hash of the file that pip installs under each of these, on the architecture of this machine."""
+
 
 def roots(service: str, flavour: str) -> set[str]:
     """Distributions that pyproject.toml declares for the image, canonical names."""
@@ -95,10 +102,63 @@ def closure(names: Iterable[str], requires: Installed) -> set[str]:
     return {name for name, _ in seen}
 
 
+def hashes_of(text: str) -> dict[str, list[str]]:
+    """The hashes beside each pin `name==version` of a requirements file."""
+    found: dict[str, list[str]] = {}
+    for word in text.replace("\\\n", " ").splitlines():
+        if word and word[0] != "#":
+            pin, *hashes = word.split()
+            found[pin] = [one.removeprefix("--hash=") for one in hashes]
+    return found
+
+
 def pins_of(text: str) -> dict[str, str]:
-    """`name==version` lines of a requirements file, by canonical name."""
-    lines = (line.strip() for line in text.splitlines())
-    return {canonicalize_name(line.split("==")[0]): line for line in lines if line and line[0] != "#"}
+    """The pins `name==version` of a requirements file, by canonical name."""
+    return {canonicalize_name(pin.split("==")[0]): pin for pin in hashes_of(text)}
+
+
+def has_hash(pin: str, file: Path) -> bool:
+    """torch has none beside CPU builds: install_torch.sh takes it from an index of its own, which serves other files."""
+    return not pin.startswith("torch==") or "cuda" in file.name
+
+
+def known_hashes() -> dict[str, list[str]]:
+    """The hashes of every pin in requirements."""
+    texts = (file.read_text() for file in (ROOT / "requirements").rglob("*.txt"))
+    return {pin: hashes for text in texts for pin, hashes in hashes_of(text).items() if hashes}
+
+
+def ask_pip(pins: list[str], python: str) -> dict[str, str]:
+    """The hash of the file that pip would install for each pin. Raises `KeyError` if pip finds another build of a version."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        question = ["--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--target", folder, "--python-version", python]
+        subprocess.run([sys.executable, "-m", "pip", "install", *question, "--report", report, *pins], check=True)
+        items = json.loads(report.read_text())["install"]
+    found = {
+        (canonicalize_name(item["metadata"]["name"]), item["metadata"]["version"]): item["download_info"]["archive_info"]
+        for item in items
+    }
+    return {
+        pin: f"sha256:{found[canonicalize_name(name), version]['hashes']['sha256']}"
+        for pin in pins
+        for name, version in [pin.split("==")]
+    }
+
+
+def write_hashes(file: Path) -> None:
+    """Adds the hashes that a file lacks; its comments and pins stay."""
+    text, known = file.read_text(), known_hashes()
+    if lacking := [pin for pin in hashes_of(text) if pin not in known and has_hash(pin, file)]:
+        answers = [ask_pip(lacking, python) for python in PYTHONS]
+        known |= {pin: list(dict.fromkeys(answer[pin] for answer in answers)) for pin in lacking}
+    lines = re.sub(r"( \\\n +--hash=\S+)+", "", text).splitlines()
+    file.write_text("".join(f"{line}\n" if not line or line[0] == "#" else line_of(line, file, known) for line in lines))
+
+
+def line_of(pin: str, file: Path, known: Mapping[str, list[str]]) -> str:
+    hashes = known.get(pin, []) if has_hash(pin, file) else []
+    return " \\\n    ".join([pin, *(f"--hash={one}" for one in hashes)]) + "\n"
 
 
 def known_pins() -> dict[str, str]:
@@ -142,7 +202,8 @@ def text_of(file: Path, pins: Iterable[str]) -> str:
         f"# What the image {file.stem} installs, with --no-deps. Written by deploy/images/requirements.py;\n"
         "# how to renew it: docs/images.md.\n"
     )
-    return head + "".join(f"{pin}\n" for pin in pins)
+    known = known_hashes()
+    return head + "".join(line_of(pin, file, known) for pin in pins)
 
 
 def write_pins(service: str, flavour: str, pins: Iterable[str]) -> None:
@@ -154,8 +215,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cuda-question", type=Path, metavar="FOLDER", help="only write what pip is to resolve for CUDA")
     parser.add_argument("--cuda-report", type=Path, metavar="FILE", help="pip's answer; write the CUDA files from it")
+    parser.add_argument("--hashes", action="store_true", help="only ask pip for the hashes that any file lacks")
     arguments = parser.parse_args()
-    if arguments.cuda_question:
+    if arguments.hashes:
+        for file in sorted((ROOT / "requirements").rglob("*.txt")):
+            write_hashes(file)
+    elif arguments.cuda_question:
         write_question(arguments.cuda_question)
     elif arguments.cuda_report:
         report = json.loads(arguments.cuda_report.read_text())

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipelinerl.commands import Command, add_recipe_arguments
-from pipelinerl.errors import FieldError, Lacking, counted
+from pipelinerl.errors import FieldError, Lacking, counted, one_of
 
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
@@ -77,7 +77,7 @@ def execute(args: argparse.Namespace) -> int:
         mistakes += [problem for problem in told if problem is not None]
     if mistakes:
         raise RecipeError(recipe.name, mistakes)
-    data, too_long = data_outline(recipe, examined.sources)
+    data, warned = data_outline(recipe, examined.sources)
     shares = recipe.sets_by_place
     called = {place: [call for call in examined.calls if call.place == place] for place in shares}
     titles = {place: f"{share.name}: " if place else "" for place, share in shares.items()}
@@ -86,7 +86,7 @@ def execute(args: argparse.Namespace) -> int:
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
         print(printable(f"  {name:<11}  {value}"))
-    warnings = [*doubts(recipe, examined), *too_long]
+    warnings = [*doubts(recipe, examined), *warned]
     for title, problems in (("warning", warnings), ("not runnable on this machine", examined.problems)):
         if lines := [f"  - {problem}" for problem in problems]:
             print(f"{title}:", *map(printable, lines), sep="\n")
@@ -94,15 +94,15 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:
-    """What the user's files hold, as (name, value) rows, and what is wrong with prompts that leave no room for an answer."""
+    """What the user's files hold, as (name, value) rows, and warnings of too long prompts and files without any."""
     from pipelinerl.recipe.model_folder import token_counter
     from pipelinerl.recipe.preflight import files_in
-    from pipelinerl.tasks.rows import ABSENT, value_in
+    from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
 
-    rows, too_long, limit = [], [], recipe.model.max_context
-    files = list(files_in(sources))
-    count = token_counter(recipe.model) if files else None
-    for place, source in files:
+    rows, warnings, limit = [], [], recipe.model.max_context
+    sets = list(files_in(sources))
+    count = token_counter(recipe.model) if sets else None
+    for place, source in sets:
         task, tokens = recipe.sets_by_place[place].task, ""
         if count is not None and not task.is_episodic:
             in_chat = task.prompt_style == "chat"
@@ -111,14 +111,20 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             tokens = f", the longest prompt of {longest:,} tokens{' without the chat template' if in_chat else ''}"
             if longest >= limit:
                 fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context = {limit}"
-                too_long.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))
+                warnings.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))
+        found = [] if task.source == "hub" else files_at(task.path)
+        files = f"{len(found):,} {one_of(sorted(set(map(known_format, found))))} files, " if len(found) > 1 else ""
         known, name = counted(len(source.problems), "problem"), f"{recipe.sets_by_place[place].name}: " if place else ""
-        rows.append(("data", f"{name}{task.path}: {known}, {source.num_heldout:,} held out{tokens}"))
+        rows.append(("data", f"{name}{task.path}: {files}{known}, {source.num_heldout:,} held out{tokens}"))
         if (reference := (first := source.problems[0]).reference.get("answer")) is not None:
             given = value_in(first.reference.get("row", {}), task.answer_field)
-            found = f", by task.answer_pattern in {_SHORT.repr(given)}" if task.answer_pattern and given is not ABSENT else ""
-            rows.append(("reference", f"{name}{first.place}: {_SHORT.repr(reference)}{found}"))
-    return rows, too_long
+            origin = f", by task.answer_pattern in {_SHORT.repr(given)}" if task.answer_pattern and given is not ABSENT else ""
+            rows.append(("reference", f"{name}{first.place}: {_SHORT.repr(reference)}{origin}"))
+        giving = {problem.file for problem in source.problems}
+        if not task.max_rows and (others := [file for file in found if str(file).removeprefix(task.path) not in giving]):
+            fix = f"{counted(len(others), 'file')} in it, such as {others[0]}, adds no problem; check that it is complete"
+            warnings.append(FieldError(f"{place}task.path", task.path, fix))
+    return rows, warnings
 
 
 def outline(recipe: Recipe) -> list[tuple[str, str]]:

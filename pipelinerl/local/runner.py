@@ -36,6 +36,7 @@ from pipelinerl.local.processes import (
     ServiceDied,
     ServiceProcess,
     bound_log,
+    http_status,
     living_names,
     raise_open_files,
     service_of,
@@ -72,7 +73,7 @@ from pipelinerl.run_dir import checkpoint_bytes as written_bytes
 from pipelinerl.run_summary import is_finished, read_jsonl
 from pipelinerl.service.lifecycle import EXIT_FAILURE
 from pipelinerl.service.logs import printable
-from pipelinerl.service.settings import ServiceAddress, TrainerSettings
+from pipelinerl.service.settings import ServiceAddress, TrainerSettings, read_address
 from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
@@ -87,6 +88,8 @@ _DISK_S = 1.0
 """Between two looks at how much of the disk is free."""
 _UNLEARNED_STEPS = 5
 """So many steps without any signal are worth a warning."""
+_HUNG_AFTER = 10
+"""Times `STOP_WITHIN_S` in which a trainer that stops has to give a sign of life."""
 _SCALED_GRACE_S = 15.0
 """For an actor that is scaled away: it hands over what is finished."""
 _ENDED_GRACE_S = 1.0
@@ -310,7 +313,7 @@ class LocalRun:
     async def _stop(self, kind: str) -> None:
         """Terminates the processes of that kind, those that are being scaled away included."""
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
-        within_s = _ENDED_GRACE_S
+        within_s, watched = _ENDED_GRACE_S, contextlib.nullcontext[None]()
         if any(process.returncode is None for process in running):
             stop_by_s = self._begin_to_stop()  # unless Ctrl-C has
             if kind == NATS:  # the trainer's checkpoint may have taken its time
@@ -318,9 +321,22 @@ class LocalRun:
             within_s = grace_s(kind, stop_by_s - time.monotonic(), self.stop_within_s)
             if kind == TRAINER and self.run_dir.address(TRAINER).is_file():  # before, it has nothing to save
                 within_s = self._checkpoint_within_s + self.stop_within_s
-        await asyncio.gather(*(process.terminate(within_s) for process in running))
+                watched = background(self._kill_hung(running[0]))
+        async with watched:
+            await asyncio.gather(*(process.terminate(within_s) for process in running))
         if kind == NATS:
             self.run_dir.address(NATS).unlink(missing_ok=True)
+
+    async def _kill_hung(self, trainer: ServiceProcess) -> None:
+        """Waits while the trainer answers or writes its checkpoint. One that does neither would hold the stop for an hour."""
+        address, written, seen_s = read_address(trainer.launch.address_file).http, None, time.monotonic()
+        while (quiet_s := time.monotonic() - seen_s) < _HUNG_AFTER * self.stop_within_s:
+            now = checkpoint_under_way(self.run_dir)
+            if now != written or await asyncio.to_thread(http_status, address, "/healthz", 2.0):
+                written, seen_s = now, time.monotonic()
+            await asyncio.sleep(self.refresh_s)
+        self._note(f"the trainer has not answered and has written nothing for {duration(quiet_s)}: it hangs, and is killed")
+        trainer.kill()
 
     def _begin_to_stop(self) -> float:
         """When all that has nothing to save has to be gone."""

@@ -28,11 +28,11 @@ const PrlCharts = (() => {
     return made;
   }
 
-  /* Round values within [low, high], about `count` of them, at least `apart` from each other. */
-  function ticks(low, high, count, apart = 0) {
-    const rough = Math.max(apart, (high - low || 1) / Math.max(1, count));
+  /* Round values within [low, high], about `count` of them; `whole` ones if that is true. */
+  function ticks(low, high, count, whole = false) {
+    const rough = Math.max(whole ? 1 : 0, (high - low || 1) / Math.max(1, count));
     const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+    const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999 && (!whole || Number.isInteger(s)));
     const found = [];
     for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
     return found;
@@ -47,6 +47,8 @@ const PrlCharts = (() => {
     if (size !== 0 && size < 1e-3) return value.toExponential(1);
     return String(Number(value.toPrecision(3)));
   }
+
+  const placeText = (value) => (Number.isInteger(value) ? String(value) : number(value)); // a step is written out
 
   /* What a reader has at hand in each element that was drawn in: {at: place of the readout, focused}. */
   const reading = new WeakMap();
@@ -102,7 +104,7 @@ const PrlCharts = (() => {
   }
 
   function yAxis(svg, width, low, high, y, format) {
-    for (const tick of ticks(low, high, 4)) {
+    for (const tick of [low, ...ticks(low, high, 4).filter((one) => one - low > (high - low) / 10)]) { // the lowest value is labelled
       svg.append(shape("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y(tick), y2: y(tick) }));
       svg.append(shape("text", { x: PAD.left - 8, y: y(tick) + 4, "text-anchor": "end" }, format(tick)));
     }
@@ -168,11 +170,13 @@ const PrlCharts = (() => {
     };
   }
 
-  /* Range of a vertical axis; `low` and `high` fix its ends. Values that are all the same stand between 0 and their double. */
+  /* Range of a vertical axis; `low` and `high` fix its ends. Values that are all the same stand between 0 and their double, and
+   * others fill it unless labels of three digits would then be the same. */
   function extent(values, low, high) {
     let least = low ?? Infinity, most = high ?? -Infinity;
     for (const value of values) { if (low === undefined && value < least) least = value; if (high === undefined && value > most) most = value; }
-    if (most > least) return [least, most];
+    const lacking = Math.max(0, 0.04 * Math.max(Math.abs(least), Math.abs(most)) - (most - least));
+    if (most > least) return [low ?? least - lacking / 2, high ?? most + lacking / 2];
     if (high !== undefined) return [high - (Math.abs(high) || 1) * 0.1, high];
     if (low !== undefined) return [low, low + (Math.abs(low) || 1) * 0.1];
     return least === 0 ? [0, 1] : [Math.min(0, 2 * least), Math.max(0, 2 * least)];
@@ -182,7 +186,7 @@ const PrlCharts = (() => {
   function across(values, width) {
     const low = Math.min(...values), high = Math.max(...values);
     if (low === high) return { low: low - 0.5, high: high + 0.5, marks: [low] };
-    return { low, high, marks: ticks(low, high, width / 90, values.every(Number.isInteger) ? 1 : 0) };
+    return { low, high, marks: ticks(low, high, width / 90, values.every(Number.isInteger)) };
   }
 
   /* Lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots}]; yLow, yHigh fix the range. */
@@ -201,7 +205,7 @@ const PrlCharts = (() => {
       const y = (v) => HEIGHT - PAD.bottom - ((v - yLow) / (yHigh - yLow)) * (HEIGHT - PAD.top - PAD.bottom);
       yAxis(svg, width, yLow, yHigh, y, format);
       for (const tick of marks)
-        svg.append(shape("text", { x: x(tick), y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, number(tick)));
+        svg.append(shape("text", { x: x(tick), y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, placeText(tick)));
       xLabel(svg, width, options.xName || "");
       series.forEach((one, index) => drawSeries(svg, one, known[index], x, y));
       readout(figure, svg, width, positionsOf(series, known, x, format, options.xName || ""));
@@ -223,7 +227,7 @@ const PrlCharts = (() => {
         at.get(px).push({ name: series.length > 1 ? series[index].name : "", color: series[index].color, text: format(py) });
       }
     });
-    return [...at.entries()].sort((a, b) => a[0] - b[0]).map(([px, found]) => ({ x: x(px), lines: found, at: `${xName} ${number(px)}` }));
+    return [...at.entries()].sort((a, b) => a[0] - b[0]).map(([px, found]) => ({ x: x(px), lines: found, at: `${xName} ${placeText(px)}` }));
   }
 
   function summary(known, series, format) {
@@ -278,12 +282,12 @@ const PrlCharts = (() => {
       let labelled = -1;
       for (const value of across(xs, width).marks) {
         const c = xs.findLastIndex((x) => x <= value);
-        if (c > labelled) svg.append(shape("text", { x: PAD.left + (c + 0.5) * w, y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, number(value)));
+        if (c > labelled) svg.append(shape("text", { x: PAD.left + (c + 0.5) * w, y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, placeText(value)));
         labelled = Math.max(labelled, c);
       }
       xLabel(svg, width, options.xName || "");
       readout(figure, svg, width, columns.map((column, c) => ({
-        x: PAD.left + (c + 0.5) * w, at: `${options.xName || ""} ${number(column.x)}`,
+        x: PAD.left + (c + 0.5) * w, at: `${options.xName || ""} ${placeText(column.x)}`,
         lines: Object.entries(column.shares).filter((e) => e[1] > 0.005).map(([row, share]) => ({ name: `${options.rowName || ""} ${row}:`, text: `${Math.round(100 * share)}%` })),
       })));
     });

@@ -20,6 +20,8 @@ const PrlReport = (() => {
   /* starts: the version that each trainer of the run began at. */
   const restarts = (starts) => (starts.length > 1 ? `trainer started again at version ${starts.slice(1).join(", ")}; ` : "");
 
+  const known = (value, text) => (value === null || value === undefined ? "" : text(value));
+
   function summaryTiles(root, data) {
     const s = data.summary, lag = s.lag || {}, ess = s.ess || {}, updates = s.weight_updates || {}, rate = s.tokens_per_s || {};
     const entries = [
@@ -27,7 +29,7 @@ const PrlReport = (() => {
       ["Optimizer steps", number(s.steps), `policy version ${number(s.policy_version)}, ${s.mode || ""} mode; gradient clipped in ${number(s.steps_clipped)}`],
       [s.begun ? `Wall clock since step ${number(s.begun)}` : "Wall clock", duration(s.wall_s), `${restarts(data.starts || [])}trainer busy ${percent(s.trainer_busy_fraction)}, actors ${percent(s.actor_busy_fraction)}`],
       ["Tokens trained", number(s.tokens_trained), `${number(s.tokens_generated)} generated`],
-      ["Trainer", `${number(rate.computed)} tokens/s`, `while it computes${s.mfu_mean === null || s.mfu_mean === undefined ? "" : `, MFU ${percent(s.mfu_mean)}`}; memory ${number(s.memory_peak_gib)} GiB at most`],
+      ["Trainer", known(rate.computed, (v) => `${number(v)} tokens/s`) || "–", `while it computes${known(s.mfu_mean, (v) => `, MFU ${percent(v)}`)}${known(s.memory_peak_gib, (v) => `; memory ${number(v)} GiB at most`)}`],
       ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps; largest by the formula ${number(s.largest_lag)}`],
       ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
       ["Several versions", percent(s.sequences_multi_version_fraction), "of sequences were updated in flight: their tokens are of two or more versions"],

@@ -83,12 +83,19 @@ const PrlViews = (() => {
       return keys.map(([task, name], i) => ({ name: several ? `${task}: ${name}` : name, color: COLOR[i % COLOR.length], dots,
         points: smooth(pick(rows, axis, (one) => (of(one)[task] || {})[name])) }));
     };
+    /* Nothing is drawn of terms that are the reward itself, or where nothing is reported. */
+    const within = (points, at) => points.every(([x, y]) => Math.abs(y - at.get(x)) <= 1e-4 * Math.abs(y));
+    const beside = (root, drawn, options) => {
+      root.hidden = options.series.every((one) => drawn.some((points) => within(one.points, new Map(points))));
+      if (root.hidden) root.replaceChildren(); else lines(root, options);
+    };
+    const earned = [smooth(pick(r, axis, (one) => one.reward_mean)), ...rewards.map((one) => one.points)];
     const ofSets = (one) => Object.fromEntries(Object.entries(one.sets).map(([name, own]) => [name, own.reported || {}]));
     return [
       (root) => lines(root, { title: "Held-out accuracy", sub: "Problems never trained on", series: evaluations, xName: axis.name, format: percent, yLow: 0, yHigh: 1, emptyText: "No evaluation yet" }),
       (root) => lines(root, { title: "Train reward", sub: "Mean over the batch", series: [...noisy("reward", COLOR[0], pick(r, axis, (one) => one.reward_mean)), ...rewards], xName: axis.name }),
-      (root) => lines(root, { title: "Reported in training", sub: "Terms of the reward and environments' metrics, mean over the step", series: reported(r, (one) => one.reported || {}), xName: axis.name }),
-      (root) => lines(root, { title: "Reported on held-out problems", sub: "The same, mean over the answers of an evaluation", series: reported(data.heldout, ofSets, true), xName: axis.name, emptyText: "No evaluation yet" }),
+      (root) => beside(root, earned, { title: "Reported in training", sub: "Terms of the reward and environments' metrics, mean over the step", series: reported(r, (one) => one.reported || {}), xName: axis.name }),
+      (root) => beside(root, evaluations.map((one) => smooth(one.points)), { title: "Reported on held-out problems", sub: "The same, mean over the answers of an evaluation", series: reported(data.heldout, ofSets, true), xName: axis.name }),
       (root) => lines(root, { title: "Entropy", sub: "Of the policy's next token, nats; near zero means it has stopped exploring", series: noisy("entropy", COLOR[0], pick(r, axis, (one) => one.entropy)), xName: axis.name, yLow: 0 }),
       (root) => lines(root, { title: "Gradient norm", sub: clippedNote(r), series: noisy("norm", COLOR[0], pick(r, axis, (one) => one.grad_norm)), xName: axis.name, yLow: 0 }),
     ];
@@ -201,7 +208,7 @@ const PrlViews = (() => {
       for (const place of places) {
         const drawings = place.make(data, axis);
         place.cells.forEach((cell, i) => {
-          if (all || inSight.has(cell)) { stale.delete(cell); drawings[i](cell); } else stale.add(cell);
+          if (all || cell.hidden || inSight.has(cell)) { stale.delete(cell); drawings[i](cell); } else stale.add(cell);
         });
       }
     }

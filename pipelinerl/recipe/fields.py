@@ -166,6 +166,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    @field_validator("dtype", "wire_dtype", mode="before", check_fields=False)
+    @classmethod
+    def _has_the_range_of_training(cls, value: Any) -> Any:
+        if value == "float16":
+            raise ValueError("has too small a range: gradients flush to zero, weights overflow; use bfloat16 or float32")
+        return value
+
 
 class WarmStartConfig(Section):
     """Architecture, demonstrations, supervised training. The context length is `model.max_context`."""
@@ -248,13 +255,6 @@ class ModelConfig(Section):
         "are the template's defaults.",
     )
     warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _has_the_range_of_gradients(cls, value: Any) -> Any:
-        if value == "float16":
-            raise ValueError("training has no loss scaling, so that gradients would flush to zero; use bfloat16 or float32")
-        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -821,13 +821,6 @@ class WeightUpdateConfig(Section):
     join_timeout_s: Changeable[float] = Field(
         600.0, gt=0, description="How long a run waits for its first actors, and then for its first version to be served."
     )
-
-    @field_validator("wire_dtype", mode="before")
-    @classmethod
-    def _has_the_range_of_weights(cls, value: Any) -> Any:
-        if value == "float16":
-            raise ValueError("weights would overflow beyond 65,504 and flush to zero; use model, bfloat16 or float32")
-        return value
 
 
 class EvaluationConfig(Section):

@@ -11,6 +11,7 @@ import glob
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError, one_of
+from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError, counted, one_of
 from pipelinerl.recipe.fields import TaskConfig
 
 ABSENT = object()
@@ -32,6 +33,8 @@ LARGEST_UNPACKED = 32 * 2**30
 """Bytes of the lines of one file, so that a small compressed one cannot take any time and memory."""
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst", ".zstd")
+_SPLITS = re.compile(r"(?<![a-z])(?:(?P<train>train(ing)?)|(?P<test>test(ing)?|eval(uation)?)|val(id(ation)?)?|dev)(?![a-z])")
+"""Words in names of files and folders by which the library `datasets` tells splits apart."""
 
 
 class BadRow(Exception):
@@ -81,33 +84,53 @@ def rows_of(config: TaskConfig) -> Iterator[Row]:
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the files that a file name, a folder or a glob pattern stands for, sorted. Raises `FieldError`."""
+    """Return the files that a file name, a folder or a glob pattern stands for, sorted. Raises `FieldError`, also for a folder
+    whose files have several formats, or are of several splits: nobody says then which of them are the problems."""
     given = Path(path)
     if given.is_dir():
-        names = [file.relative_to(given) for file in sorted(given.rglob("*"))]
-        found = [given / name for name in names if _format(name) and not any(part.startswith(".") for part in name.parts)]
+        found = [
+            file for file in sorted(given.rglob("*")) if known_format(file) and file.is_file() and not _is_hidden(file, given)
+        ]
         lacking = f"this folder holds no {one_of(_FORMATS)} file"
+        _check_alike(given, found)
     else:
         found = [given] if given.is_file() else [Path(name) for name in sorted(glob.glob(path, recursive=True))]
         lacking = f"there is no such file{'' if given.is_absolute() else f' in {Path.cwd()}'}"
     found = [file for file in found if file.is_file()]
     if not found:
         raise FieldError("task.path", path, lacking)
-    if other := [file for file in found if not _format(file)]:
+    if other := [file for file in found if not known_format(file)]:
         fix = f"give a {one_of(_FORMATS)} file, or one of these compressed as .gz or .zst"
         raise FieldError("task.path", str(other[0]), fix)
     return found
 
 
-def _format(path: Path) -> str:
-    """Return the ending that says how the file is read, or nothing."""
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _check_alike(folder: Path, files: list[Path]) -> None:
+    """Raise `FieldError` if the files have several formats or, by their names, are of several splits."""
+    names = [str(file.relative_to(folder)) for file in files]
+    words = [_SPLITS.search(name.lower()) for name in names]
+    for kinds in ([known_format(file) for file in files], [word and (word.lastgroup or "validation") for word in words]):
+        first = {kind: name for kind, name in zip(reversed(kinds), reversed(names), strict=True) if kind}
+        if len(first) > 1:
+            told = ", ".join(f"{kind} ({counted(kinds.count(kind), 'file')}, such as {first[kind]})" for kind in sorted(first))
+            pattern = folder / "**" / f"*{max(sorted(first), key=kinds.count)}*"
+            fix = f"this folder holds {told}; name one by its folder or a pattern, such as {pattern}"
+            raise FieldError("task.path", str(folder), fix)
+
+
+def known_format(path: Path) -> str:
+    """Return the format that a file's name tells, without its compression; empty if it is none of those that can be read."""
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
     return suffixes[-1] if suffixes and suffixes[-1] in _FORMATS else ""
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
     readers = {".parquet": _parquet_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".json": _json_rows}
-    name, kind = str(path), _format(path)
+    name, kind = str(path), known_format(path)
     unit = {".parquet": "row", ".json": "entry"}.get(kind, "line")
     try:
         with _opened(path) as stream:
@@ -203,7 +226,7 @@ def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Valu
                 raise UserError(f"{path}, line {number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
     csv.field_size_limit(LONGEST_LINE)
-    delimiter = "\t" if _format(path) == ".tsv" else ","
+    delimiter = "\t" if known_format(path) == ".tsv" else ","
     reader, first = csv.reader(lines(), delimiter=delimiter, strict=True), 1
     header: list[str] | None = None
     try:
@@ -254,16 +277,16 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     is not fetched whole. Where the hub cannot be reached, the cache alone is asked."""
     try:
         import datasets
-        import huggingface_hub
     except ImportError as error:
         raise MissingPackage("task.source = 'hub' needs the library datasets: pip install 'pipelinerl[trainer]'") from error
     where = "/".join(filter(None, (config.path, config.subset, config.split)))
     datasets.disable_progress_bars()
     is_folder = Path(config.path).is_dir()
     commit = None if is_folder else _commit(config)
-    was_offline = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
-    if not is_folder and commit is None:
-        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True  # spares half a minute of retries
+    was_offline = datasets.config.HF_HUB_OFFLINE
+    # This spares half a minute of retries. `load_dataset` has no argument for it, and the environment is read at import, before
+    # anybody knows whether the hub answers.
+    datasets.config.HF_HUB_OFFLINE = was_offline or not (is_folder or commit)
     try:
         found = datasets.load_dataset(
             config.path,
@@ -282,7 +305,7 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     except Exception as error:  # the library and those below it have no common base of their errors
         raise _hub_error(config, error) from error
     finally:
-        datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = was_offline
+        datasets.config.HF_HUB_OFFLINE = was_offline
 
 
 def _is_media(kind: Any) -> bool:

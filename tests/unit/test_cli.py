@@ -231,6 +231,12 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
     assert "sums.jsonl: 3 problems, 2 held out, the longest prompt of 8 tokens\n" in printed
     assert "repeated prompts: 1, the first in line 4; they are left out" in printed
     assert "reference    line 1: '1'\n" in printed
+    (workplace / "parts").mkdir()
+    for name, kept in (("0.jsonl", rows[:2]), ("1.jsonl", rows[2:3]), ("2.jsonl", [])):
+        (workplace / "parts" / name).write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+    _, told, _ = pipelinerl("validate", "there.yaml", "--set", file.replace("sums.jsonl", "parts"))
+    assert "parts: 3 .jsonl files, 3 problems, 2 held out, the longest prompt of 8 tokens\n" in told
+    assert "task.path = 'parts': 1 file in it, such as parts/2.jsonl, adds no problem; check that it is complete" in told
     assert "rewards      task: reference answers (1) earn 1; empty ones (1) earn 0; " in printed
     for pattern, found, earned in (
         ("(1?)", "nothing in '1'", 0),

@@ -187,7 +187,9 @@ def test_a_sample_of_an_episode_has_its_turns_and_what_it_observed_branch_by_bra
     }
     assert (second["prompt"], second["spans"]) == ("cc", [[0, 0, 1]])
     assert second["parts"] == [{**known, "start": 0, "end": 1, "text": "a", "tokens": ["a"], "weights": [0.1235]}]
-    assert (line["prompt"], line["tokens"], line["weights"]) == ("the problem", None, None)
+    assert (line["prompt"], line["tokens"], line["weights"]) == ("abc", None, None), "what the policy saw, as of single turns"
+    assert heldout_sample(8, one, letters_tokenizer())["prompt"] == "abc"
+    assert trained_sample(8, one, None, None)["prompt"] == "the problem"
     bare = without_tokens(line)
     assert {(part.get("tokens"), part.get("weights")) for own in bare["branches"] for part in own["parts"]} == {(None, None)}
     assert [[part["text"] for part in own["parts"]] for own in bare["branches"]] == [["ab", "ca", "b"], ["a"]]

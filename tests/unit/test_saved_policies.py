@@ -18,6 +18,7 @@ from benchmarks.saved_runs import BESIDE_PRODUCT, Run, judged, lags, product_cod
 from benchmarks.side_comparison import SideRun, curve
 from benchmarks.trl_environment import pinned
 from benchmarks.versus_trl import TrlSettings, check_equivalent, loss_scale
+from deploy.images.requirements import hashes_of
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe
 from services.trainer.warmstart.supervised import character_tokenizer
@@ -154,7 +155,7 @@ def test_other_code_is_known_by_its_digits(tmp_path: Path) -> None:
 
 
 def test_both_environments_have_the_same_torch_and_rewards() -> None:
-    ours = (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8").splitlines()
+    ours = hashes_of((ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8"))
     for package in ("torch", "reasoning_gym", "mpmath", "pydantic"):
         assert f"{package}=={pinned(package)}" in ours
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -339,18 +340,41 @@ def test_what_is_wrong_with_a_file_of_another_form_is_named(name: str, content: 
 def test_a_folder_and_a_pattern_are_all_their_files_and_mistakes_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
-    (tmp_path / "more" / "b.csv").write_bytes(as_csv(ROWS[3:6]))
-    (tmp_path / "README.md").write_text("not data")
-    for path, expected in ((tmp_path, 6), (tmp_path / "*.jsonl", 3), (tmp_path / "**" / "*.csv", 3)):
+    write_jsonl(tmp_path / "more" / "b.jsonl", ROWS[3:6])
+    for name in ("README.md", "_SUCCESS", "a.jsonl.sha256", "more/.part-0.jsonl"):
+        (tmp_path / name).write_text("not data")
+    for path, expected in ((tmp_path, 6), (tmp_path / "*.jsonl", 3), (tmp_path / "**" / "b.*", 3)):
         assert len(FileSource(file_task(path, heldout=1), seed=0).problems) == expected
     assert len(FileSource(file_task(tmp_path, heldout=1, max_rows=4), seed=0).problems) == 4
-    assert FileSource(file_task(tmp_path, heldout=1), seed=0).problems[-1].place == "line 4 of /more/b.csv"
+    assert FileSource(file_task(tmp_path, heldout=1), seed=0).problems[-1].place == "line 3 of /more/b.jsonl"
     (tmp_path / "more" / "c.csv").write_bytes(b"prompt,answer\n,1\n")
     with pytest.raises(UserError, match=r"more/c\.csv, line 2: field 'prompt' is empty"):
+        FileSource(file_task(tmp_path / "more" / "*.csv", heldout=1), seed=0)
+    several = r"this folder holds \.csv \(1 file, such as more/c\.csv\), \.jsonl \(2 files, such as a\.jsonl\); name one by its"
+    with pytest.raises(FieldError, match=several + r" folder or a pattern, such as .*\*\*/\*\.jsonl\*"):
         FileSource(file_task(tmp_path, heldout=1), seed=0)
     (tmp_path / "none").mkdir()
     with pytest.raises(FieldError, match=r"task\.path = .*none'?: this folder holds no \.jsonl"):
         FileSource(file_task(tmp_path / "none"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("train/0.jsonl", "Test/0.jsonl"), "test (1 file, such as Test/0.jsonl), train (1 file"),
+        (("set-train-0.jsonl", "set-train-1.jsonl", "set-val-0.jsonl"), "train (2 files"),
+        (("latest.jsonl", "trained.jsonl", "train.jsonl"), ""),
+    ],
+)
+def test_a_folder_that_holds_a_test_set_too_is_refused(tmp_path: Path, names: tuple[str, ...], told: str) -> None:
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name, [{"prompt": name, "answer": str(number)}])
+    if told:
+        with pytest.raises(FieldError, match=re.escape(f"this folder holds {told}")):
+            FileSource(file_task(tmp_path, heldout=1), seed=0)
+    else:
+        assert len(FileSource(file_task(tmp_path, heldout=1), seed=0).problems) == 3
 
 
 def test_rows_as_dapo_and_verl_have_them_in_parquet(tmp_path: Path) -> None:

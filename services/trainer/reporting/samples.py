@@ -65,7 +65,9 @@ def _told(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights
     }
     digits = None if weights is None else [float(f"{one:.4g}") for one in weights]
     if sequence.turns:
-        return sample | {"tokens": None, "weights": None, "branches": _branches(sequence, tokenizer, digits)}
+        branches = _branches(sequence, tokenizer, digits)
+        prompt = branches[0]["prompt"] or sequence.prompt_text
+        return sample | {"prompt": prompt, "tokens": None, "weights": None, "branches": branches}
     tokens = token_pieces(tokenizer, sequence.completion_token_ids, sequence.completion_text, MOST_TOKENS)
     return sample | {"tokens": tokens, "weights": digits and digits[:MOST_TOKENS]}
 
