@@ -1,16 +1,13 @@
-"""What of a LoRA update actors serve in bfloat16, with the real learner at the recommended settings and a real vLLM engine; and
-what adapters cost decoding.
+"""What of a LoRA update actors serve in bfloat16, with the real learner at the recommended settings and a real vLLM engine.
 
-    python -m benchmarks.adapters [--only shares|decoding] [--steps 1 3 10] [--groups 5] [--rounds 5] [--output FILE]
+    python -m benchmarks.adapters [--steps 1 3 10] [--groups 5] [--output FILE]
 
 The warm-started model of `repeated-addition` learns in bfloat16 with `trainer.lora.rank` 16 at learning rate 1e-5, each step
-from the same answers, which the engine has sampled. After some steps the tokens of these answers are scored by the engine, by
-the trainer, by the trainer with the adapters merged into bfloat16 weights, and by a float32 copy of the adapted policy. The
-change of a token's log-probability since version 0 in float32 is the effect e; `effect_nats` is its root mean square. A side
-that changes by d has <d, e> / |e|² of it, so that rounding that has nothing to do with the update drops out. The errors are
-standard errors by bootstrap over sequences.
-
-Decoding: two engines, with adapters and without, sample the same number of tokens in turn.
+from the same answers, which the engine has sampled, with random rewards. After some steps the tokens of these answers are
+scored by the engine, by the trainer, by the trainer with the adapters merged into bfloat16 weights, and by a float32 copy of
+the adapted policy. The change of a token's log-probability since version 0 in float32 is the effect e; `effect_nats` is its
+root mean square. A side that changes by d has <d, e> / |e|² of it, so that rounding that has nothing to do with the update
+drops out. The errors are standard errors by bootstrap over sequences.
 """
 
 from __future__ import annotations
@@ -20,9 +17,6 @@ import asyncio
 import copy
 import json
 import os
-import re
-import statistics
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -47,11 +41,11 @@ if TYPE_CHECKING:
 
 NAME = "adapters"
 RESULT = Path(__file__).parent / "results" / f"{NAME}.json"
-BFLOAT16 = ["model.dtype=bfloat16", "trainer.learning_rate=1e-5", "trainer.warmup_steps=0"]
-SHORT = ["task.config.max_times=6", "sampling.max_tokens=64"]
-"""Of the answers: a CPU without bfloat16 instructions takes ten milliseconds for each of their tokens."""
-LORA = ["trainer.lora.rank=16"]
-DECODED_TOKENS, DECODED_AT_ONCE = 64, 16
+SETTINGS = [
+    *("model.dtype=bfloat16", "trainer.lora.rank=16", "trainer.learning_rate=1e-5", "trainer.warmup_steps=0"),
+    *("task.config.max_times=6", "sampling.max_tokens=64"),
+]
+"""With short answers: a CPU without bfloat16 instructions takes ten milliseconds for each of their tokens."""
 HOST, TIMEOUT_S = "127.0.0.1", 60.0
 RESAMPLES = 1000
 SIDES = ("actor", "trainer", "merged", "exact")
@@ -97,7 +91,7 @@ class Updates:
 
 
 async def sampled_group(engine: VllmEngine, problem: EncodedProblem, recipe: Recipe) -> TrainingGroup:
-    """Answers to one problem. Reward 1: the last number is that of the reference."""
+    """Answers to one problem. Rewards are drawn at random, so that every group has a gradient."""
     from pipelinerl.rl.groups import group_advantages
     from services.actor.engine import GenerationRequest
     from services.trainer.learn.batch import TrainingGroup
@@ -108,9 +102,8 @@ async def sampled_group(engine: VllmEngine, problem: EncodedProblem, recipe: Rec
         GenerationRequest(f"{name}.{index}", problem.prompt_token_ids, sampling, seed=1000 * problem.index + index + 1)
         for index in range(size)
     ]
-    sequences = []
+    sequences, drawn = [], np.random.default_rng(problem.index).normal(size=size)
     for index, made in enumerate(await asyncio.gather(*map(engine.generate, requests))):
-        numbers = re.findall(r"-?\d+", engine.decode(made.completion_token_ids))
         sequences.append(
             Sequence(
                 run=NAME,
@@ -123,7 +116,7 @@ async def sampled_group(engine: VllmEngine, problem: EncodedProblem, recipe: Rec
                 completion_token_ids=made.completion_token_ids,
                 behaviour_logprobs=made.behaviour_logprobs,
                 spans=made.spans,
-                reward=float(numbers[-1:] == re.findall(r"-?\d+", problem.reference_json)[-1:]),
+                reward=float(drawn[index]),
             )
         )
     rewards = [sequence.reward for sequence in sequences]
@@ -218,57 +211,21 @@ async def measure_shares(recipe: Recipe, folder: str, steps: list[int], num_grou
     return rows
 
 
-async def measure_decoding(recipes: Mapping[str, Recipe], folder: str, rounds: int) -> dict[str, Any]:
-    """Tokens per second of each engine, and the median ratio of neighbouring rounds."""
-    from services.actor.engine import GenerationRequest
-    from services.actor.vllm_engine import start_engine
-
-    async def round_of(engine: VllmEngine, number: int) -> float:
-        prompts = np.random.default_rng(number).integers(3, engine.vocab_size, (DECODED_AT_ONCE, 8), dtype=np.int32)
-        sampling, began_s = SamplingParams(max_tokens=DECODED_TOKENS), time.perf_counter()
-        requests = [GenerationRequest(f"{number}.{index}", prompt, sampling) for index, prompt in enumerate(prompts)]
-        made = await asyncio.gather(*map(engine.generate, requests))
-        return sum(len(one.completion_token_ids) for one in made) / (time.perf_counter() - began_s)
-
-    async with start_engine(recipes["adapters"], folder) as adapted, start_engine(recipes["plain"], folder) as plain:
-        rates: dict[str, list[float]] = {"adapters": [], "plain": []}
-        for number in range(-1, rounds):
-            pair = [("adapters", adapted), ("plain", plain)]
-            for name, engine in pair if number % 2 else pair[::-1]:
-                rate = await round_of(engine, number + 1)
-                if number >= 0:
-                    rates[name].append(rate)
-    ratios = [with_them / without for with_them, without in zip(rates["adapters"], rates["plain"], strict=True)]
-    found = {f"{name}_tokens_per_s": round(statistics.median(of), 1) for name, of in rates.items()}
-    return found | {"ratio": round(statistics.median(ratios), 3), "ratios": [round(ratio, 3) for ratio in ratios]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("shares", "decoding"), help="one measurement; the other's result is kept")
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 3, 10], help="optimizer steps after which is measured")
     parser.add_argument("--groups", type=int, default=5, help="problems, of eight answers each")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of decoding on each engine")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    cores, path = available_cores(), arguments.output
+    cores = available_cores()
     # Before torch is imported anywhere: vLLM's engine process inherits it.
     os.environ.update(plan_threads(cores, num_actors=1).actor_env() | {"VLLM_LOGGING_LEVEL": "WARNING"})
     folder = initial_policy(load_recipe("repeated-addition"))
-
-    def recipe(*changes: str) -> Recipe:
-        changed = load_recipe("repeated-addition", [*BFLOAT16, *changes])
-        model = changed.model.model_copy(update={"source": "path", "name": folder, "warmstart": None})
-        return changed.model_copy(update={"model": model})
-
-    result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": [], "decoding": {}}
-    if arguments.only != "decoding":
-        result["rows"] = asyncio.run(measure_shares(recipe(*SHORT, *LORA), folder, arguments.steps, arguments.groups))
-    if arguments.only != "shares":
-        recipes = {"adapters": recipe(*LORA), "plain": recipe()}
-        result["decoding"] = asyncio.run(measure_decoding(recipes, folder, arguments.rounds))
-        print(json.dumps(result["decoding"]), flush=True)
-    write_result(path, {"benchmark": NAME, "machine": {"cores": cores}, **result})
+    recipe = load_recipe("repeated-addition", SETTINGS)
+    model = recipe.model.model_copy(update={"source": "path", "name": folder, "warmstart": None})
+    recipe = recipe.model_copy(update={"model": model})
+    rows = asyncio.run(measure_shares(recipe, folder, arguments.steps, arguments.groups))
+    write_result(arguments.output, {"benchmark": NAME, "machine": {"cores": cores}, "rows": rows})
 
 
 if __name__ == "__main__":
