@@ -89,6 +89,8 @@ class OptimizerLoop:
         """Writes the record of the step that was computed last, unless that is done."""
         self._batch_at = time.monotonic()
         """When the last step got its batch."""
+        self._base: Logprobs | None = None
+        """Of the probe, without adapters, or before this process has taken a step: from where the policy's change counts."""
         self._carried_s: dict[str, float] = {}
         """Of the next step's record: what the end of the last one took."""
         self._passed_over = False
@@ -271,10 +273,11 @@ class OptimizerLoop:
 
     async def _check_policy(self) -> None:
         """Compares the first version that is served, before anything is trained. Raises `FieldError` for another policy."""
+        self._base = await self._probe_scores(adapters=False)
         if (trained := await self._probe_scores()) is None:
             return
         for _ in range(FIRST_PROBES):  # an actor may have died meanwhile
-            if (parity := await self._evaluator.parity(self.version, trained)) is not None:
+            if (parity := await self._evaluator.parity(self.version, trained, self._base)) is not None:
                 break
             await self._updater.all_served()
         else:
@@ -288,11 +291,13 @@ class OptimizerLoop:
             )
             raise FieldError("weights.probe_tolerance", self._evaluator.tolerance, fix)
 
-    async def _probe_scores(self) -> Logprobs | None:
+    async def _probe_scores(self, *, adapters: bool = True) -> Logprobs | None:
         """The trainer's own log-probabilities of the probe; None where it is off."""
         if self._recipe.weights.probe_every == 0:
             return None
-        scores: Logprobs = await self._in_compute(self._policy.learner.score, self._evaluator.probe)
+        scores: Logprobs = await self._in_compute(
+            functools.partial(self._policy.learner.score, adapters=adapters), self._evaluator.probe
+        )
         return scores
 
     async def _measure(self, *, evaluate: bool, probe: bool = True) -> None:
@@ -309,7 +314,7 @@ class OptimizerLoop:
         """Probe and evaluation of one version; `trained` are the trainer's own log-probabilities of the probe."""
         async with self._updater.hold_when_served(version):
             began_at = time.monotonic()
-            if trained is not None and (parity := await self._evaluator.parity(version, trained)) is not None:
+            if trained is not None and (parity := await self._evaluator.parity(version, trained, self._base)) is not None:
                 self._recorder.parity(parity)
                 if parity.problems and self._recipe.weights.stop_on_mismatch:
                     raise FieldError("weights.stop_on_mismatch", True, "; ".join(parity.problems))

@@ -62,7 +62,7 @@ def carry_out(order: Message, learner: Learner) -> None:
             fields = {"memory_peak_gib": figures["memory_peak_gib"]}
             world.links.send(Message("result", fields, {"values": values}), 0)
     elif order.kind == SCORE:
-        learner.score(order.arrays["token_ids"])
+        learner.score(order.arrays["token_ids"], adapters=bool(order.arrays["adapters"]))
     elif order.kind in (WEIGHTS, ADAPTER, VALUE_HEAD):
         for _ in learner.gather(order.kind):
             pass

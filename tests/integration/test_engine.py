@@ -25,6 +25,7 @@ from pipelinerl.transfer.manifest import build_manifest
 from services.actor.engine import Generation, GenerationRequest
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.client import WeightLoading
+from services.trainer.data.evaluation import TOLERANCE_16_BIT, Scored, compare
 from services.trainer.distributed.world import ADAPTER, WEIGHTS
 from services.trainer.learn.batch import token_row
 from services.trainer.learn.lora import layer_adapters
@@ -277,11 +278,23 @@ async def check_small_updates(run: Running, learner: Learner) -> None:
             kept, whole = kept + (merged * change).sum().item(), whole + (change * change).sum().item()
         assert kept / whole < most_merged, "merging would do"
         await run.update(version)
-        served, trained, full = (after - old for after, old in zip(await scored(), before, strict=True))
+        after = await scored()
+        served, trained, full = (now - old for now, old in zip(after, before, strict=True))
         assert served @ full >= 0.95 * (trained @ full)
         assert trained @ full >= 0.95 * (served @ full)
         assert served @ full >= least_of_exact * (full @ full)
         assert np.sqrt(np.mean(full**2)) > 0.02
+    assert not parity_problems(run, after, before)
+    run.sent = lambda: ((name, tensor / 2 if "lora_B" in name else tensor) for name, tensor in learner.gather(ADAPTER))
+    await run.update(V[3])  # at half scale
+    (problem,) = parity_problems(run, await scored(), before)
+    assert "of what training has changed in the log-probabilities is served" in problem
+
+
+def parity_problems(run: Running, scores: list[np.ndarray], before: list[np.ndarray]) -> tuple[str, ...]:
+    """What the probe says of 1,000 tokens; the trainer's without adapters are those of version 0."""
+    scored = Scored(scores[0].astype(np.float32), V[3], run.loading[-1].mode)
+    return compare({"a": scored}, scores[1], TOLERANCE_16_BIT, of_median=True, base=before[1]).problems
 
 
 async def test_a_stop_while_vllm_starts_leaves_no_process(tmp_path: Path) -> None:

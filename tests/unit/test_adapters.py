@@ -113,6 +113,36 @@ def test_each_part_of_a_fused_layer_gets_its_own_product(config: Any, rslora: bo
     assert addresses == [(place.method.a.data_ptr(), place.method.b.data_ptr()) for place in places.values()]
 
 
+def test_two_tensor_parallel_ranks_have_the_whole_product_between_them(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has one of two heads of queries, the one head of keys and values, and three of six rows of gate and up; its part
+    of down's inputs gives a sum."""
+    from vllm.model_executor.layers import linear
+
+    x, sent = torch.randn(5, IN, generator=torch.Generator().manual_seed(2)), factors(rank=4)
+    product = {n: x[:, : sent[f"{n}.a"].shape[1]] @ sent[f"{n}.a"].T @ sent[f"{n}.b"].T * 1.5 for n in OUT}
+    summed = torch.zeros(5, 8)
+    monkeypatch.setattr(linear, "get_tensor_model_parallel_world_size", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(linear, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        model, inner = Served(), slice(3 * rank, 3 * rank + 3)
+        loader = AdapterLoader(model, installed(model, rank=4, alpha=6.0), manifest_of(sent, 1.5))
+        loader.check(manifest_of(sent, 1.5))
+        loader.load(sent.items())
+        loader.swap()
+        inputs = {"qkv_proj": x, "gate_up_proj": x, "down_proj": x[:, :6][:, inner]}
+        plain = {name: nn.functional.linear(of, *model.weights[name]) for name, of in inputs.items()}
+        changes = {name: change(getattr(model, name), of, plain[name]) for name, of in inputs.items()}
+        queries = product["q_proj"][:, 4 * rank : 4 * rank + 4]
+        expected = {
+            "qkv_proj": torch.cat([queries, product["k_proj"], product["v_proj"]], -1),
+            "gate_up_proj": torch.cat([product["gate_proj"][:, inner], product["up_proj"][:, inner]], -1),
+        }
+        for name, values in expected.items():
+            torch.testing.assert_close(changes[name], values, atol=1e-4, rtol=1e-4)
+        summed += changes["down_proj"]
+    torch.testing.assert_close(summed, product["down_proj"], atol=1e-4, rtol=1e-4)
+
+
 def test_only_targets_are_wrapped_and_a_fused_layer_may_have_one_adapted_part(config: Any) -> None:
     model, x = Served(), torch.randn(5, IN, generator=torch.Generator().manual_seed(2))
     places = installed(model, rank=4, alpha=4.0, target_modules=["k_proj"])

@@ -25,6 +25,7 @@ from services.trainer.data.evaluation import (
     is_right,
     judge,
     probe_tolerance,
+    served_share,
 )
 from services.trainer.data.feeder import EncodedProblem, sampling_of
 from tests.unit.builders import make_problem, make_recipe
@@ -251,6 +252,41 @@ def test_the_tolerance_is_that_of_the_coarsest_dtype_unless_the_recipe_says(
 ) -> None:
     model = {"source": "path", "name": "nowhere", "max_context": 64, "dtype": dtype}
     assert probe_tolerance(make_recipe(model=model, weights=weights)) == tolerance
+
+
+BASE = np.full(8, -2.0, np.float32)
+CHANGE = np.array([1.0, -1.0] * 4)
+ROUNDING = 0.07 * np.array([1.0, 1.0, -1.0, -1.0] * 2)
+"""Its products with CHANGE sum to 0."""
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0, 2.0])
+def test_the_share_of_the_change_that_an_actor_serves_by_hand(share: float) -> None:
+    """Each token has 1/8 of the change. Its residual under the slope of the others is 0.07 · 8/7 = 0.08: the standard error is
+    0.08 / √8 = 0.028284, and the residuals' size over that of the change 8 · 0.08² / 8 = 0.0064."""
+    found, error = served_share(BASE + share * CHANGE + ROUNDING, BASE + CHANGE, BASE)
+    assert (found, error) == (pytest.approx(share, abs=1e-6), pytest.approx(6 * 0.028284 + 2 * 0.0064, abs=1e-5))
+
+
+def test_no_share_is_known_without_a_change_or_where_one_token_has_most_of_it() -> None:
+    one_token = np.array([3.0, *CHANGE[1:]])  # 9 of 16
+    for change in (0 * CHANGE, one_token):
+        assert served_share(BASE, BASE + change, BASE) == (1.0, math.inf)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_an_actor_that_serves_a_part_of_the_change_is_a_problem_however_small_the_change(size: float) -> None:
+    trained = BASE + size * CHANGE
+    for share, served_part in ((1.0, None), (0.5, "50%"), (0.0, "0%"), (2.0, "200%")):
+        logprobs = BASE + share * size * CHANGE + size * ROUNDING
+        parity = compare({"a": served(*logprobs)}, trained.astype(np.float32), 2.0, base=BASE)
+        told = f"a at version 1:3: {served_part} (± 18%) of what training has changed in the log-probabilities is served"
+        assert parity.problems == (() if served_part is None else (told,))
+
+
+def test_a_change_that_rounding_hides_is_not_judged() -> None:
+    parity = compare({"a": served(*(BASE + 3 * ROUNDING))}, (BASE + 0.3 * CHANGE).astype(np.float32), 2.0, base=BASE)
+    assert parity.problems == ()
 
 
 @pytest.mark.parametrize("broken", [served(-1.0, math.nan), served(-1.0, -math.inf), served(-1.0)])

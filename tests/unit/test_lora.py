@@ -170,6 +170,8 @@ def test_the_reference_is_the_model_without_adapters(family: str) -> None:
     without = train(policy, kl_coefficient=0.1)
     group = group_of(sequences_of(LENGTHS, seed=7), seed=7)
     batch = without.prepare([group], 3).shares[0][0].on(policy.device)
+    np.testing.assert_array_equal(without.score(TOKENS, adapters=False), copy.sequence_logprobs(TOKENS))
+    assert np.abs(without.score(TOKENS) - without.score(TOKENS, adapters=False)).max() > 0.05
     reference = without._reference_logprobs(batch)
     assert reference is not None
     torch.testing.assert_close(reference, with_copy._reference_logprobs(batch), rtol=0, atol=0)

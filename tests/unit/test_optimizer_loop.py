@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from pipelinerl.errors import FieldError, ServiceError
@@ -172,7 +173,7 @@ async def test_a_run_whose_actors_serve_another_policy_trains_nothing(tmp_path: 
     opened = bench(tmp_path, weights={"probe_every": 50, "probe_tokens": 3})
 
     async def all_served() -> None:
-        if one.policy.calls == ["snapshot 0", "score"]:
+        if one.policy.calls == ["snapshot 0", "score", "score"]:
             actor.version = 0
 
     async with serving(a=actor) as addresses, opened as one:
@@ -181,7 +182,20 @@ async def test_a_run_whose_actors_serve_another_policy_trains_nothing(tmp_path: 
         said = r"weights\.probe_tolerance = 0\.001: nothing is trained.* a at version 1:0: .* 0\.5 nats off, .*paused: asked"
         with pytest.raises(FieldError, match=said):
             await one.loop.run()
-        assert (one.policy.calls, one.totals.parity_failures) == (["snapshot 0", "score"], 1)
+        assert (one.policy.calls, one.totals.parity_failures) == (["snapshot 0", "score", "score"], 1)
+
+
+async def test_a_resumed_run_whose_actors_leave_its_adapters_out_trains_nothing(tmp_path: Path) -> None:
+    """Every log-probability is within the tolerance, and half of what the adapters change is missing."""
+    base, change = np.full(8, -2.0, np.float32), np.array([4e-4, -4e-4] * 4, np.float32)
+    actor = FakeActor(version=0, logprobs=tuple(base + change / 2))
+    async with serving(a=actor) as addresses, bench(tmp_path, weights={"probe_every": 50, "probe_tokens": 9}) as one:
+        one.run.updater.serve(addresses)  # type: ignore[attr-defined]
+        one.policy.score = lambda token_ids, *, adapters=True: base + change * adapters  # type: ignore[method-assign]
+        with pytest.raises(
+            FieldError, match=r"nothing is trained.* a at version 1:0: 50% \(± 0%\) of what training has changed"
+        ):
+            await one.loop.run()
 
 
 @pytest.mark.parametrize("stops", [False, True])

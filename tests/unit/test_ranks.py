@@ -95,7 +95,7 @@ def train(learner: Learner, job: Job) -> Result | None:
         assert (job.groups > 1) == any(not batch.has_gradient for batch in prepared.batches)
         outcomes.append(learner.step(prepared))
         learner.order(HEARTBEAT)
-    scores = learner.score(np.arange(11) % 23)
+    scores = np.stack([learner.score(np.arange(11) % 23, adapters=adapters) for adapters in (True, False)])
     adapter = {name: tensor.float().cpu().numpy().copy() for name, tensor in learner.gather(ADAPTER)}
     weights = {name: tensor.float().cpu().numpy().copy() for name, tensor in learner.gather(WEIGHTS)}
     weights |= {f"value_head.{name}": tensor.cpu().numpy().copy() for name, tensor in learner.gather(VALUE_HEAD)}

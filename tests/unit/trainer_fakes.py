@@ -203,7 +203,7 @@ class FakePolicy:
         self._call(f"snapshot {version.number}")
         return f"snapshot {version.number}"
 
-    def score(self, token_ids: object) -> np.ndarray:
+    def score(self, token_ids: object, *, adapters: bool = True) -> np.ndarray:
         self._call("score")
         return np.array([-1.0, -2.0], dtype=np.float32)
 

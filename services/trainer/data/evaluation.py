@@ -3,8 +3,8 @@
 Held-out evaluation consumes the held-out problems and produces an accuracy; it waits for actors and verifier up to a deadline.
 The parity probe is a fixed token sequence, which every actor scores with the version it serves, and the trainer with that
 version's weights: the largest absolute difference of token log-probabilities, in nats, is the run's `logprob_mismatch_max`; an
-answer that is off by more than the tolerance, or cannot be compared, is one of its `parity_failures`. Unlike `mismatch_kl` it
-contains no effect of a stale KV cache.
+answer that is off by more than the tolerance, that has another share of what training has changed, or that cannot be compared,
+is one of its `parity_failures`. Unlike `mismatch_kl` it contains no effect of a stale KV cache.
 
 While this runs, the caller holds commits of later versions, so that every completion is of the version that is measured; the
 spans that come back prove it. Training goes on beside it, on sequences of that version. They do not pass here.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -395,7 +396,7 @@ class Evaluator:
             finish_reason=completion.finish_reason,
         )
 
-    async def parity(self, version: int, trained: Logprobs) -> Parity | None:
+    async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
         """`compare` over all actors that serve `version`, with the probe as the trainer scored it; None when none of them could
         say."""
         members = self._updater.serving
@@ -403,7 +404,7 @@ class Evaluator:
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
         answers = zip(members, await asyncio.gather(*scores), strict=True)
         served = {name: answer for name, answer in answers if answer is not None}
-        return compare(served, trained, self.tolerance, of_median=self._of_median) if served else None
+        return compare(served, trained, self.tolerance, of_median=self._of_median, base=base) if served else None
 
     async def _score(self, name: str, address: str, version: PolicyVersion) -> Scored | None:
         """None when the actor does not answer, or serves another version."""
@@ -422,6 +423,10 @@ class Evaluator:
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
 """Nats: of any token in float32, of the median token in 16 bits. There, rounding alone moves some tokens of a mixture to other
 experts, and their log-probabilities by nats; docs/weight-updates.md has figures."""
+
+
+SHARE_TOLERANCE = 0.1
+"""By which the served share of the policy's change may differ from 1, beside what rounding explains."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
@@ -447,10 +452,31 @@ class Parity:
     problems: tuple[str, ...] = ()
 
 
-def compare(served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False) -> Parity:
+def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[float, float]:
+    """Share of the change from `base` to `trained` that `served` has, and the error that rounding explains. Pure.
+
+    The share is the slope of served − base over trained − base. The error is six standard errors of the slope, from the
+    residual of each token under the slope of the others, so that no token alone decides; and twice the residuals' size over
+    that of the change, because rounding in `trained` itself draws the slope towards 0. It is infinite while there is no
+    change, or one token has more than a quarter of it.
+    """
+    change, off = trained.astype(np.float64) - base, served.astype(np.float64) - trained
+    size = float(change @ change)
+    if not size or (leverage := change**2 / size).max() > 0.25:
+        return 1.0, math.inf
+    slope = float(off @ change) / size
+    residual = (off - slope * change) / (1 - leverage)
+    standard_error = math.sqrt(float(leverage @ residual**2) / size)
+    return 1 + slope, 6 * standard_error + 2 * float(residual @ residual) / size
+
+
+def compare(
+    served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
+) -> Parity:
     """Answers of actors, by name, with what the trainer has for the same tokens. Each problem is logged as an error.
 
-    `of_median`: the tolerance is that of the median token, and not of each.
+    `of_median`: the tolerance is that of the median token, and not of each. `base`: the trainer's log-probabilities before the
+    change of which actors must serve the whole, however small it is beside the tolerance.
     """
     differences: list[float] = []
     problems: list[str] = []
@@ -465,10 +491,14 @@ def compare(served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *
             off = np.abs(scored.logprobs.astype(np.float64) - trained.astype(np.float64))
             differences.append(float(off.max()))
             bounded = float(np.median(off)) if of_median else differences[-1]
-            if bounded <= tolerance:
-                continue
+            share, error = served_share(scored.logprobs, trained, trained if base is None else base)
             which = "half of the log-probabilities are" if of_median else "log-probabilities are"
-            problem = f"{which} {bounded:.3g} nats off, more than {tolerance:g}"
+            if bounded > tolerance:
+                problem = f"{which} {bounded:.3g} nats off, more than {tolerance:g}"
+            elif abs(share - 1) > SHARE_TOLERANCE + error:
+                problem = f"{share:.0%} (± {error:.0%}) of what training has changed in the log-probabilities is served"
+            else:
+                continue
         loaded = f" (weights loaded by {scored.loader})" if scored.loader else ""
         problems.append(f"{name} at version {scored.version}: {problem}{loaded}")
         log.error("parity probe fails: %s", problems[-1])

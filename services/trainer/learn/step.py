@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -336,10 +337,14 @@ class Learner:
         with adapters_off(self.reference.model):
             return self.reference.scores(batch.row, batch.predictors, batch.targets, self.temperature).logprobs
 
-    def score(self, token_ids: TokenIds) -> Logprobs:
-        """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1."""
-        self.order(SCORE, token_ids=np.asarray(token_ids))
-        return self.policy.sequence_logprobs(token_ids)
+    def score(self, token_ids: TokenIds, *, adapters: bool = True) -> Logprobs:
+        """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1.
+
+        `adapters=False`: under the weights that adapters adapt; without adapters, the current ones.
+        """
+        self.order(SCORE, token_ids=np.asarray(token_ids), adapters=np.asarray(adapters))
+        with nullcontext() if adapters else adapters_off(self.policy.model):
+            return self.policy.sequence_logprobs(token_ids)
 
     def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters by their checkpoint names, one after the other. All ranks go through it, to its end.
