@@ -313,7 +313,7 @@ class LocalRun:
     async def _stop(self, kind: str) -> None:
         """Terminates the processes of that kind, those that are being scaled away included."""
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
-        within_s, watched = _ENDED_GRACE_S, contextlib.nullcontext[None]()
+        within_s, beside = _ENDED_GRACE_S, AsyncExitStack()
         if any(process.returncode is None for process in running):
             stop_by_s = self._begin_to_stop()  # unless Ctrl-C has
             if kind == NATS:  # the trainer's checkpoint may have taken its time
@@ -321,8 +321,8 @@ class LocalRun:
             within_s = grace_s(kind, stop_by_s - time.monotonic(), self.stop_within_s)
             if kind == TRAINER and self.run_dir.address(TRAINER).is_file():  # before, it has nothing to save
                 within_s = self._checkpoint_within_s + self.stop_within_s
-                watched = background(self._kill_hung(running[0]))
-        async with watched:
+                await beside.enter_async_context(background(self._kill_hung(running[0])))
+        async with beside:
             await asyncio.gather(*(process.terminate(within_s) for process in running))
         if kind == NATS:
             self.run_dir.address(NATS).unlink(missing_ok=True)
@@ -332,7 +332,7 @@ class LocalRun:
         address, written, seen_s = read_address(trainer.launch.address_file).http, None, time.monotonic()
         while (quiet_s := time.monotonic() - seen_s) < _HUNG_AFTER * self.stop_within_s:
             now = checkpoint_under_way(self.run_dir)
-            if now != written or await asyncio.to_thread(http_status, address, "/healthz", 2.0):
+            if now != written or await asyncio.to_thread(http_status, address, "/healthz", 2.0) is not None:
                 written, seen_s = now, time.monotonic()
             await asyncio.sleep(self.refresh_s)
         self._note(f"the trainer has not answered and has written nothing for {duration(quiet_s)}: it hangs, and is killed")
