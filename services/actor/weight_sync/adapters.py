@@ -65,7 +65,7 @@ class AdaptedLinearMethod(LinearMethodBase):
         self.plain.process_weights_after_loading(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """In the trainer's order of operations, so that both round alike."""
+        """Apply the trainer's order of operations: W·x is rounded before the low-rank product is added."""
         y = self.plain.apply(layer, x, bias)
         low_rank = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b)
         return (y + low_rank * self.scaling).to(y.dtype)
