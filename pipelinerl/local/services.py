@@ -94,8 +94,8 @@ def _quota_cores() -> int:
 
 
 def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return `environment` with the services' temporary files in `folder` and Gloo's ports on loopback. In /tmp other users could
-    read some of these files, and replace what torch compiles and keeps there; that is now in the user's cache."""
+    """Return `environment` with the services' temporary files in `folder` and Gloo's ports on loopback. In /tmp other users
+    could read some of these files, and replace what torch compiles and keeps there; that is now in the user's cache."""
     # Nothing can be written there, it may be another's, or the user has neither name nor home: then it is compiled each time.
     with contextlib.suppress(OSError, KeyError, RuntimeError):
         compiled = cache_folder(environment).absolute() / COMPILED
