@@ -21,7 +21,7 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
-from pipelinerl.transfer.group import GroupStore, LocalStore
+from pipelinerl.transfer.group import GroupStore
 from services.trainer.weight_sync.membership import MemberChange
 from services.trainer.weight_sync.sender import WeightSender
 from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
@@ -175,10 +175,9 @@ async def light_stage(
     request_timeout_s: float = 10.0,
     within_s: float = WITHIN_S,
 ) -> AsyncIterator[Stage]:
-    """`heard`: kinds of control messages that it keeps; orders to all, and to `actor`. `host`: of trainer and server;
-    empty: groups meet as in a run on one machine."""
+    """`heard`: kinds of control messages that it keeps; orders to all, and to `actor`. `host`: of trainer and server."""
     async with AsyncExitStack() as stack:
-        server = stack.enter_context(NatsServer(folder, extra={"host": host or "127.0.0.1"}))
+        server = stack.enter_context(NatsServer(folder, extra={"host": host}))
         limits = replace(settings.limits, in_memory=in_memory)
         connecting = connect(server.url, RUN, limits=limits, request_timeout_s=request_timeout_s)
         bus = await stack.enter_async_context(connecting)
@@ -187,8 +186,7 @@ async def light_stage(
         size = sum(tensor.nbytes for tensor in weights.values())
         manifest = describe(weights.items(), chunk_bytes=size // NUM_CHUNKS)
         stall_timeout_s, history = settings.stall_timeout_s, StageRecorder()
-        store = GroupStore(host) if host else LocalStore()
-        sender = WeightSender(manifest, stall_timeout_s=stall_timeout_s, store=store, host=host)
+        sender = WeightSender(manifest, stall_timeout_s=stall_timeout_s, store=GroupStore(host), host=host)
         updater = WeightUpdater(
             bus, sender, history, incarnation=1, deadline_s=settings.deadline_s, join_timeout_s=2 * within_s
         )

@@ -1,14 +1,12 @@
 """A case of `trainer_overhead` on several ranks of one machine, each with one thread.
 
-Ours: the learner under FSDP2, told what to do by rank 0, over Unix sockets. Bare: `fully_shard` on each layer and on the model,
-over Gloo, and a loop over the same micro-batches of each rank. Both live on the same ranks and step in turn.
+Ours: the learner under FSDP2, told what to do by rank 0. Bare: `fully_shard` on each layer and on the model, and a loop over
+the same micro-batches of each rank. Both live on the same ranks, talk over Gloo and step in turn.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,10 +47,7 @@ def run_ranks(case: Case, pairs: int) -> dict[str, Any]:
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["RANK_FOLDER"] = folder
-        of_rank: Mapping[int, tuple[Timings, dict[str, Any]]] = elastic_launch(config, play)(case, pairs)
-        del os.environ["RANK_FOLDER"]
+    of_rank: Mapping[int, tuple[Timings, dict[str, Any]]] = elastic_launch(config, play)(case, pairs)
     metrics = of_rank[0][1]
     timings = of_all_ranks([timings for timings, _ in of_rank.values()])
     fastest_s = min(step.wall_s for step in timings.ours)

@@ -23,7 +23,8 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.group import GroupStore, LocalStore, WeightGroup
+from pipelinerl.service.settings import split_host_port
+from pipelinerl.transfer.group import GroupStore, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from services.actor.weight_sync.worker import Receiver, StagingMemory
 from services.trainer.weight_sync.sender import WeightSender
@@ -50,17 +51,17 @@ class Peer:
     _stream: torch.Tensor
     """What the bare broadcast sends or fills: uint8[total_bytes]."""
 
-    def __init__(self, manifest: Manifest, rank: int, store: str, port: int) -> None:
-        self._manifest, self._rank, self._where, self.port = manifest, rank, store, port
+    def __init__(self, manifest: Manifest, rank: int, store: str) -> None:
+        self._manifest, self._rank, self._where = manifest, rank, store
         self._group: WeightGroup | None = None
         self._bare: Any = None
 
     def join(self, name: str) -> None:
-        """The product's group of two ranks, as in a run on one machine."""
-        self._group = WeightGroup.connect(GroupSpec(self._where, name, self._rank, 2), TIMEOUT_S)
+        """The product's group of two ranks."""
+        self._group = WeightGroup.connect(GroupSpec(self._where, name, self._rank, 2, "gloo", HOST), TIMEOUT_S)
 
     def join_bare(self, name: str) -> None:
-        store = TCPStore(HOST, self.port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        store = TCPStore(*split_host_port(self._where), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
@@ -77,11 +78,11 @@ class Peer:
 
 
 class SendingPeer(Peer):
-    """Rank 0. Hosts both stores, the product's and the bare one."""
+    """Rank 0. Hosts the store."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._stores = LocalStore(), GroupStore(HOST)
-        super().__init__(manifest, 0, self._stores[0].address, self._stores[1].port)
+        self._store = GroupStore(HOST)
+        super().__init__(manifest, 0, self._store.address)
         self._sender = WeightSender(manifest, stall_timeout_s=TIMEOUT_S)
         generator = torch.Generator().manual_seed(0)
         self._weights = {
@@ -90,9 +91,9 @@ class SendingPeer(Peer):
         }
         self._stream = self._sender.snapshot(PolicyVersion(0, 0), self._weights).stream
 
-    def addresses(self) -> tuple[str, int]:
-        """The folder where the product's groups meet, and the port of the bare one's."""
-        return self._where, self.port
+    def address(self) -> str:
+        """host:port of the store where the groups meet."""
+        return self._where
 
     def send(self, version: PolicyVersion) -> Moved:
         """A snapshot, then the product's broadcast; checksums are computed anew each time."""
@@ -116,8 +117,8 @@ class SendingPeer(Peer):
 class ReceivingPeer(Peer):
     """Rank 1."""
 
-    def __init__(self, manifest: Manifest, store: str, port: int) -> None:
-        super().__init__(manifest, 1, store, port)
+    def __init__(self, manifest: Manifest, store: str) -> None:
+        super().__init__(manifest, 1, store)
         self._memory = StagingMemory(BUFFERS)
         self._stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.decode_trace import DecodeTrace, Window
-from benchmarks.transfer_peers import Moved, RemotePeer
+from benchmarks.transfer_peers import HOST, Moved, RemotePeer
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from services.actor.weight_sync.client import WeightUpdateClient
@@ -65,7 +65,7 @@ class EngineRounds:
 
     async def block(self, way: Way, updates: int, quiet_s: float) -> Block:
         """The engine must be decoding."""
-        client = WeightUpdateClient(self._llm, stall_timeout_s=TIMEOUT_S, force_paused=way == "paused")
+        client = WeightUpdateClient(self._llm, bind_host=HOST, stall_timeout_s=TIMEOUT_S, force_paused=way == "paused")
         done = Block(way)
         try:
             done.mode = (await client.prepare(self._manifest)).mode

@@ -87,8 +87,8 @@ async def measure(case: Case) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         case.build(case.recipe, Path(folder))
         manifest = manifest_of(Path(folder), case.chunk_bytes)
         with peer(SendingPeer, manifest) as trainer:
-            store, port = await trainer("addresses")
-            with peer(ReceivingPeer, manifest, store, port) as receiver:
+            store = await trainer("address")
+            with peer(ReceivingPeer, manifest, store) as receiver:
                 copies = await trainer("copy", COPIES)
                 alone, bare = await transfers(trainer, receiver, case.transfers)
             blocks, steps = await engine_rounds(case, folder, manifest, trainer, store)

@@ -94,8 +94,8 @@ def _quota_cores() -> int:
 
 
 def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """`environment`, with temporary files and sockets of the services in `folder`. In /tmp other users could read some of them,
-    and put files of their own in the place of what torch compiles and keeps there; that is now in the user's cache."""
+    """Return `environment` with the services' temporary files in `folder` and Gloo's ports on loopback. In /tmp other users
+    could read some of these files, and replace what torch compiles and keeps there; that is now in the user's cache."""
     # Nothing can be written there, it may be another's, or the user has neither name nor home: then it is compiled each time.
     with contextlib.suppress(OSError, KeyError, RuntimeError):
         compiled = cache_folder(environment).absolute() / COMPILED
@@ -103,8 +103,8 @@ def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str
         about = compiled.stat()
         if about.st_uid == os.getuid() and not about.st_mode & 0o022 and not why_unwritable(compiled):
             (folder / f"torchinductor_{getpass.getuser()}").symlink_to(compiled)
-    # Gloo would listen at what the machine's name means, which may be an address of its network.
-    return {"GLOO_SOCKET_IFNAME": "lo", **environment, "TMPDIR": str(folder)}
+    # By itself Gloo listens on the address of the machine's name, which may be one of its network.
+    return {**environment, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
 
 
 def restore_compiled(environment: Mapping[str, str]) -> None:

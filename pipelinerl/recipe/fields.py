@@ -788,7 +788,7 @@ class WeightUpdateConfig(Section):
     backend: Changeable[Literal["auto", "gloo", "nccl"]] = Field(
         "auto",
         description="How weights travel. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs a GPU for every rank, "
-        "the trainer's and the actors'. gloo: through host memory; on one machine over Unix sockets, without Gloo.",
+        "the trainer's and the actors'. gloo: through host memory.",
     )
     chunk_mib: Changeable[float | None] = Field(
         None, gt=0, le=4096, description="Bytes per broadcast, MiB (null = 16 by gloo, 128 by nccl)."

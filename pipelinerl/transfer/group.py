@@ -4,8 +4,7 @@ Built from a key-value store that the trainer hosts, without torch's global proc
 (and side groups of joiners) may exist one after another, or side by side, in one process. Backend `gloo` or `nccl`: the
 same calls. Every wait has a deadline. A group that failed once is unusable: close it, agree on a new epoch, build another.
 
-Neither Gloo nor torch's stores ask who connects. Where all ranks are on one machine, whose other users must be kept out, they
-meet in a private folder, and what backend `gloo` would send goes over Unix sockets there.
+Neither the store nor Gloo asks who connects: whoever reaches their ports can read and disturb a transfer (docs/security.md).
 
 Ranks meet in two steps. First each checks in at the store, and rank 0 waits for all; only then do they connect to each
 other. So a rank that never comes keeps nobody inside a collective library, and when rank 0 gives the meeting up, those
@@ -20,15 +19,12 @@ It does not decide who is a member, and sends tensors, not weights.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
 import socket
-import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,12 +35,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, DistStoreError, FileStore, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
 from pipelinerl.errors import FieldError, TransferError
 from pipelinerl.messages.control import Backend
 from pipelinerl.service.settings import host_port, split_host_port
-from pipelinerl.transfer.exchange import exchange
 from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, RanksMissing, TransferAborted
 
 log = logging.getLogger(__name__)
@@ -236,12 +231,8 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
 
 _OUTCOME, _GO, _VOID = "outcome", "go", "void"
 """Key of a meeting, and its values: all have checked in; it was given up."""
-_LISTENING = "listening"
-"""Key: rank 0's Unix socket is there."""
 _MEETING_LOOK_S = 0.1
-"""How often one who waits in a meeting looks whether it is given up. What is waited for wakes it at once, or within
-`_FILE_LOOK_S` where they meet in a folder."""
-_FILE_LOOK_S = 0.002
+"""Seconds between two looks whether a meeting is given up. A key that is set ends the wait at once."""
 _LET_GO_S = 0.5
 """How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
 
@@ -263,28 +254,16 @@ class GroupStore:
         self._store = TCPStore(self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-class LocalStore:
-    """The same for ranks of this machine and user alone: a new folder for files and sockets, which nobody else may enter."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
-        self.own_address = self.address = self._folder.name
-        # The kernel lets go of it when this process ends, however it does. systemd-tmpfiles removes no folder that is locked.
-        lock = os.open(self.address, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        weakref.finalize(self, os.close, lock)
-
-
 class WeightGroup:
     """An open group. Use from one thread at a time; `close` when done, also after an error.
 
     `placement`: where the tensors that are broadcast must live.
     """
 
-    def __init__(self, spec: GroupSpec, transport: Transport, store: TCPStore | FileStore, placement: Placement) -> None:
+    def __init__(self, spec: GroupSpec, transport: Transport, store: TCPStore, placement: Placement) -> None:
         self.spec, self.placement = spec, placement
         self._transport: Transport | None = transport
-        self._store: TCPStore | FileStore | None = store
+        self._store: TCPStore | None = store
 
     @classmethod
     def connect(
@@ -333,8 +312,6 @@ class WeightGroup:
             transport: Transport
             if spec.backend == "nccl":
                 transport = NcclTransport(meeting, spec.rank, spec.world, left_s, placement, given_up)
-            elif _is_local(spec):
-                transport = UnixTransport(spec, meeting, left_s, given_up)
             else:
                 transport = GlooTransport(spec, meeting, left_s)
             return cls(spec, transport, store, placement)
@@ -347,7 +324,7 @@ class WeightGroup:
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Send `tensor` (rank 0) or fill it (others). Returns when it may be reused.
 
-        Raises DeadlineExceeded, GroupFailed, or (but with Gloo) TransferAborted; the group is then unusable.
+        Raises DeadlineExceeded, GroupFailed, or, with NCCL, TransferAborted; the group is then unusable.
         """
         transport = self._transport
         if transport is None:
@@ -355,7 +332,7 @@ class WeightGroup:
         started = time.monotonic()
         try:
             transport.broadcast(tensor, timeout_s)
-        except (RuntimeError, ValueError, OSError) as error:  # ValueError: a socket that was closed meanwhile
+        except (RuntimeError, OSError) as error:
             if isinstance(error, TimeoutError) or time.monotonic() - started >= 0.95 * timeout_s:
                 raise DeadlineExceeded(self.spec.name, f"a broadcast of {tensor.nbytes} bytes", timeout_s) from error
             raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
@@ -389,87 +366,11 @@ class GlooTransport:
         self._group = None
 
 
-class UnixTransport:
-    """A Unix socket from rank 0 to each other rank, in the folder where they have met.
-
-    The kernel lets nobody else into that folder, so whoever connects is a rank. Sends to all of them at once: one that is slow
-    keeps none of the others waiting. Ends when it is given up. Use from one thread at a time.
-    """
-
-    def __init__(self, spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event) -> None:
-        self._sends, self._given_up, path = spec.rank == 0, given_up, os.path.join(spec.store, f"{spec.name}.sock")
-        if not self._sends:
-            _wait_until_set(spec, meeting, _LISTENING, time.monotonic() + timeout_s, given_up)
-            self._peers = [socket.socket(socket.AF_UNIX)]
-            self._peers[0].connect(path)
-        else:
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(path)
-                listener.listen(spec.world)
-                meeting.set(_LISTENING, "")
-                try:
-                    self._peers = self._accepted(listener, spec.world - 1, time.monotonic() + timeout_s)
-                finally:
-                    os.unlink(path)
-        for peer in self._peers:
-            peer.setblocking(False)
-
-    def _accepted(self, listener: socket.socket, number: int, deadline: float) -> list[socket.socket]:
-        """Raises TimeoutError, TransferAborted."""
-        listener.settimeout(_MEETING_LOOK_S)
-        peers = list[socket.socket]()
-        while len(peers) < number:
-            try:
-                peers.append(listener.accept()[0])
-            except TimeoutError:
-                if self._given_up.is_set():
-                    raise TransferAborted("the meeting was given up") from None
-                if time.monotonic() >= deadline:
-                    raise
-        return peers
-
-    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        """Raises TimeoutError, another OSError when a peer has left, or TransferAborted."""
-        views = dict.fromkeys(self._peers, memoryview(tensor.view(torch.uint8).numpy()))  # type: ignore[arg-type]
-        exchange(views if self._sends else {}, {} if self._sends else views, timeout_s, self._check_wanted)
-
-    def _check_wanted(self) -> None:
-        if self._given_up.is_set():
-            raise TransferAborted("the broadcast was given up")
-
-    def close(self) -> None:
-        for peer in self._peers:
-            peer.close()
+Transport = GlooTransport | NcclTransport
 
 
-Transport = GlooTransport | NcclTransport | UnixTransport
-
-
-def _is_local(spec: GroupSpec) -> bool:
-    return os.path.isabs(spec.store)
-
-
-def _check_host(spec: GroupSpec) -> None:
-    """Raises OSError when the trainer that hosts a local store has ended. A TCP store tells by its connection."""
-    if not _is_local(spec):
-        return
-    folder = os.open(spec.store, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(folder)
-    raise ConnectionError("the trainer that hosts its store has ended")
-
-
-def open_store(spec: GroupSpec, timeout_s: float) -> TCPStore | FileStore:
+def open_store(spec: GroupSpec, timeout_s: float) -> TCPStore:
     """Raises RuntimeError, OSError, or ValueError for an address that is none."""
-    if _is_local(spec):
-        _check_host(spec)  # without its folder, FileStore would hold the interpreter's lock for minutes
-        store = FileStore(os.path.join(spec.store, spec.name))
-        store.set_timeout(timedelta(seconds=1))  # for a file that is gone
-        return store
     host, port = split_host_port(spec.store)
     # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
@@ -505,28 +406,17 @@ def _wait_for_all(
 def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> None:
     """The others' side: returns when rank 0 says go. Raises TimeoutError, TransferAborted."""
     meeting.set(f"here/{spec.rank}", "1")
-    _wait_until_set(spec, meeting, _OUTCOME, deadline, given_up)
-    if meeting.get(_OUTCOME).decode() == _VOID:
-        raise TransferAborted(f"the meeting of {spec.name} was given up")
-
-
-def _wait_until_set(spec: GroupSpec, meeting: PrefixStore, key: str, deadline: float, given_up: threading.Event) -> None:
-    """Raises TimeoutError, TransferAborted."""
-    while not _are_set(meeting, [key]):
-        _check_host(spec)
+    while not _are_set(meeting, [_OUTCOME]):
         if given_up.is_set():
             raise TransferAborted(f"the meeting of {spec.name} was given up")
         if time.monotonic() >= deadline:
             raise TimeoutError
+    if meeting.get(_OUTCOME).decode() == _VOID:
+        raise TransferAborted(f"the meeting of {spec.name} was given up")
 
 
 def _are_set(meeting: PrefixStore, keys: list[str]) -> bool:
-    """Whether all are set within `_MEETING_LOOK_S`; returns as soon as they are. One call of a TCP store."""
-    if isinstance(meeting.underlying_store, FileStore):  # whose own wait ends a second late
-        latest = time.monotonic() + _MEETING_LOOK_S
-        while not (found := meeting.check(keys)) and time.monotonic() < latest:
-            time.sleep(_FILE_LOOK_S)
-        return found
+    """Whether all are set within `_MEETING_LOOK_S`; returns as soon as they are. One call of the store."""
     try:
         meeting.wait(keys, timedelta(seconds=_MEETING_LOOK_S))
     except DistStoreError:

@@ -71,8 +71,8 @@ class NothingStaged(TransferError):
 class GroupSpec:
     """Where and as whom to meet. `name` must be new for every group ever built on one store (`epoch-3`).
 
-    `store`: host:port of the trainer's store, or its folder on this machine. `bind_host`: this side's address on which the
-    others reach it (gloo; None: by the machine's name).
+    `store`: host:port of the trainer's store. `bind_host`: this side's address on which the others reach it (gloo; None: by
+    the machine's name).
     """
 
     store: str

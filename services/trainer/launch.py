@@ -82,9 +82,10 @@ def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     meeting: dict[str, Any]
-    if settings.nodes == 1:  # one node meets itself, in a folder: a store on a port would let anybody in
+    if settings.nodes == 1:  # its ranks meet in a folder and talk on loopback: torch's own store listens on all interfaces
         os.environ["RANK_FOLDER"] = str(folder)
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch would start one nevertheless, on all interfaces
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch would start one nevertheless
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": str(folder / "agent"), "rdzv_configs": {"store_type": "file"}}
     else:  # at node 0, which has rank 0
         meeting = {"rdzv_backend": "static", "rdzv_endpoint": settings.rendezvous}

@@ -21,7 +21,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings, TrainerSettings
-from pipelinerl.transfer.group import HOST, GroupStore, LocalStore, on_device, transfer_backend
+from pipelinerl.transfer.group import HOST, GroupStore, on_device, transfer_backend
 from pipelinerl.transfer.manifest import chunk_size
 from services.trainer.checkpoint.export import PolicyExport
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
@@ -129,14 +129,13 @@ def load_policy_trainer(
         "attention": learner.policy.attention,
     }
     log.info("policy ready", extra=facts)
-    host, advertised = settings.transfer_host, settings.advertise_host
-    store = GroupStore(host, settings.transfer_port, advertised) if host else LocalStore()
-    sender = weight_sender(learner, recipe, backend, store, advertised)
+    store = GroupStore(settings.transfer_host, settings.transfer_port, settings.advertise_host)
+    sender = weight_sender(learner, recipe, backend, store, settings.advertise_host)
     return PolicyTrainer(learner, tokenizer, sender, recipe)
 
 
 def weight_sender(
-    learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | LocalStore | None = None, host: str = "127.0.0.1"
+    learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
 ) -> WeightSender:
     """Sends what actors serve of this learner's policy. Sharded weights are collected in host memory: the second copy that a
     snapshot is may not fit the one device that sends it."""

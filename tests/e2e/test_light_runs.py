@@ -96,7 +96,7 @@ async def test_conventional_mode_freezes_the_behaviour_policy_and_a_liar_is_quar
                 if records_of(run_dir) and not (tmp_path / "stranger").exists():
                     await stranger.refused_everywhere(run_dir, tmp_path / "stranger")
                     stranger.nothing_is_readable_by_others(run_dir)
-                    await asyncio.to_thread(stack.enter_context, stranger.another_user(run_dir))
+                    await asyncio.to_thread(stack.enter_context, stranger.another_user(run_dir, ["lying_actor", "trainer"]))
         await stranger.open_to_the_owner(run_dir)
         ending = await interrupt(running)
     assert ending.exit_code == 130

@@ -166,7 +166,7 @@ async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> As
         await run.until_step(CALM_STEPS)
         link = re.search(r"^Live page: (http://127\.0\.0\.1:[0-9]+/[\w-]+/)$", run.said, re.MULTILINE)
         assert link is not None, run.said
-        stays = stranger.another_user(RunDir(run.run_dir, ""), ["actor", "engine"])
+        stays = stranger.another_user(RunDir(run.run_dir, ""), ["actor", "engine", "trainer"])
         await asyncio.to_thread(stack.enter_context, stays)  # to the end, whatever happens to the run
         yield Tour(run, collector, prometheus, browser, start_s, link[1], temporary)
 

@@ -28,12 +28,14 @@ if __name__ == "__main__":
     sys.exit(run_ranks(TrainerSettings(**settings), num_here, (sys.executable, worker)))
 """
 SUM_OF_RANKS = """
-import os, torch, torch.distributed as dist
+import os, psutil, torch, torch.distributed as dist
 from services.trainer.distributed.world import join_ranks
 join_ranks(torch.device("cpu"))
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
-os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():.0f}\\n".encode())
+listens = sorted({one.laddr.ip for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN})
+where = f" at {listens}" if "RANK_FOLDER" in os.environ else ""
+os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():.0f}{where}\\n".encode())
 dist.destroy_process_group()
 """
 RANK_1_FAILS = "import os, sys, time\nsys.exit(2) if os.environ['RANK'] == '1' else time.sleep(600)"
@@ -92,9 +94,13 @@ def pids_of(agent: subprocess.Popen[str], count: int) -> list[int]:
     return [int(agent.stdout.readline().split()[1]) for _ in range(count)]
 
 
-def test_the_ranks_of_one_node_meet_in_a_folder_that_is_gone_afterwards(start_agent: Agents, tmp_path: Path) -> None:
+def test_the_ranks_of_one_node_listen_on_loopback_only_and_meet_in_a_folder_that_is_gone_afterwards(
+    start_agent: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # as another program of the user may need it
     agent = start_agent(SUM_OF_RANKS, 2)
-    assert sorted(agent.communicate(timeout=WAIT_S)[0].splitlines()) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
+    said = sorted(agent.communicate(timeout=WAIT_S)[0].splitlines())
+    assert said == ["rank 0 of 2: 3 at ['127.0.0.1']", "rank 1 of 2: 3 at ['127.0.0.1']"]
     assert agent.returncode == 0
     assert not list(tmp_path.glob("prl-*"))
 

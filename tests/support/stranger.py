@@ -169,19 +169,17 @@ def nothing_is_readable_by_others(run_dir: RunDir) -> None:
 
 NOBODY = 65534
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-NOISE = (bytes(8), b"\1" + bytes(7), b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n", b"CONNECT {}\r\n")
-"""The first two are what Gloo's ranks begin with."""
+NOISE = (bytes(8), b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n", b"CONNECT {}\r\n")
 SILENT = 1100
 """Connections to each process on which nothing is said: more than it may have open files by default."""
 
 
 @contextlib.contextmanager
 def another_user(run_dir: RunDir, beside: Collection[str] = ()) -> Iterator[None]:
-    """Connects to every port of a run's processes, says something and stays. For root, who can be another user.
+    """Connect to every port that asks for a login, say something and stay. Needs root, who can be another user.
 
-    Asserts that only servers that ask for a login listen, and, where it is `beside`, the `actor` to its episodes and Gloo in an
-    `engine`, which waits for nobody; all on this machine's own addresses. And that nobody else gets at the run's files,
-    temporary ones and sockets included.
+    Asserts that the run's processes listen on loopback alone, that only those in the roles of `beside` have other ports, where
+    weights and tensors of ranks pass, and that another user gets at none of the run's files, temporary ones included.
     """
     latest = time.monotonic() + REFUSED_WITHIN_S
     while (found := _listeners(run_dir))[1] != set(beside):  # a service listens before it tells where
@@ -190,7 +188,6 @@ def another_user(run_dir: RunDir, beside: Collection[str] = ()) -> Iterator[None
     wanted, _, private = found
     (temporary,) = private
     closed = [temporary, *temporary.rglob("*"), run_dir.path, *run_dir.path.rglob("*")]
-    assert any(path.name.startswith("epoch-") for path in closed), "where groups for weights meet"
     here, there = multiprocessing.Pipe()
     given = there, wanted, [str(path) for path in closed]
     process = multiprocessing.get_context("spawn").Process(target=_as_nobody, args=given, daemon=True)
@@ -206,8 +203,12 @@ def another_user(run_dir: RunDir, beside: Collection[str] = ()) -> Iterator[None
 
 
 def _listeners(run_dir: RunDir) -> tuple[list[tuple[int, bytes]], set[str], set[Path]]:
-    """What to say to which port, what listens and is not known to ask for a login, and folders for temporary files."""
-    wanted, unknown, private = list[tuple[int, bytes]](), list[tuple[str, int]](), set[Path]()
+    """Return what to say to which port, the roles of processes with further ports, and folders for temporary files."""
+    names = [path.stem for path in run_dir.address(NATS).parent.iterdir()]
+    known = {int(json.loads(run_dir.address(NATS).read_bytes())["url"].rpartition(":")[2])}
+    for one in (read_address(run_dir.address(name)) for name in names if name != NATS):
+        known |= {split_host_port(address)[1] for address in (one.grpc, one.http) if address}
+    wanted, unknown, private = list[tuple[int, bytes]](), set[str](), set[Path]()
     services = list[psutil.Process]()
     for pid in json.loads(run_dir.pids.read_bytes()).values():
         with contextlib.suppress(psutil.NoSuchProcess):  # it is being started again
@@ -216,17 +217,14 @@ def _listeners(run_dir: RunDir) -> tuple[list[tuple[int, bytes]], set[str], set[
         with contextlib.suppress(psutil.NoSuchProcess):  # an environment's
             listens = [found.laddr for found in service.net_connections("inet") if found.status == psutil.CONN_LISTEN]
             assert {address.ip for address in listens} <= set(LOOPBACK), service
-            silent = [b""] * math.ceil(SILENT / max(1, len(listens)))
-            wanted += [(address.port, words) for address in listens for words in (*NOISE, *silent)]
             environment, command = service.environ(), " ".join(service.cmdline())
             role = "engine" if "VLLM" in command else command.rpartition(".")[2]
-            unknown += [(role, address.port) for address in listens]
+            guarded = [address.port for address in listens if address.port in known or role == "actor"]
+            silent = [b""] * math.ceil(SILENT / max(1, len(guarded)))
+            wanted += [(port, words) for port in guarded for words in (*NOISE, *silent)]
+            unknown |= {role for address in listens if address.port not in known}
             private |= {Path(environment["TMPDIR"])} if "TMPDIR" in environment else set()
-    names = [path.stem for path in run_dir.address(NATS).parent.iterdir()]
-    known = {int(json.loads(run_dir.address(NATS).read_bytes())["url"].rpartition(":")[2])}
-    for one in (read_address(run_dir.address(name)) for name in names if name != NATS):
-        known |= {split_host_port(address)[1] for address in (one.grpc, one.http) if address}
-    return wanted, {role for role, port in unknown if port not in known}, private
+    return wanted, unknown, private
 
 
 def _as_nobody(told: Connection, wanted: list[tuple[int, bytes]], closed: list[str]) -> None:

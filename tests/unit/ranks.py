@@ -122,7 +122,7 @@ def _heard(rank: int, said: Connection, wait_s: float) -> Any:
 
 
 def _play(said: Connection, rank: int, size: int, folder: str, role: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), RANK_FOLDER=folder)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), RANK_FOLDER=folder, GLOO_SOCKET_IFNAME="lo")
     import torch
 
     torch.set_num_threads(1)

@@ -4,16 +4,13 @@ import gc
 import os
 import weakref
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import FieldError, ServiceError
@@ -21,7 +18,6 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from services.trainer import loading
-from services.trainer.distributed.unix_group import register_backend
 from services.trainer.distributed.world import (
     ADAPTER,
     END,
@@ -458,53 +454,3 @@ def left_alone(folder: str) -> str:
 
 def test_a_rank_that_rank_0_leaves_says_so(trained: Trained) -> None:
     assert on_ranks(2, left_alone, trained.jobs["tied"].folder)[1].startswith("a rank lost rank 0, whose log says why: ")
-
-
-def results_of_operations(group: Any, me: int, size: int) -> dict[str, list[Tensor]]:
-    """What each operation of a process group that the trainer needs gives this rank."""
-    mine, parts = torch.arange(6.0).view(2, 3) * (me + 1), torch.arange(4.0 * size) + me
-    summed, largest, none = mine.bfloat16(), mine.long(), torch.zeros(0)
-    dist.all_reduce(summed, group=group)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(none, group=group)
-    gathered, joined, scattered = [torch.zeros(2, 3) for _ in range(size)], torch.zeros(2 * size, 3), torch.zeros(4)
-    dist.all_gather(gathered, mine, group=group)
-    dist.all_gather_into_tensor(joined, mine, group=group)
-    dist.reduce_scatter_tensor(scattered, parts, group=group)
-    exchanged, sizes = torch.zeros(size * (me + 1)), [rank + 1 for rank in range(size)]  # a longer part to each next rank
-    dist.all_to_all_single(exchanged, torch.arange(float(sum(sizes))) + 10 * me, [me + 1] * size, sizes, group=group)
-    shared, dealt, collected = mine.clone(), torch.zeros(2, 3), [torch.zeros(2, 3) for _ in range(size)]
-    dist.broadcast(shared, 1, group=group)
-    dist.scatter(dealt, [mine + rank for rank in range(size)] if me == 2 else None, src=2, group=group)
-    dist.gather(mine, collected if me == 1 else None, dst=1, group=group)
-    passed = torch.zeros(2, 3)
-    for rank in range(size - 1):
-        if me == rank:
-            dist.send(mine, rank + 1, group=group)
-        elif me == rank + 1:
-            dist.recv(passed, rank, group=group)
-    dist.barrier(group=group)
-    singles = {"summed": summed, "largest": largest, "joined": joined, "scattered": scattered, "exchanged": exchanged}
-    singles |= {"shared": shared, "dealt": dealt, "passed": passed}
-    return {name: [tensor] for name, tensor in singles.items()} | {"gathered": gathered, "collected": collected}
-
-
-def over_both() -> None:
-    """Unix sockets beside Gloo, which the default group has here, as it has NCCL on GPUs."""
-    ranks = RankSettings()
-    assert ranks.rank_folder is not None
-    store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)
-    dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)
-    register_backend(ranks.rank_folder)
-    unix = dist.new_group(backend="unix")
-    known, found = (results_of_operations(group, ranks.rank, ranks.world_size) for group in (dist.group.WORLD, unix))
-    for name, tensors in known.items():
-        assert all(map(torch.equal, tensors, found[name])), (name, tensors, found[name])
-    impatient = dist.new_group(backend="unix", timeout=timedelta(seconds=1))
-    if ranks.rank == 0:
-        with pytest.raises(RuntimeError, match=r"rank 0 has lost contact with ranks \[1\]: nothing within 1 s"):
-            dist.recv(torch.zeros(1), 1, group=impatient)
-
-
-def test_over_unix_sockets_operations_give_what_they_give_over_gloo() -> None:
-    on_ranks(3, over_both)

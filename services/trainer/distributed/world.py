@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.service.settings import RankSettings
-from services.trainer.distributed import unix_group
 
 SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE = "score", "weights", "adapter", "value head", "save"
 HEARTBEAT, END = "beat", "end"
@@ -99,7 +98,7 @@ class Links:
     @classmethod
     def among_all(cls, timeout: timedelta) -> Links:
         """In a new group, which all ranks open at the same time."""
-        return cls(dist.new_group(backend=_host_backend(), timeout=timeout), dist.get_world_size())
+        return cls(dist.new_group(backend="gloo", timeout=timeout), dist.get_world_size())
 
     def send(self, message: Message, to: int) -> None:
         data = message.to_bytes()
@@ -163,15 +162,9 @@ def join_ranks(device: torch.device) -> None:
     """Meets the ranks of torchrun's environment; returns when every one is there."""
     ranks, place = RankSettings(), dict[str, Any]()
     if ranks.rank_folder is not None:
-        unix_group.register_backend(ranks.rank_folder)
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)
         place = {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
-    dist.init_process_group("nccl" if device.type == "cuda" else _host_backend(), timeout=TENSOR_TIMEOUT, **place)
-
-
-def _host_backend() -> str:
-    """For tensors in host memory: Gloo, where the ranks are on several machines."""
-    return "gloo" if RankSettings().rank_folder is None else unix_group.BACKEND
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TENSOR_TIMEOUT, **place)
 
 
 def agree(what: Mapping[str, str]) -> None:

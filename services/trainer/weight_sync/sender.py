@@ -38,7 +38,7 @@ from pipelinerl.transfer.chunks import (
     prefetch,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, GroupStore, LocalStore, Placement, WeightGroup, close_when_met, on_device, on_thread
+from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_device, on_thread
 from pipelinerl.transfer.manifest import Chunk, GroupSpec, LowRank, Manifest, TransferAborted, build_manifest
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
 from services.trainer.weight_sync.updater import TransferResult
@@ -133,7 +133,7 @@ class WeightSender:
         stall_timeout_s: float = 10.0,
         placement: Placement = HOST,
         group_placement: Placement | None = None,
-        store: GroupStore | LocalStore | None = None,
+        store: GroupStore | None = None,
         host: str = "127.0.0.1",
         backend: Backend = "gloo",
     ) -> None:
@@ -206,7 +206,7 @@ class WeightSender:
 
 
 class CollectiveGroup:
-    """The trainer's end of one group. `store_address`: host:port or folder where its members meet.
+    """The trainer's end of one group. `store_address`: host:port where its members meet.
 
     What is under way goes on when whoever waits for it is cancelled; `given_up` ends it.
     """
