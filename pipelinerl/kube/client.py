@@ -35,7 +35,6 @@ class Permission:
         return f"{self.verb} {self.resource}"
 
 
-PATCH_PODS = Permission("pods", "patch")
 LIST_PODS = Permission("pods", "list")
 WATCH_PODS = Permission("pods", "watch")
 CREATE_EVENTS = Permission("events", "create")
@@ -45,7 +44,7 @@ COUNT_ACTORS = Permission("deployments/scale", "get", "apps")
 SCALE_ACTORS = Permission("deployments/scale", "patch", "apps")
 SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps")
 
-TRAINER = frozenset({LIST_PODS, WATCH_PODS, PATCH_PODS, CREATE_EVENTS})
+TRAINER = frozenset({LIST_PODS, WATCH_PODS, CREATE_EVENTS})
 """Nobody else has a token."""
 KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
 """An earlier end of the run may have taken its actors."""
@@ -155,12 +154,6 @@ class KubeClient:
         api, self._api = self._api, None
         if api is not None:
             await api.api_client.close()
-
-    async def annotate_pod(self, name: str, uid: str, annotations: Mapping[str, str]) -> None:
-        """Sets these annotations of the pod; leaves its others. Refused (409) when the pod of that name is another one by
-        its `uid` (empty: whichever it is). Raises `KubeError`."""
-        metadata: dict[str, Any] = {"annotations": dict(annotations)} | ({"uid": uid} if uid else {})
-        await self._ask(PATCH_PODS, "patch_namespaced_pod", name=name, body={"metadata": metadata}, _content_type=_MERGE)
 
     async def patch_config(self, name: str, data: Mapping[str, str | None]) -> dict[str, str]:
         """Sets these keys of a ConfigMap, removes those that are None, leaves its others. Returns all. Raises `KubeError`."""

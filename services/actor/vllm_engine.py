@@ -312,6 +312,7 @@ class VllmEngine:
             raise EngineError(f"vLLM's engine process died: {error}") from error
 
     def progress(self) -> Mapping[str, int]:
+        """Return the number of tokens that each running request has so far, by the request's id."""
         states = self.llm.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states if state.detokenizer}
 

@@ -283,3 +283,4 @@ def test_a_role_grants_no_resource_that_a_service_could_change_for_others(render
     for role in rendered.of_kind("Role"):
         for rule in role["rules"]:
             assert "*" not in (*rule["verbs"], *rule["resources"], *rule["apiGroups"])
+            assert "pods" not in rule["resources"] or {*rule["verbs"]} == {"list", "watch"}, "an image could be replaced"

@@ -28,7 +28,6 @@ from tests.support.certificates import Authority
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 STARTS_S, TRAINS_S = 300.0, 300.0
 TRIES = 4
 """Of stopping an actor, until one of them has a group in hand."""
@@ -194,11 +193,6 @@ async def one_comes_and_one_leaves(release: Release) -> int:
     (second,) = (pod for pod in cluster.of("actor") if pod is not first)
     await release.event("ActorJoined", second.name)
     await release.more_steps(2)
-
-    def all_have_work() -> bool:
-        return all(int(cluster.annotation(pod, DELETION_COST) or 0) > 0 for pod in (first, second))
-
-    await cluster.until(all_have_work, TRAINS_S, "both actors have told that they have tokens in hand")
     evictions = len(cluster.api.events_of("ActorEvicted"))
     cluster.scale(ACTOR, 1)
     (leaving,) = (pod for pod in (first, second) if pod.deleting)

@@ -56,7 +56,6 @@ class ApiServer:
         self.calls: list[Permission] = []
         self.refused: list[int] = []
         self.pods: dict[str, dict[str, Any]] = {}
-        self.patches: list[tuple[str, dict[str, Any]]] = []
         self.events: dict[str, dict[str, Any]] = {}
         self.configs: dict[str, dict[str, Any]] = {}
         self.secrets: dict[str, dict[str, Any]] = {}
@@ -79,7 +78,6 @@ class ApiServer:
         namespace = "/api/v1/namespaces/{namespace}"
         app.router.add_get(namespace + "/pods", self._get_pods)
         app.router.add_get(namespace + "/pods/{name}", self._get_pod)
-        app.router.add_patch(namespace + "/pods/{name}", self._patch_pod)
         app.router.add_post(namespace + "/events", self._post_event)
         app.router.add_patch(namespace + "/configmaps/{name}", self._patch_config)
         app.router.add_patch(namespace + "/secrets/{name}", self._patch_secret)
@@ -244,20 +242,6 @@ class ApiServer:
         name = request.match_info["name"]
         if name not in self.pods:
             self._refuse(404, "NotFound", f'pods "{name}" not found')
-        return web.json_response(self.pods[name])
-
-    async def _patch_pod(self, request: web.Request) -> web.Response:
-        await self._allowed(request, Permission("pods", "patch"))
-        name, patch = request.match_info["name"], await request.json()
-        assert request.content_type == "application/merge-patch+json"
-        if name not in self.pods:
-            self._refuse(404, "NotFound", f'pods "{name}" not found')
-        metadata = self.pods[name]["metadata"]
-        if patch["metadata"].get("uid", metadata["uid"]) != metadata["uid"]:
-            self._refuse(409, "Conflict", "the UID in the precondition does not match")
-        self.patches.append((name, patch))
-        annotations = {**metadata.get("annotations", {}), **patch["metadata"]["annotations"]}
-        self._change("MODIFIED", {**self.pods[name], "metadata": {**metadata, "annotations": annotations}})
         return web.json_response(self.pods[name])
 
     async def _patch_config(self, request: web.Request) -> web.Response:

@@ -15,32 +15,16 @@ from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer, kube_c
 from tests.support.certificates import Authority
 
 
-async def test_an_annotation_is_merged_into_the_pod_of_that_uid(api: ApiServer, trainer: KubeClient) -> None:
-    api.add_pod("a", "u1")
-    api.pods["a"]["metadata"]["annotations"] = {"other": "stays"}
-    await trainer.annotate_pod("a", "u1", {"cost": "12"})
-    await trainer.annotate_pod("a", "", {"cost": "13"})
-    assert api.pods["a"]["metadata"]["annotations"] == {"other": "stays", "cost": "13"}
-    with pytest.raises(KubeError) as raised:
-        await trainer.annotate_pod("a", "u2", {"cost": "14"})
-    assert raised.value.status == 409
-
-
 async def test_the_trainer_may_do_what_it_calls_and_another_token_nothing(
     api: ApiServer, actor: KubeClient, trainer: KubeClient
 ) -> None:
     """Its rights are the exported permissions."""
     api.add_pod("a")
-    await trainer.annotate_pod("a", "", {"x": "1"})
     _, version = await trainer.list_pods(SELECTOR)
     async with trainer.watch_pods(SELECTOR, version):
         await trainer.create_event({"metadata": {"name": "e"}, "involvedObject": {"namespace": NAMESPACE}})
     assert set(api.calls) == TRAINER
-    for refused in (
-        actor.list_pods(SELECTOR),
-        actor.create_event({"metadata": {}, "involvedObject": {}}),
-        actor.annotate_pod("a", "", {}),
-    ):
+    for refused in (actor.list_pods(SELECTOR), actor.create_event({"metadata": {}, "involvedObject": {}})):
         with pytest.raises(KubeError) as raised:
             await refused
         assert raised.value.denied
