@@ -37,14 +37,13 @@ class Permission:
 
 LIST_PODS = Permission("pods", "list")
 WATCH_PODS = Permission("pods", "watch")
-CREATE_EVENTS = Permission("events", "create")
 PATCH_CONFIG = Permission("configmaps", "patch")
 PATCH_REPORT = Permission("secrets", "patch")
 COUNT_ACTORS = Permission("deployments/scale", "get", "apps")
 SCALE_ACTORS = Permission("deployments/scale", "patch", "apps")
 SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps")
 
-TRAINER = frozenset({LIST_PODS, WATCH_PODS, CREATE_EVENTS})
+TRAINER = frozenset({LIST_PODS, WATCH_PODS})
 """Nobody else has a token."""
 KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
 """An earlier end of the run may have taken its actors."""
@@ -182,14 +181,6 @@ class KubeClient:
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
         raw = await self._ask(ASK_RIGHTS, "create_self_subject_access_review", body=body)
         return bool((raw.get("status") or {}).get("allowed"))
-
-    async def create_event(self, event: Mapping[str, Any]) -> None:
-        """`event`: a core v1 Event with a name of its own; one that is there already was stored before. Raises `KubeError`."""
-        try:
-            await self._ask(CREATE_EVENTS, "create_namespaced_event", body=dict(event))
-        except KubeError as error:
-            if error.status != 409:
-                raise
 
     async def list_pods(self, selector: str) -> tuple[list[Pod], str]:
         """The pods, and the resource version where a watch goes on from. Raises `KubeError`."""

@@ -92,9 +92,7 @@ class TrainingRun:
         problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
         vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker
         self.feeder = Feeder(bus, recipe, problems, tracker, traces, self.updater, journal)
-        self.intake = Intake(
-            bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage, on_alarm=recorder.alarm
-        )
+        self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
         self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder)
         self.resume = Resume(run_dir, recipe, bus, journal, start, tracker, self.feeder, self.intake, recorder, self.uploads)
@@ -120,7 +118,6 @@ class TrainingRun:
         finished = False
         try:
             finished = await self._train(stop)
-            self.recorder.in_order(finished=finished)
         finally:
             summary = self.recorder.write_summary(finished=finished)
             self.resume.end(self.loop.version, finished=finished)
@@ -141,7 +138,6 @@ class TrainingRun:
             await unless_stopped(self.resume.begin(), stop)
         except StartStopped:  # before that was possible: NATS may be away
             return False
-        self.recorder.started()
         async with asyncio.TaskGroup() as tasks:
             background: list[asyncio.Task[Any]] = [
                 tasks.create_task(_fails_unless(stop, part))

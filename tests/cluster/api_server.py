@@ -46,9 +46,6 @@ class ApiServer(api_server.ApiServer):
         if pod != before:
             self._change("MODIFIED" if before else "ADDED", pod)
 
-    def events_of(self, reason: str) -> list[Object]:
-        return [event for event in self.events.values() if event.get("reason") == reason]
-
     @asynccontextmanager
     async def serve(self, address: str, port: int, folder: Path) -> AsyncIterator[None]:
         names = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", address)
