@@ -72,7 +72,7 @@ test-unit: $(STAMP)  ## Unit tests only
 	@$(SUITE) $(ARGS) tests/unit
 
 cluster-check: $(STAMP)  ## Releases of the chart in a real cluster: KUBECONFIG's, or a control plane whose programs are on PATH
-	@$(PYTEST) -rs --cluster -k real $(ARGS) tests/chart/test_releases.py
+	@$(PYTEST) -rs --cluster $(ARGS) tests/chart/test_releases.py
 
 gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minutes, where there is one (GPU_PYTHON=...)
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device: run this on a machine with a GPU, with GPU_PYTHON naming a Python whose torch and vLLM are built for CUDA")'

@@ -105,7 +105,7 @@ async def serve(model: str) -> None:
     from services.actor.vllm_engine import start_engine
 
     recipe = _recipe(model)
-    sampling = SamplingParams(recipe.sampling.temperature, recipe.sampling.top_p, recipe.sampling.top_k, TURN_TOKENS)
+    sampling = SamplingParams(recipe.sampling.temperature, TURN_TOKENS)
     limits = EpisodeLimits(TURNS, recipe.model.max_context, turn_timeout_s=60.0)
     book, metrics = EpisodeBook(), ActorMetrics(CollectorRegistry())
     async with start_engine(recipe, model) as engine:

@@ -170,7 +170,7 @@ class Stage:
                     prompt_text="",
                     reference_json=json.dumps({"row": {"wait_s": wait_s}}),
                     num_samples=GROUP_SIZE,
-                    sampling=SamplingParams(1.0, 1.0, 0, self._turn_tokens(number)),
+                    sampling=SamplingParams(1.0, self._turn_tokens(number)),
                     seed=0,
                     issued_version=0,
                     episodic=True,

@@ -90,8 +90,6 @@ def bare_sampling(group: PromptGroup, logprobs: bool) -> VllmSamplingParams:
     sampling = group.sampling
     return VllmSamplingParams(
         temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         logprobs=0 if logprobs else None,
         detokenize=False,

@@ -2,7 +2,7 @@
 
 Run as `python -m benchmarks.light_actor`, configured as `services.actor` is. Everything but vLLM is the product's: streams,
 verifier, gRPC, HTTP, membership and weight transfer. The model computes every position anew at each step, so no cached key or
-value ever belongs to another version. It knows temperature and what ends a completion, not top_p and top_k.
+value ever belongs to another version. It knows temperature and what ends a completion.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class StageRecorder:
     def member_changed(self, change: MemberChange) -> None:
         self.changes.append(change)
 
-    def update_aborted(self, version: int, epoch: int, actor: str, reason: str) -> None:
+    def update_aborted(self) -> None:
         return
 
     def regrouped(self) -> None:

@@ -362,14 +362,6 @@ _ACTORS = Section(
             (Query(actor_gauge("prompts_held_groups"), "{{actor}}"), Query(in_range("actor_dead_letters_total"), "given up")),
             low=0,
         ),
-        Panel(
-            "Cost of stopping, by actor",
-            "Tokens in hand that would be handed over: the pod's deletion cost.",
-            "Alike; an idle actor has 0 and goes first.",
-            "One far above the others: it holds very long sequences.",
-            (Query(actor_gauge("deletion_cost"), "{{actor}}"),),
-            low=0,
-        ),
     ),
 )
 

@@ -35,17 +35,15 @@ class Permission:
         return f"{self.verb} {self.resource}"
 
 
-PATCH_PODS = Permission("pods", "patch")
 LIST_PODS = Permission("pods", "list")
 WATCH_PODS = Permission("pods", "watch")
-CREATE_EVENTS = Permission("events", "create")
 PATCH_CONFIG = Permission("configmaps", "patch")
 PATCH_REPORT = Permission("secrets", "patch")
 COUNT_ACTORS = Permission("deployments/scale", "get", "apps")
 SCALE_ACTORS = Permission("deployments/scale", "patch", "apps")
 SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps")
 
-TRAINER = frozenset({LIST_PODS, WATCH_PODS, PATCH_PODS, CREATE_EVENTS})
+TRAINER = frozenset({LIST_PODS, WATCH_PODS})
 """Nobody else has a token."""
 KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
 """An earlier end of the run may have taken its actors."""
@@ -156,12 +154,6 @@ class KubeClient:
         if api is not None:
             await api.api_client.close()
 
-    async def annotate_pod(self, name: str, uid: str, annotations: Mapping[str, str]) -> None:
-        """Sets these annotations of the pod; leaves its others. Refused (409) when the pod of that name is another one by
-        its `uid` (empty: whichever it is). Raises `KubeError`."""
-        metadata: dict[str, Any] = {"annotations": dict(annotations)} | ({"uid": uid} if uid else {})
-        await self._ask(PATCH_PODS, "patch_namespaced_pod", name=name, body={"metadata": metadata}, _content_type=_MERGE)
-
     async def patch_config(self, name: str, data: Mapping[str, str | None]) -> dict[str, str]:
         """Sets these keys of a ConfigMap, removes those that are None, leaves its others. Returns all. Raises `KubeError`."""
         body = {"data": dict(data)}
@@ -189,14 +181,6 @@ class KubeClient:
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
         raw = await self._ask(ASK_RIGHTS, "create_self_subject_access_review", body=body)
         return bool((raw.get("status") or {}).get("allowed"))
-
-    async def create_event(self, event: Mapping[str, Any]) -> None:
-        """`event`: a core v1 Event with a name of its own; one that is there already was stored before. Raises `KubeError`."""
-        try:
-            await self._ask(CREATE_EVENTS, "create_namespaced_event", body=dict(event))
-        except KubeError as error:
-            if error.status != 409:
-                raise
 
     async def list_pods(self, selector: str) -> tuple[list[Pod], str]:
         """The pods, and the resource version where a watch goes on from. Raises `KubeError`."""

@@ -73,8 +73,6 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
     max_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -356,8 +354,6 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Not checked. What is a float32 on the wire becomes the shortest decimal that it stands for: 0.7 comes back as 0.7."""
     return SamplingParams(
         temperature=float(str(np.float32(message.temperature))),
-        top_p=float(str(np.float32(message.top_p))),
-        top_k=message.top_k,
         max_tokens=message.max_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
         stop=tuple(message.stop),
@@ -515,9 +511,6 @@ def _check_num_samples(number: int, kind: str, field: str) -> None:
 def check_sampling(sampling: SamplingParams, kind: str, prefix: str = "") -> None:
     """Raises `MessageError`."""
     check_finite(sampling.temperature, kind, f"{prefix}temperature", at_least=0.0)
-    if not 0 < sampling.top_p <= 1:
-        raise MessageError(kind, f"{prefix}top_p", f"{sampling.top_p} is not in (0, 1]")
-    check_uint(sampling.top_k, kind, f"{prefix}top_k", bits=31)
     check_uint(sampling.max_tokens, kind, f"{prefix}max_tokens", at_least=1)
     for token_id in sampling.stop_token_ids:
         check_uint(token_id, kind, f"{prefix}stop_token_ids", bits=31)

@@ -546,8 +546,6 @@ class TaskShare(ProblemSet):
 class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
     temperature: float = Field(1.0, gt=0, le=4, description="Temperature of μ.")
-    top_p: float = Field(1.0, description="1 and nothing else: see docs/learning.md.")
-    top_k: int = Field(0, description="0 and nothing else, likewise.")
     max_tokens: int = Field(
         64, ge=1, le=1_048_576, description="Completion tokens at most; fewer where the prompt leaves less of the context."
     )
@@ -567,16 +565,6 @@ class SamplingConfig(Section):
     def _stop_texts(cls, value: list[str]) -> list[str]:
         if not all(value):
             raise ValueError("an empty text would end every completion; leave it out")
-        return value
-
-    @field_validator("top_p", "top_k")
-    @classmethod
-    def _whole_distribution(cls, value: float, info: ValidationInfo) -> float:
-        off = 1 if info.field_name == "top_p" else 0
-        if value != off:
-            raise ValueError(
-                f"leave it at {off}: the importance weights compare whole distributions, and a truncated one would bias them"
-            )
         return value
 
 

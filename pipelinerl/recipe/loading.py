@@ -321,26 +321,13 @@ def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
 def recipe_changes(old: Mapping[str, Any], new: Recipe) -> list[Change]:
     """Every field that differs, in the recipe's order.
 
-    `old` may be of another version of the program: a field that it lacks had today's default, or meant what `_as_it_was` says;
-    one that today's recipe lacks is reported as such. A section that one of the two has and the other has not (`null`) is one
-    change.
+    `old` may be of another version of the program: a field that it lacks had today's default, and one that today's recipe lacks
+    is reported as such. A section that one of the two has and the other has not (`null`) is one change.
     """
-    old = _as_it_was(old)
     algorithm = old.get("algorithm")
     if isinstance(algorithm, Mapping):  # a loss brings along what its authors published
         old = {**old, "algorithm": {**PUBLISHED.get(str(algorithm.get("loss")), {}), **algorithm}}
     return list(_differences(old, new.model_dump(mode="json"), Recipe))
-
-
-def _as_it_was(old: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`old` with fields of later versions, whose defaults would train otherwise than it did."""
-    model, trainer, algorithm = (old.get(name) or {} for name in ("model", "trainer", "algorithm"))
-    meant = dict[str, Any]()
-    if model.get("dtype", "float32") != "float32":
-        meant["model"] = {"head_dtype": "model", **model}
-    if algorithm.get("advantage") == "value" and "learning_rate" in trainer:
-        meant["trainer"] = {"value_learning_rate": trainer["learning_rate"], **trainer}
-    return {**old, **meant}
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[Change]:

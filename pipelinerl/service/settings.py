@@ -81,10 +81,10 @@ class PolicySettings(BusSettings):
         None, description="Folder that holds initial policies which the run itself builds; used where model_dir is empty."
     )
     verifier: str = Field(description="host:port of the verifier, or dns:///name:port for all addresses of a name.")
-    pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not to be said.")
 
 
 class ActorSettings(PolicySettings):
+    pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not to be said.")
     trainer: str = Field("", description="host:port of the trainer, for an initial policy that it built.")
     episode_host: str = Field(
         "127.0.0.1", description="Interface on which environments and agents ask for turns, if the recipe has such."
@@ -122,7 +122,6 @@ class TrainerSettings(PolicySettings):
     )
     page_key: Path | None = Field(None, description="File with what the live page's path begins with. None = nothing.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
-    pod_name: str = Field("", description="Name of this pod.")
     service_account_dir: Path = Field(
         Path("/var/run/secrets/kubernetes.io/serviceaccount"),
         description="Folder with the token and the ca.crt that Kubernetes gives this pod.",

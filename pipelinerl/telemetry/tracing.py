@@ -1,9 +1,9 @@
 """Sends the spans of a process to a collector where OpenTelemetry's own environment variables ask for it.
 
-Where they do not, nothing of the SDK is loaded. What is not checked here the SDK reads itself: headers, certificates,
-compression. Spans wait in a bounded queue and leave on a thread of their own: a collector that is away costs spans, never
-the work, and `END_WITHIN_S` at the process's end. Nothing here makes spans, and OpenTelemetry's global provider is left
-alone.
+Where they do not, nothing of the SDK is loaded. What decides on the exporter is read here. The SDK reads the rest by itself
+(sampler, queue, time limits, headers, certificates, compression) and logs a value that it cannot use. Spans wait in a bounded
+queue and leave on a thread of their own: a collector that is away costs spans, never the work, and `END_WITHIN_S` at the
+process's end. Nothing here makes spans, and OpenTelemetry's global provider is left alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pipelinerl import __version__
@@ -53,7 +53,7 @@ Protocol = Annotated[Literal["", "http/protobuf", "grpc"], BeforeValidator(_lowe
 
 
 class TracingSettings(BaseSettings):
-    """OpenTelemetry's variables. Where they switch traces off, no other one is looked at."""
+    """OpenTelemetry's variables that decide on the exporter. Where they switch traces off, no other one is looked at."""
 
     model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
 
@@ -65,23 +65,6 @@ class TracingSettings(BaseSettings):
     exporter_otlp_traces_endpoint: Endpoint = Field("", description="Whole URL for traces; wins over the base.")
     exporter_otlp_protocol: Protocol = ""
     exporter_otlp_traces_protocol: Protocol = ""
-    traces_sampler: Annotated[
-        Literal[
-            "always_on",
-            "always_off",
-            "traceidratio",
-            "parentbased_always_on",
-            "parentbased_always_off",
-            "parentbased_traceidratio",
-        ],
-        BeforeValidator(_lower),
-    ] = "parentbased_always_on"
-    traces_sampler_arg: str = Field("", description="Share of the traces that a ratio sampler takes, 0 to 1.")
-    exporter_otlp_timeout: float | None = Field(None, gt=0, description="Seconds for one export.")
-    exporter_otlp_traces_timeout: float | None = Field(None, gt=0)
-    bsp_max_queue_size: int | None = Field(None, gt=0, description="Spans that wait at most; more are dropped.")
-    bsp_max_export_batch_size: int | None = Field(None, gt=0)
-    bsp_schedule_delay: int | None = Field(None, gt=0, description="Milliseconds between two exports.")
 
     @model_validator(mode="before")
     @classmethod
@@ -90,18 +73,6 @@ class TracingSettings(BaseSettings):
         endpoint = given.get("exporter_otlp_traces_endpoint") or given.get("exporter_otlp_endpoint")
         is_off = disabled == "true" or exporter == "none" or not (exporter or endpoint)
         return {"traces_exporter": "none"} if is_off else given
-
-    @field_validator("traces_sampler_arg")
-    @classmethod
-    def _is_share(cls, value: str, info: ValidationInfo) -> str:
-        if info.data.get("traces_sampler", "").endswith("traceidratio"):
-            try:
-                share = float(value)
-            except ValueError:
-                share = -1.0
-            if not 0 <= share <= 1:
-                raise ValueError("the sampler takes a share of the traces: give a number from 0 to 1, such as 0.01")
-        return value
 
     @property
     def protocol(self) -> str:
@@ -125,7 +96,7 @@ def tracing(context: LogContext) -> Iterator[None]:
     exporter = OutageLogger(_exporter(settings))
     provider = _provider(context, exporter)
     where = "the log" if settings.traces_exporter == "console" else f"{settings.endpoint} by {settings.protocol}"
-    log.info("traces go to %s; sampler %s", where, f"{settings.traces_sampler} {settings.traces_sampler_arg}".strip())
+    log.info("traces go to %s", where)
     try:
         with use_tracer(provider.get_tracer("pipelinerl", __version__)):
             yield

@@ -27,7 +27,7 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ActorState(_message.Message):
-    __slots__ = ("instance", "phase", "policy_version", "incarnation", "epoch", "sequences_in_progress", "generated_tokens", "busy_s", "uptime_s", "sequences_finished", "deletion_cost")
+    __slots__ = ("instance", "phase", "policy_version", "incarnation", "epoch", "sequences_in_progress", "generated_tokens", "busy_s", "uptime_s", "sequences_finished")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -38,7 +38,6 @@ class ActorState(_message.Message):
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FINISHED_FIELD_NUMBER: _ClassVar[int]
-    DELETION_COST_FIELD_NUMBER: _ClassVar[int]
     instance: str
     phase: ActorPhase
     policy_version: int
@@ -49,8 +48,7 @@ class ActorState(_message.Message):
     busy_s: float
     uptime_s: float
     sequences_finished: int
-    deletion_cost: int
-    def __init__(self, instance: _Optional[str] = ..., phase: _Optional[_Union[ActorPhase, str]] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., sequences_in_progress: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., sequences_finished: _Optional[int] = ..., deletion_cost: _Optional[int] = ...) -> None: ...
+    def __init__(self, instance: _Optional[str] = ..., phase: _Optional[_Union[ActorPhase, str]] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., sequences_in_progress: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., sequences_finished: _Optional[int] = ...) -> None: ...
 
 class GeneratePrompt(_message.Message):
     __slots__ = ("id", "prompt_token_ids", "task", "reference_json", "problem_index", "prompt_text")

@@ -71,7 +71,7 @@ from services.actor.episodes.running import NO_TURNS, EpisodeRunner, verdict_of
 from services.actor.finishing import Finisher
 from services.actor.generation import EpisodeSalt, GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over
-from services.actor.membership import Heartbeat, work_in_hand
+from services.actor.membership import Heartbeat
 from services.actor.metrics import STAGING_STATES, ActorMetrics
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.updates import UpdateListener
@@ -227,7 +227,6 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         while True:
             await self._engine.check_health()
             readiness.reason = self._gate.reason
-            self._metrics.deletion_cost.set(self._work_in_hand())
             served = self._gate.served
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
@@ -248,11 +247,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             busy_s=self._metrics.busy.total_s,
             uptime_s=time.monotonic() - self._started_s,
             sequences_finished=self._metrics.finished_total,
-            deletion_cost=self._work_in_hand(),
         )
-
-    def _work_in_hand(self) -> int:
-        return work_in_hand(self._held.unfinished(), self._engine.progress())
 
     async def Generate(
         self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext

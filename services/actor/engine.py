@@ -10,7 +10,7 @@ functions for this are pure, without an engine, stream or clock.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -89,10 +89,6 @@ class InferenceEngine(Protocol):
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Their `generate` returns at once, with what there is. One that the engine has not yet or no more is left out.
         Raises `EngineError` when the engine is dead."""
-        ...
-
-    def progress(self) -> Mapping[str, int]:
-        """Tokens that are generated so far, by id of the requests under way."""
         ...
 
     async def score(self, token_ids: TokenIds) -> Logprobs:

@@ -317,9 +317,7 @@ class GenerationLoop:
         async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
             seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
             name = f"{group.sequence_id(index)}.{number}"
-            made = salt.keep(await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt)))
-            self._held.count_turn(group, index, len(made.completion_token_ids))
-            return made
+            return salt.keep(await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt)))
 
         request = self._episodes.request(group.sequence_id(index), Split.TRAIN, group, group.sampling, trace)
         with self._metrics.episodes.track_inprogress():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -43,9 +42,6 @@ class HeldGroup:
     """By position in the stream."""
     partials: dict[int, PartialSequence] = field(default_factory=dict)
     """What there is of a sample that is not stored yet: made here, or else the longest that a message brought."""
-
-    turn_tokens: Counter[int] = field(default_factory=Counter)
-    """Of episodes under way, by sample: sampled here for turns that are at their ends."""
 
     @property
     def missing(self) -> set[int]:
@@ -96,12 +92,6 @@ class HeldGroups:
         """Notes what there is of a sample that is not published yet: a hand-over takes it along."""
         held = self._held[group.group_id]
         held.partials[sample.sample_index] = sample
-        held.turn_tokens.pop(sample.sample_index, None)
-
-    def count_turn(self, group: PromptGroup, sample_index: int, num_tokens: int) -> None:
-        """An episode under way has sampled so many tokens more, which it keeps itself until its end."""
-        if held := self._held.get(group.group_id):
-            held.turn_tokens[sample_index] += num_tokens
 
     async def published(self, group: PromptGroup, sample_index: int) -> None:
         """Marks one sequence as stored in SEQUENCES; acknowledges a message with its last one."""

@@ -1,36 +1,18 @@
-"""What the trainer is told of this actor: that it is there, and what stopping it would cost."""
+"""The registration of this actor with the trainer, and the heartbeat that keeps it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError
 from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import PolicyVersion
 from services.actor.generation import ServingGate
-from services.actor.hand_over import HeldGroup
 
 log = logging.getLogger(__name__)
-
-
-def work_in_hand(unfinished: Iterable[HeldGroup], progress: Mapping[str, int]) -> int:
-    """What a hand-over would pass on, and another actor would prefill anew: tokens of all unstored samples, those that another
-    actor generated before included, and what the engine has added since; of an episode, its turns so far. An idle
-    actor has 0. Pure."""
-    of_turns = Counter[str]()
-    for request_id, num_tokens in progress.items():
-        of_turns[request_id.rpartition(".")[0]] += num_tokens  # an episode's requests are its sequence's, numbered
-    tokens = 0
-    for held in unfinished:
-        tokens += sum(sample.num_sampled_tokens for sample in held.partials.values()) + held.turn_tokens.total()
-        names = map(held.group.sequence_id, held.missing)
-        tokens += sum(progress.get(name, 0) + of_turns[name] for name in names)
-    return tokens
-
 
 LEAVE_WITHIN_S = 2.0
 

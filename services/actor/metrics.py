@@ -87,11 +87,6 @@ class ActorMetrics:
         self.ready = metrics.reading("ready", "1 when it takes prompts, else 0.", unit="1 or 0")
         self.ready.set(0)  # also while the engine starts: one that never comes up must be seen
         self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups in hand: taken, and not acknowledged yet.")
-        self.deletion_cost = metrics.gauge(
-            "deletion_cost",
-            "Tokens in hand that would be handed over if this actor were stopped: its pod's deletion cost.",
-            unit="tokens",
-        )
         self.bad_messages = metrics.counter(
             "bad_messages_total", "Messages set aside.", {"kind": ("prompt_group", "control")}, unit="messages"
         )

@@ -271,8 +271,7 @@ class VllmEngine:
         vLLM compiles functions of its sampler at their first use and imports TorchInductor for that: in a run's first batch
         this took 2.5 s, four times as long as the batch itself. No cached KV is left. Raises `EngineError`.
         """
-        of = recipe.sampling
-        sampling = vllm_sampling(SamplingParams(of.temperature, of.top_p, of.top_k, WARM_UP_TOKENS), None)
+        sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]
         await asyncio.gather(*(self._run(request_id, prompt, sampling) for request_id in requests))
@@ -312,6 +311,7 @@ class VllmEngine:
             raise EngineError(f"vLLM's engine process died: {error}") from error
 
     def progress(self) -> Mapping[str, int]:
+        """Return the number of tokens that each running request has so far, by the request's id."""
         states = self.llm.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states if state.detokenizer}
 
@@ -362,8 +362,6 @@ def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingPar
 
     return VllmSamplingParams(
         temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids) or None,
         stop=list(sampling.stop) or None,

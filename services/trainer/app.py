@@ -27,7 +27,6 @@ from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.run_state import Start, find_start, write_lineage
 from services.trainer.policy_trainer import PolicyTrainer, load_policy_trainer
 from services.trainer.records import RunFiles
-from services.trainer.reporting.events import run_events
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import ASKED_WITHIN_S, PageBoard, add_page, guarded, page_hosts
 from services.trainer.reporting.recorder import Recorder
@@ -58,7 +57,6 @@ async def serve(
             add_page(app, board)
         host, names = settings.http_host, page_hosts(settings)
         http_port = await stack.enter_async_context(serve_http(guarded(app, settings), host, settings.http_port, names=names))
-        events = await stack.enter_async_context(run_events(settings))
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
         policy = await asyncio.to_thread(load, recipe, settings, ranks, start)
         readiness.reason = "waiting for NATS"
@@ -76,7 +74,6 @@ async def serve(
             metrics,
             board=board,
             trackers=trackers,
-            events=events,
             context=context,
             run=settings.run,
             start=start,

@@ -23,7 +23,6 @@ from pipelinerl.errors import BusError, NotPermitted, PipelineRLError, ServiceEr
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.kube.completion import complete, run_goes_on
-from pipelinerl.kube.deletion_cost import keep_deletion_costs
 from pipelinerl.kube.pods import PodWatch
 from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.verification import VerifierClient
@@ -77,7 +76,6 @@ class TrainingRun:
         self._settings, self._recipe, self._bus, self._start = settings, recipe, bus, start
         self._incarnation = start.lineage.incarnation
         self._publishing = asyncio.Lock()
-        self._loads: dict[str, ActorState] = {}
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self.recorder = recorder
         traces = SequenceTraces()
@@ -94,9 +92,7 @@ class TrainingRun:
         problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
         vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker
         self.feeder = Feeder(bus, recipe, problems, tracker, traces, self.updater, journal)
-        self.intake = Intake(
-            bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage, on_alarm=recorder.alarm
-        )
+        self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
         self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder)
         self.resume = Resume(run_dir, recipe, bus, journal, start, tracker, self.feeder, self.intake, recorder, self.uploads)
@@ -122,7 +118,6 @@ class TrainingRun:
         finished = False
         try:
             finished = await self._train(stop)
-            self.recorder.in_order(finished=finished)
         finally:
             summary = self.recorder.write_summary(finished=finished)
             self.resume.end(self.loop.version, finished=finished)
@@ -143,7 +138,6 @@ class TrainingRun:
             await unless_stopped(self.resume.begin(), stop)
         except StartStopped:  # before that was possible: NATS may be away
             return False
-        self.recorder.started()
         async with asyncio.TaskGroup() as tasks:
             background: list[asyncio.Task[Any]] = [
                 tasks.create_task(_fails_unless(stop, part))
@@ -153,7 +147,6 @@ class TrainingRun:
                     self.resume.keep_streams(self.loop),
                     self._poll_actors(),
                     watch_actor_pods(self._settings, self.updater),
-                    self._tell_deletion_costs(),
                     self.loop.heartbeat(),
                     self.recorder.publish_state(),
                 )
@@ -240,7 +233,7 @@ class TrainingRun:
     async def _poll_actors(self) -> None:
         """Tells the recorder how busy the members are, as far as they say. Each is asked by a task of its own: one that does
         not answer keeps nobody waiting."""
-        loads = self._loads
+        loads: dict[str, ActorState] = {}
         asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -265,26 +258,6 @@ class TrainingRun:
                 log.debug("no load of %s: %s", name, error)
                 loads.pop(name, None)
                 await asyncio.sleep(LOAD_EVERY_S)
-
-    async def _tell_deletion_costs(self) -> None:
-        """Keeps Kubernetes told of what the members would hand over, for as long as the run lasts. The trainer does it for all,
-        so that no actor needs a right to change pods."""
-        client = in_cluster(self._settings)
-        if client is None:
-            return
-        try:
-            await keep_deletion_costs(client, self._deletion_costs)
-        finally:
-            await client.close()
-
-    def _deletion_costs(self) -> dict[tuple[str, str], int]:
-        """By name and uid of the pod, of members that have said theirs."""
-        members = self.updater.members.items()
-        return {
-            (name, member.pod_uid): self._loads[name].deletion_cost
-            for name, member in members
-            if member.pod_uid and name in self._loads
-        }
 
     async def _say_end(self, finished: bool) -> None:
         end = RunEnd(

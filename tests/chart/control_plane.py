@@ -1,4 +1,4 @@
-"""Clusters that releases of the chart go into: the model of api_server.py, one that KUBECONFIG names, or one of this machine.
+"""Clusters that releases of the chart go into: one that KUBECONFIG names, or one of this machine.
 
 The last is a real control plane (etcd, kube-apiserver, kube-controller-manager, kube-scheduler on PATH, as setup-envtest and
 distributions install them) with a stand-in for kubelets and volumes: four nodes, two of them with eight GPUs; a pod on a node
@@ -23,7 +23,6 @@ import httpx
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from tests.chart.api_server import api_server
 from tests.chart.rendering import HELM, NAMESPACE, Object
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
@@ -38,11 +37,10 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Cluster:
-    """`real`: an API server of Kubernetes, with controllers; `stand_in`: its pods run nothing."""
+    """`stand_in`: its pods run nothing."""
 
     kubeconfig: Path
     namespace: str = NAMESPACE
-    real: bool = False
     stand_in: bool = False
 
     def run(self, *command: str | Path, text: str = "") -> str:
@@ -63,16 +61,10 @@ class Cluster:
         return {line.partition("/")[2] for line in self.kubectl("get", kind, "--output", "name").splitlines()}
 
 
-@contextmanager
-def model(folder: Path) -> Iterator[Cluster]:
-    with api_server() as url:
-        yield Cluster(_kubeconfig(folder / "model.yaml", url, ""))
-
-
 def named() -> Cluster | None:
     """The cluster of KUBECONFIG."""
     file = os.environ.get("KUBECONFIG", "")
-    return Cluster(Path(file), real=True) if file else None
+    return Cluster(Path(file)) if file else None
 
 
 def missing() -> list[str]:
@@ -115,7 +107,7 @@ def started(folder: Path) -> Iterator[Cluster]:
         stack.enter_context(_process(folder, "kube-controller-manager", *common, *options))
         stack.enter_context(_process(folder, "kube-scheduler", *common))
         stack.enter_context(_Kubelets(api))
-        yield Cluster(kubeconfig, real=True, stand_in=True)
+        yield Cluster(kubeconfig, stand_in=True)
 
 
 def _free_port() -> int:

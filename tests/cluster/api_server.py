@@ -39,16 +39,12 @@ class ApiServer(api_server.ApiServer):
         return token.encode()
 
     def put(self, pod: Object) -> None:
-        """A pod as it is now. Annotations that were patched stay; nothing happens where nothing changed."""
+        """Store a pod as it is now. An unchanged pod makes no event of a watch."""
         before, pod = self.pods.get(name_of(pod)), copy.deepcopy(pod)
         if before is not None:
-            kept = ("annotations", "resourceVersion")
-            pod["metadata"] |= {key: value for key, value in before["metadata"].items() if key in kept}
+            pod["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]
         if pod != before:
             self._change("MODIFIED" if before else "ADDED", pod)
-
-    def events_of(self, reason: str) -> list[Object]:
-        return [event for event in self.events.values() if event.get("reason") == reason]
 
     @asynccontextmanager
     async def serve(self, address: str, port: int, folder: Path) -> AsyncIterator[None]:

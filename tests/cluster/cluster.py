@@ -147,10 +147,6 @@ class Cluster:
                 lines.append(container.logs()[-_SHOWN_CHARACTERS:])
         return "\n".join(lines)
 
-    def annotation(self, pod: Pod, key: str) -> str | None:
-        """As it is in the API."""
-        return (self.api.pods[pod.name]["metadata"].get("annotations") or {}).get(key)
-
     def addresses(self, name: str) -> list[str]:
         """Of a full name; none where it does not exist."""
         if name == f"kubernetes.default.{DOMAIN}":

@@ -281,9 +281,7 @@ def call(method, path, body=None, kind="application/merge-patch+json"):
         return error.code
 ns = "/api/v1/namespaces/" + open(folder + "namespace").read()
 print(call("GET", ns + "/pods/p")["metadata"]["uid"])
-print(call("PATCH", ns + "/pods/p", {"metadata": {"annotations": {"cost": "7"}}})["metadata"]["name"])
-others = call("GET", "/api/v1/namespaces/other/pods/p"), call("POST", ns + "/events", {}, "application/json")
-print(call("GET", ns + "/pods"), *others)
+print(call("GET", ns + "/pods"), call("GET", "/api/v1/namespaces/other/pods/p"))
 scale = ns.replace("/api/v1", "/apis/apps/v1") + "/deployments/NAME/scale"
 for path, part in ((ns + "/configmaps/NAME", {"data": {"phase": "Done"}}), (scale, {"spec": {"replicas": 0}})):
     print(*(call("PATCH", path.replace("NAME", name), part) for name in ("mine", "theirs")))
@@ -293,7 +291,7 @@ for path, part in ((ns + "/configmaps/NAME", {"data": {"phase": "Done"}}), (scal
 async def test_the_api_answers_what_the_roles_permit_and_refuses_the_rest(cluster_of: Start) -> None:
     named = {"verbs": ["patch"], "resourceNames": ["mine"]}
     rules = [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "patch"]},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": ["configmaps"], **named},
         {"apiGroups": ["apps"], "resources": ["deployments/scale"], **named},
     ]
@@ -310,13 +308,12 @@ async def test_the_api_answers_what_the_roles_permit_and_refuses_the_rest(cluste
             await cluster.until(lambda: False, 60, "for ever")
         cluster.strict = False
         lines = (await output_of(cluster)).splitlines()
-        assert lines[:3] == [cluster.pods["p"].uid, "p", "403 403 403"]
-        assert [line.rpartition(" ")[2] for line in lines[3:]] == ["403", "403"], "by name"
+        assert lines[:2] == [cluster.pods["p"].uid, "403 403"]
+        assert [line.rpartition(" ")[2] for line in lines[2:]] == ["403", "403"], "by name"
         assert (cluster.api.configs, cluster.api.scales) == (
             {"mine": {"phase": "Done"}, "theirs": {}},
             {"mine": {"replicas": 0}, "theirs": {}},
         )
-        assert cluster.annotation(cluster.pods["p"], "cost") == "7"
         words = [denied.split() for denied in cluster.api.denied]
         assert {one[1] for one in words} == {f'"system:serviceaccount:{NAMESPACE}:a"'}
-        assert [" ".join(one[2:4]) for one in words] == ["cannot get", "cannot create", "cannot list", *["cannot patch"] * 2]
+        assert [" ".join(one[2:4]) for one in words] == ["cannot list", "cannot get", *["cannot patch"] * 2]

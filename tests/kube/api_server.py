@@ -1,4 +1,4 @@
-"""A Kubernetes API server as far as the services use one: pods and Events of one namespace, over TLS, with tokens and rights.
+"""A Kubernetes API server as far as the services use one: the pods of one namespace, over TLS, with tokens and rights.
 
 It keeps resource versions as the real one does: a watch begins after a version and sees every change since, or is told that the
 version is no longer kept. It can be away, drop connections, end watches, refuse tokens and rights, and be slow.
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import kubernetes_validate
 from aiohttp import web
 
 from pipelinerl.kube.client import TRAINER, KubeClient, Permission
@@ -23,7 +22,6 @@ NAMESPACE = "train"
 LABELS = {"app.kubernetes.io/component": "actor"}
 SELECTOR = "app.kubernetes.io/component=actor"
 SOON_S = 60.0
-SCHEMA = "1.31"
 REFUSALS = {
     401: web.HTTPUnauthorized,
     403: web.HTTPForbidden,
@@ -56,8 +54,6 @@ class ApiServer:
         self.calls: list[Permission] = []
         self.refused: list[int] = []
         self.pods: dict[str, dict[str, Any]] = {}
-        self.patches: list[tuple[str, dict[str, Any]]] = []
-        self.events: dict[str, dict[str, Any]] = {}
         self.configs: dict[str, dict[str, Any]] = {}
         self.secrets: dict[str, dict[str, Any]] = {}
         self.scales: dict[str, dict[str, Any]] = {}
@@ -79,8 +75,6 @@ class ApiServer:
         namespace = "/api/v1/namespaces/{namespace}"
         app.router.add_get(namespace + "/pods", self._get_pods)
         app.router.add_get(namespace + "/pods/{name}", self._get_pod)
-        app.router.add_patch(namespace + "/pods/{name}", self._patch_pod)
-        app.router.add_post(namespace + "/events", self._post_event)
         app.router.add_patch(namespace + "/configmaps/{name}", self._patch_config)
         app.router.add_patch(namespace + "/secrets/{name}", self._patch_secret)
         for kind in ("deployments", "statefulsets"):
@@ -246,20 +240,6 @@ class ApiServer:
             self._refuse(404, "NotFound", f'pods "{name}" not found')
         return web.json_response(self.pods[name])
 
-    async def _patch_pod(self, request: web.Request) -> web.Response:
-        await self._allowed(request, Permission("pods", "patch"))
-        name, patch = request.match_info["name"], await request.json()
-        assert request.content_type == "application/merge-patch+json"
-        if name not in self.pods:
-            self._refuse(404, "NotFound", f'pods "{name}" not found')
-        metadata = self.pods[name]["metadata"]
-        if patch["metadata"].get("uid", metadata["uid"]) != metadata["uid"]:
-            self._refuse(409, "Conflict", "the UID in the precondition does not match")
-        self.patches.append((name, patch))
-        annotations = {**metadata.get("annotations", {}), **patch["metadata"]["annotations"]}
-        self._change("MODIFIED", {**self.pods[name], "metadata": {**metadata, "annotations": annotations}})
-        return web.json_response(self.pods[name])
-
     async def _patch_config(self, request: web.Request) -> web.Response:
         await self._allowed(request, Permission("configmaps", "patch"))
         return await self._merge(request, self.configs, "data")
@@ -290,28 +270,6 @@ class ApiServer:
             del objects[name][key]
         self._changed.set()
         return web.json_response({"metadata": {"name": name}, part: objects[name]})
-
-    async def _post_event(self, request: web.Request) -> web.Response:
-        await self._allowed(request, Permission("events", "create"))
-        event = await request.json()
-        name = event["metadata"]["name"]
-        if name in self.events:
-            self._refuse(409, "AlreadyExists", f'events "{name}" already exists')
-        if problem := self._event_problem(event):
-            self._refuse(422, "Invalid", problem)
-        self.events[name] = event
-        self._changed.set()
-        return web.json_response(event, status=201)
-
-    def _event_problem(self, event: dict[str, Any]) -> str:
-        """By the schema of Kubernetes, the first of each reason, since that takes a while; empty where the server takes it."""
-        if event.get("reason") not in {stored.get("reason") for stored in self.events.values()}:
-            try:
-                kubernetes_validate.validate({"apiVersion": "v1", "kind": "Event"} | event, SCHEMA, strict=True)
-            except kubernetes_validate.ValidationError as error:
-                return str(error.message)
-        here = event["involvedObject"]["namespace"] == self.namespace
-        return "" if here else "involvedObject.namespace: does not match event.namespace"
 
 
 def line(kind: str, raw: dict[str, Any]) -> bytes:

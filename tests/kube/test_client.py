@@ -10,20 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl.kube.client import TRAINER, KubeClient, KubeError
-from services.trainer.reporting.events import REASONS
 from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer, kube_client
 from tests.support.certificates import Authority
-
-
-async def test_an_annotation_is_merged_into_the_pod_of_that_uid(api: ApiServer, trainer: KubeClient) -> None:
-    api.add_pod("a", "u1")
-    api.pods["a"]["metadata"]["annotations"] = {"other": "stays"}
-    await trainer.annotate_pod("a", "u1", {"cost": "12"})
-    await trainer.annotate_pod("a", "", {"cost": "13"})
-    assert api.pods["a"]["metadata"]["annotations"] == {"other": "stays", "cost": "13"}
-    with pytest.raises(KubeError) as raised:
-        await trainer.annotate_pod("a", "u2", {"cost": "14"})
-    assert raised.value.status == 409
 
 
 async def test_the_trainer_may_do_what_it_calls_and_another_token_nothing(
@@ -31,30 +19,12 @@ async def test_the_trainer_may_do_what_it_calls_and_another_token_nothing(
 ) -> None:
     """Its rights are the exported permissions."""
     api.add_pod("a")
-    await trainer.annotate_pod("a", "", {"x": "1"})
     _, version = await trainer.list_pods(SELECTOR)
     async with trainer.watch_pods(SELECTOR, version):
-        await trainer.create_event({"metadata": {"name": "e"}, "involvedObject": {"namespace": NAMESPACE}})
-    assert set(api.calls) == TRAINER
-    for refused in (
-        actor.list_pods(SELECTOR),
-        actor.create_event({"metadata": {}, "involvedObject": {}}),
-        actor.annotate_pod("a", "", {}),
-    ):
-        with pytest.raises(KubeError) as raised:
-            await refused
-        assert raised.value.denied
-
-
-async def test_an_event_that_is_stored_already_is_stored(api: ApiServer, trainer: KubeClient) -> None:
-    event = {"metadata": {"name": "e1"}, "involvedObject": {"namespace": NAMESPACE}, "reason": "RunStarted"}
-    await trainer.create_event(event)
-    await trainer.create_event(event)
-    assert list(api.events) == ["e1"]
-    assert "RunStarted" in REASONS
+        assert set(api.calls) == TRAINER
     with pytest.raises(KubeError) as raised:
-        await trainer.create_event({"metadata": {"name": "e2"}, "involvedObject": {"namespace": "other"}})
-    assert raised.value.status == 422
+        await actor.list_pods(SELECTOR)
+    assert raised.value.denied
 
 
 async def test_a_token_that_is_no_longer_accepted_is_read_again_at_once(api: ApiServer, account: Callable[[str], Path]) -> None:
@@ -101,7 +71,7 @@ async def test_no_answer_is_an_error_within_the_limit(api: ApiServer, account: C
                 pass
         await api.stop()
         with pytest.raises(KubeError, match="no answer"):
-            await client.create_event({"metadata": {"name": "e"}})
+            await client.list_pods(SELECTOR)
 
 
 async def test_without_a_service_account_the_error_says_what_is_missing(api: ApiServer, tmp_path: Path) -> None:

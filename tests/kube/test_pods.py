@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from pipelinerl.kube import pods
-from pipelinerl.kube.client import CREATE_EVENTS, LIST_PODS, TRAINER, WATCH_PODS, KubeBackoff, KubeClient
+from pipelinerl.kube.client import LIST_PODS, TRAINER, WATCH_PODS, KubeBackoff, KubeClient
 from pipelinerl.kube.pods import PodEnd, PodWatch
 from tests.kube.api_server import SELECTOR, SOON_S, ApiServer
 
@@ -142,7 +142,7 @@ async def test_an_api_that_is_away_is_waited_for_and_each_reason_told_of_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     await api.stop()
-    api.rights["trainer-token"] = frozenset({CREATE_EVENTS})
+    api.rights["trainer-token"] = frozenset()
     async with watching(trainer) as told:
         async with asyncio.timeout(SOON_S):
             while not warnings(caplog):

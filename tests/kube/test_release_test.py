@@ -9,7 +9,7 @@ from aiohttp import web
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.permissions import ACTOR, TRAINER
-from pipelinerl.kube.client import COMPLETION, PATCH_PODS, SCALE_TRAINER
+from pipelinerl.kube.client import COMPLETION, SCALE_TRAINER, WATCH_PODS
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer import release_test
@@ -87,7 +87,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
     assert await failed() == []
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix("ok").split(":")[0].strip() for line in said] == NAMES
-    assert "all 4 are there; 1 of 1 actors run" in said[8], said
+    assert "all 2 are there; 1 of 1 actors run" in said[8], said
     assert await failures(checks(settings, options_of(["--no-volume"]))) == []
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix("ok").split(":")[0].strip() for line in said] == ["recipe", *NAMES[2:3], *NAMES[4:6], "rights"]
@@ -95,7 +95,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
     exits = {"on_completion": "exit", "release": "blue"}
     api.rights["trainer-token"] |= {*COMPLETION["exit"]}
     assert await failed(**exits) == []
-    api.rights["lesser"] = api.rights["trainer-token"] - {PATCH_PODS, SCALE_TRAINER}
+    api.rights["lesser"] = api.rights["trainer-token"] - {WATCH_PODS, SCALE_TRAINER}
     lesser = exits | {"service_account_dir": account("lesser")}
     assert {one.resource for some in COMPLETION.values() for one in some} == OBJECTS.keys()
     (tmp_path / "file").write_text("")
@@ -109,7 +109,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
         ({"http_port": int(unused().rpartition(":")[2])}, "trainer's Service", "is the trainer ready, and does its Service"),
         ({"verifier": unused()}, "verifier's Service", "127.0.0.1"),
         ({"pod_namespace": "other"}, "rights", "verbs [list]"),
-        (lesser, "rights", "may not patch pods, patch statefulsets/scale blue-trainer;"),
+        (lesser, "rights", "may not watch pods, patch statefulsets/scale blue-trainer;"),
         ({"options": [f"--closed={open_port}"]}, "network policies", "networkPolicy.enabled=false"),
         ({"options": ["--closed=nobody.invalid:50051"]}, "network policies", "is a pod of this Service ready?"),
     ):

@@ -102,9 +102,6 @@ class ScriptedEngine:
             for wait in waits:
                 wait.cancel()
 
-    def progress(self) -> dict[str, int]:
-        return {}
-
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self.aborted[request_id].set()

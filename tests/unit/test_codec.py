@@ -73,7 +73,7 @@ GROUP = PromptGroup(
     prompt_text="3+4=",
     reference_json="{}",
     num_samples=4,
-    sampling=SamplingParams(temperature=0.7, top_p=0.95, top_k=50, max_tokens=32, stop_token_ids=(2, 0), stop=("\n", "ø")),
+    sampling=SamplingParams(temperature=0.7, max_tokens=32, stop_token_ids=(2, 0), stop=("\n", "ø")),
     seed=2**64 - 1,
     issued_version=12,
     partials=(PARTIAL,),
@@ -256,8 +256,6 @@ def groups(draw: st.DrawFn) -> PromptGroup:
         num_samples=num_samples,
         sampling=SamplingParams(
             temperature=draw(st.integers(0, 400)) / 100,
-            top_p=draw(st.integers(1, 100)) / 100,
-            top_k=draw(st.integers(0, 2**31 - 1)),
             max_tokens=draw(st.integers(10, 2**32 - 1)),
             stop_token_ids=tuple(draw(st.lists(TOKENS, max_size=3))),
             stop=tuple(draw(st.lists(TEXT.filter(bool), max_size=3))),
@@ -430,9 +428,6 @@ def test_encoding_refuses_what_decoding_would(field: str, changes: dict[str, Any
         ("num_samples", {"num_samples": 10**9}),
         ("sampling.temperature", {"sampling": SamplingParams(temperature=float("nan"))}),
         ("sampling.temperature", {"sampling": SamplingParams(temperature=-1.0)}),
-        ("sampling.top_p", {"sampling": SamplingParams(top_p=0.0)}),
-        ("sampling.top_p", {"sampling": SamplingParams(top_p=1.5)}),
-        ("sampling.top_k", {"sampling": SamplingParams(top_k=-1)}),
         ("sampling.max_tokens", {"sampling": SamplingParams(max_tokens=0)}),
         ("sampling.stop_token_ids", {"sampling": SamplingParams(stop_token_ids=(-1,))}),
         ("sampling.stop", {"sampling": SamplingParams(stop=("a", ""))}),
@@ -459,4 +454,4 @@ def test_a_group_without_sampling_parameters_is_refused() -> None:
     message.ClearField("sampling")
     with pytest.raises(MessageError) as caught:
         decode_group(message.SerializeToString())
-    assert caught.value.field == "sampling.top_p"
+    assert caught.value.field == "sampling.max_tokens"

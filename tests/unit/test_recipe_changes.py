@@ -91,20 +91,6 @@ def test_a_field_that_an_older_version_lacked_had_the_default() -> None:
     assert (change.field, change.old["rank"], change.new) == ("trainer.lora", 4, None)
 
 
-def test_a_resumed_run_does_not_take_defaults_that_would_train_otherwise_than_it_did() -> None:
-    model = {"source": "path", "name": "/m", "dtype": "bfloat16"}
-    changed = {"model": model, "algorithm": {"advantage": "value"}}
-    old = dumped(**changed)
-    del old["model"]["head_dtype"], old["trainer"]["value_learning_rate"]
-    rate = old["trainer"]["learning_rate"]
-    assert recipe_changes(old, recipe(**changed)) == [
-        Change("model.head_dtype", "model", "float32", False),
-        Change("trainer.value_learning_rate", rate, None, False),
-    ]
-    kept = {**changed, "model": {**model, "head_dtype": "model"}, "trainer": {"value_learning_rate": rate}}
-    assert recipe_changes(old, recipe(**kept)) == []
-
-
 def test_a_field_that_this_version_lacks_is_refused_and_said_so() -> None:
     old = dumped()
     old["trainer"]["momentum"] = 0.9

@@ -21,6 +21,8 @@ from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
+from services.trainer.weight_sync.coordinator import EvictionCause, Member
+from services.trainer.weight_sync.membership import MemberChange
 from services.trainer.weight_sync.updater import UpdateRecord
 from tests.support.learner import letters_tokenizer
 from tests.unit.builders import make_episode, make_group, make_recipe, make_sequence
@@ -228,6 +230,24 @@ def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:
     assert desk.step()["joins"] == []
     assert desk.summary()["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": 0}
     assert desk.of("join_seconds_count") == 2
+
+
+def test_each_arrival_and_departure_of_an_actor_is_logged(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    desk.recorder.watch(parts_of_a_run(version=3))
+    member = Member("actor-1", "p")
+    for change in (
+        MemberChange("joined", member, 4, 3),
+        MemberChange("left", member, 4, 3, "its pod is being deleted"),
+        MemberChange("evicted", member, 4, 3, "the deadline passed", EvictionCause.DEADLINE),
+    ):
+        desk.recorder.member_changed(change)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "actor actor-1 joined and serves version 3; actors that serve the newest version: 1"),
+        ("INFO", "actor actor-1 left: its pod is being deleted; actors that serve the newest version: 0"),
+        ("WARNING", "actor actor-1 was evicted from epoch 4: the deadline passed; actors that serve the newest version: 0"),
+    ]
+    assert desk.registry.get_sample_value("pipelinerl_trainer_evictions_total", {"reason": "deadline"}) == 1
 
 
 def test_what_steps_use_up_without_waiting_tells_how_many_actors_are_wanted(tmp_path: Path) -> None:

@@ -55,7 +55,6 @@ def given(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         ({"OTEL_TRACES_EXPORTER": "None", **COLLECTOR}, False),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, True),
         (COLLECTOR, True),
-        ({"OTEL_TRACES_SAMPLER": "always_on", "OTEL_TRACES_SAMPLER_ARG": "endpoint=x", **COLLECTOR}, True),
         ({"OTEL_SDK_DISABLED": "TRUE", **COLLECTOR}, False),
     ],
 )
@@ -70,12 +69,6 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch, variables: dic
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER = 'zipkin': Input should be 'otlp', 'console' or 'none'"),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, "OTEL_EXPORTER_OTLP_ENDPOINT = 'collector:4318': .*give a URL"),
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json", **COLLECTOR}, "OTEL_EXPORTER_OTLP_PROTOCOL = 'http/json': .*'grpc'"),
-        ({"OTEL_TRACES_SAMPLER": "sometimes", **COLLECTOR}, "OTEL_TRACES_SAMPLER = 'sometimes': .*'always_on'"),
-        (
-            {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "1%", **COLLECTOR},
-            "OTEL_TRACES_SAMPLER_ARG = '1%': .*from 0 to 1",
-        ),
-        ({"OTEL_BSP_MAX_QUEUE_SIZE": "many", **COLLECTOR}, "OTEL_BSP_MAX_QUEUE_SIZE = 'many'"),
         ({"OTEL_BSP_MAX_QUEUE_SIZE": "10", **COLLECTOR}, r"queue of spans \(OTEL_BSP_…\) cannot be made"),
     ],
 )
@@ -83,6 +76,18 @@ def test_what_cannot_be_used_is_said_by_name(monkeypatch: pytest.MonkeyPatch, va
     given(monkeypatch, variables)
     with pytest.raises(UserError, match=message), tracing(CONTEXT):
         raise AssertionError("it began all the same")
+
+
+def test_what_the_sdk_cannot_use_is_logged_by_it_and_traces_go_on(
+    monkeypatch: pytest.MonkeyPatch, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = {"OTEL_TRACES_SAMPLER": "sometimes", "OTEL_BSP_MAX_QUEUE_SIZE": "many", "OTEL_EXPORTER_OTLP_TIMEOUT": "soon"}
+    given(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, **wrong})
+    with tracing(CONTEXT), root("one"):
+        pass
+    assert [span.name for span in collector.spans] == ["one"]
+    for said in ("sometimes", "OTEL_BSP_MAX_QUEUE_SIZE", "'soon'"):
+        assert any(said in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING), caplog.text
 
 
 def test_a_password_in_the_endpoint_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -143,7 +148,7 @@ def test_spans_leave_by_grpc_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         pass
     server.stop(None)
     assert [span.name for span in collector.spans] == ["one"]
-    assert f"traces go to {url} by grpc; sampler parentbased_always_on" in caplog.text
+    assert f"traces go to {url} by grpc" in caplog.text
 
 
 def test_a_collector_that_hangs_holds_up_neither_work_nor_end(

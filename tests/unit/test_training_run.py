@@ -16,7 +16,7 @@ from services.trainer import run as training
 from services.trainer.checkpoint.run_state import Start, load_run_state
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.weight_sync.updater import WeightUpdater
-from tests.unit.builders import make_group, make_sequence
+from tests.unit.builders import RUN, make_group, make_sequence
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving, stop_during_step, training_run
 
 
@@ -24,6 +24,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also if all actors are gone by then."""
+    caplog.set_level("INFO")
     gone = asyncio.Event()
 
     async def without_actors() -> None:
@@ -47,7 +48,10 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]
         assert policy.threads == {"compute"}
         assert policy.checkpoint_saw_summary == [True]
-        assert run.recorder._events._recorder.reasons == ["RunStarted", "CheckpointWritten", "RunStopped"]  # type: ignore[union-attr]
+        lines = [record.getMessage() for record in caplog.records]
+        assert any(line.startswith(f"run {RUN} trains from version 0 to ") for line in lines), lines
+        (end,) = (record for record in caplog.records if record.getMessage() == "run ended")
+        assert end.finished is False  # type: ignore[attr-defined]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["interrupted"], summary["policy_version"], summary["sequences"]["trained"]) == (True, 2, 2)
     folder = resumable(tmp_path)[2].parent

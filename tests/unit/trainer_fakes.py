@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.kube.client import Pod
 from pipelinerl.messages import sequences as messages
 from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, VersionSpan, decode_group, encode_sequence, spans_to_proto
 from pipelinerl.recipe.fields import Recipe
@@ -34,7 +33,6 @@ from services.trainer.data.feeder import EncodedProblem
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
-from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
@@ -235,7 +233,7 @@ def parts_of_a_run(tracker: SequenceTracker | None = None, version: int = 3) -> 
     return SimpleNamespace(
         loop=SimpleNamespace(version=version, waiting_for=""),
         updater=SimpleNamespace(
-            served_version=-1, member_states={"serving": 4}, members={}, epoch=2, bad_messages=1, evictions=0
+            served_version=-1, member_states={"serving": 4}, members={}, serving={}, epoch=2, bad_messages=1, evictions=0
         ),
         feeder=SimpleNamespace(
             allowance_by_version=5, in_flight=7, in_flight_limit=12, bounds=SimpleNamespace(holds_actors_back=True)
@@ -314,16 +312,6 @@ def make_run_state(version: int, books: SequenceTracker, **fields: Any) -> RunSt
 TASK = {"name": "chain_sum", "prompt_style": "compact", "heldout_problems": 2}
 
 
-@dataclass
-class Heard:
-    """What would be told to Kubernetes."""
-
-    reasons: list[str] = field(default_factory=list)
-
-    def emit(self, about: Pod, reason: str, message: str, type_: str, *, always: bool) -> None:
-        self.reasons.append(reason)
-
-
 class Tracked:
     """A tracker that takes its calls at once."""
 
@@ -371,7 +359,6 @@ def make_run(
         TrainerMetrics(CollectorRegistry()),
         board=board,
         trackers=RunTrackers([Tracked()]),  # type: ignore[list-item]
-        events=RunEvents(RUN, Pod("trainer", ""), Heard()),  # type: ignore[arg-type]
         context=LogContext(RUN, "trainer", "trainer"),
         run=RUN,
         start=start,

@@ -159,10 +159,6 @@ readinessProbe:
 {{- end }}
 - {name: PIPELINERL_VERIFIER, value: {{ printf "dns:///%s-verifier:50051" $full | quote }}}
 - {name: PIPELINERL_MODEL_CACHE, value: /var/lib/pipelinerl/models}
-{{- if .root.Values.kubernetesApi.enabled }}
-- name: PIPELINERL_POD_UID
-  valueFrom: {fieldRef: {fieldPath: metadata.uid}}
-{{- end }}
 - {name: HF_HOME, value: /var/lib/pipelinerl/huggingface}
 {{- with include "pipelinerl.huggingface.secret" .root }}
 - name: HF_TOKEN

@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from pipelinerl.messages.sequences import SamplingParams
 from services.actor.episodes.episode import TOO_LARGE, EnvironmentRun, EpisodeBook, Refused, no_such_episode
 from services.actor.episodes.formats import Answer, Message, Tools, Unrenderable
 from services.actor.episodes.record import RecordedTurn
@@ -37,8 +38,8 @@ BODY_WITHIN_S = 30.0
 KEEP_ALIVE_S = 2.0
 """Until the head of a stream is sent, and between its comments, which tell a client with a short time-out to wait."""
 MAX_STOPS = 16
-_AS_RECIPE = ("temperature", "top_p", "top_k")
-"""A request may say what holds anyway."""
+_WHOLE = {"top_p": 1, "top_k": 0}
+"""A request may say what holds anyway: no part of the distribution is cut off."""
 
 _Result = TypeVar("_Result")
 
@@ -90,7 +91,7 @@ class Endpoint:
             context = rendering.context(episode.record, asked.messages, asked.tools)
         except (Unrenderable, RecursionError) as error:
             raise Refused(400, "invalid_request", str(error)) from error
-        self._count_ignored(ignored_fields(body, vars(episode.sampling)))
+        self._count_ignored(ignored_fields(body, episode.sampling))
         stop = (*episode.sampling.stop, *asked.stop)
 
         def answered(turn: RecordedTurn) -> str:
@@ -108,7 +109,7 @@ class Endpoint:
             token_ids, max_tokens, stop, stop_token_ids = read_generate(body, self._vocab_size)
         except Unrenderable as error:
             raise Refused(400, "invalid_request", str(error)) from error
-        ignored = ignored_fields(body.get("sampling_params") or {}, vars(run.episode.sampling))
+        ignored = ignored_fields(body.get("sampling_params") or {}, run.episode.sampling)
         self._count_ignored(name for name in ignored if name != "logprobs")  # they are in the answer
         context = np.array(token_ids, dtype=np.int32)
         waits = run.episode.turn(context, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids)
@@ -253,10 +254,11 @@ def read_generate(body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], 
     return token_ids, _max_tokens(sampling, "max_tokens"), _stop_of(sampling), tuple(stop_token_ids)
 
 
-def ignored_fields(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> list[str]:
+def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
     """Fields that ask for another distribution or answer than the recipe's `sampling`. Pure."""
     given = {name for name in IGNORED_FIELDS if body.get(name) not in (None, False, {}, [])}
-    given -= {name for name in _AS_RECIPE if name in given and body[name] == sampling[name]}
+    as_recipe = {**_WHOLE, "temperature": sampling.temperature}
+    given -= {name for name, value in as_recipe.items() if name in given and body[name] == value}
     if body.get("tool_choice") in ("auto", "none"):
         given.discard("tool_choice")
     if body.get("response_format") == {"type": "text"}:

@@ -287,8 +287,6 @@ def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
     sampling = recipe.sampling
     return SamplingParams(
         sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
         longest_completion(recipe, problem),
         stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *problem.stop_token_ids))),
         stop=tuple(sampling.stop),

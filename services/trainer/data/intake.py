@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
@@ -98,8 +98,7 @@ class HeldSequences:
 
 
 class Intake:
-    """Tells `feeder` of groups that were lost, so that it looks again. `vocab_size`: token ids are below it. `on_alarm` gets
-    the reason of an Event, and its text."""
+    """Tells `feeder` of groups that were lost, so that it looks again. `vocab_size`: token ids are below it."""
 
     def __init__(
         self,
@@ -111,11 +110,10 @@ class Intake:
         *,
         vocab_size: int,
         lineage: Lineage = FIRST_INCARNATION,
-        on_alarm: Callable[[str, str], None] = lambda reason, text: None,
     ) -> None:
         self._bus, self._recipe, self._feeder = bus, recipe, feeder
         self._tracker, self._traces = tracker, traces
-        self._vocab_size, self._lineage, self._on_alarm = vocab_size, lineage, on_alarm
+        self._vocab_size, self._lineage = vocab_size, lineage
         self._masked = {name for name, share in recipe.mixture.items() if share.reward.truncated == "mask"}
         """Tasks whose completions are left out of the policy loss where they were cut."""
         self._ready: deque[tuple[Sequence, ...]] = deque()
@@ -184,12 +182,10 @@ class Intake:
     def judge_actors(self, log_weights: Mapping[str, NDArray[np.float32]]) -> None:
         """By log π − log μ of their tokens of lag 0, of one step: nothing more is trained on of one that is found wrong."""
         for actor, share in self.quarantine.judge(log_weights).items():
-            text = (
+            log.error(
                 f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 have another log-probability than in "
                 "the policy that it names; its sequences fail until the trainer starts again"
             )
-            log.error("%s", text)
-            self._on_alarm("ActorQuarantined", text)
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
         """Ends the samples of an open group that did not come and never will; its others are trained where they can."""
@@ -206,7 +202,6 @@ class Intake:
             return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
         if not self._is_proved(sequence.group_id, sequence.group_token):
             what = f"actor {sequence.actor!r:.100} was not handed group {sequence.group_id!r:.100}"
-            self._on_alarm("SequenceForged", f"message {entry.position} of the sequence log is refused: {what}")
             # The id of the message is taken: NATS would take the sequence that should have it for a repetition.
             return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
         reason = untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)

@@ -1,5 +1,5 @@
-"""The one place that hears what happens in a run, and tells every sink: files, metrics, live page, trackers, Events, the gRPC
-feed of steps, logs.
+"""The one place that hears what happens in a run, and tells every sink: files, metrics, live page, trackers, the gRPC feed of
+steps, logs.
 
 It makes one record of each optimizer step, which all sinks share, adds up the run's totals and writes its summary. It changes
 nothing in the run. Called on the trainer's event loop; nothing waits.
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelinerl.kube.client import Pod
 from pipelinerl.messages.sequences import FinishReason, Sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import means_of
@@ -33,7 +32,6 @@ from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.records import METRICS, SAMPLES, RunFiles, StepRecord
-from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
 from services.trainer.reporting.samples import Sample, has_tokens, heldout_sample, trained_sample, without_tokens
@@ -65,7 +63,6 @@ class Recorder:
         *,
         board: PageBoard | None = None,
         trackers: RunTrackers | None = None,
-        events: RunEvents | None = None,
         context: LogContext | None = None,
         run: str = "",
         start: Start | None = None,
@@ -74,7 +71,7 @@ class Recorder:
         """The caller opens and closes the sinks; one that is None is off. Without a `tokenizer`, samples have no tokens."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
-        self._trackers, self._events = trackers or RunTrackers(), events or RunEvents("", Pod("", ""))
+        self._trackers = trackers or RunTrackers()
         self._set_version(self._start.version)
         self._tokenizer = tokenizer
         self._replicas = replica_advice(recipe, metrics.registry)
@@ -118,10 +115,8 @@ class Recorder:
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
-    def started(self) -> None:
-        self._events.started(self._start.version, self._recipe.trainer.steps, self._start.lineage.incarnation)
-
     def training_begins(self) -> None:
+        log.info("run %s trains from version %d to %d", self._run, self._start.version, self._recipe.trainer.steps)
         self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
         self.metrics.checkpoints.training_begins()
 
@@ -180,19 +175,11 @@ class Recorder:
 
     def checkpoint_written(self, written: WrittenCheckpoint) -> None:
         self.metrics.checkpoints.written(written)
-        self._events.checkpoint_written(written)
-
-    def alarm(self, reason: str, text: str) -> None:
-        """Something is wrong that the run goes on with, told as an Event."""
-        self._events.alarm(reason, text)
-
-    def in_order(self, *, finished: bool) -> None:
-        """The run came to its last step, or was stopped before; it did not fail."""
-        self._events.ended(self._training.loop.version, self._recipe.trainer.steps, finished=finished)
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
         """However the run ended. No sink is told anything after this."""
-        log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
+        shown = {"finished": finished, "steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]}
+        log.info("run ended", extra=shown)
         self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
         self._ended = "finished" if finished else "stopped"
         self._tell_page(lambda board: board.state(self._page_state()))
@@ -230,10 +217,9 @@ class Recorder:
         self.totals.join_s.append(update.round_trip_s)
         self.metrics.membership.join_seconds.observe(update.round_trip_s)
 
-    def update_aborted(self, version: int, epoch: int, actor: str, reason: str) -> None:
-        """It is begun again. `actor`: whose side group it was; empty: all of the epoch."""
+    def update_aborted(self) -> None:
+        """A transfer, of an epoch or on a side group, is begun again."""
         self.metrics.membership.updates.labels("aborted").inc()
-        self._events.update_failed(version, epoch, actor, reason)
 
     def member_changed(self, change: MemberChange) -> None:
         if change.kind == "joined":
@@ -241,7 +227,14 @@ class Recorder:
         if change.cause is not None:
             self.metrics.membership.evictions.labels(change.cause.value).inc()
         others = self._training.updater.serving.keys() - {change.member.actor}
-        self._events.member(change, len(others) + (change.kind == "joined"))
+        what = {
+            "joined": f"joined and serves version {change.version}",
+            "left": f"left: {change.reason}",
+            "evicted": f"was evicted from epoch {change.epoch}: {change.reason}",
+        }[change.kind]
+        level = logging.WARNING if change.kind == "evicted" else logging.INFO
+        num_serving = len(others) + (change.kind == "joined")
+        log.log(level, "actor %s %s; actors that serve the newest version: %d", change.member.actor, what, num_serving)
 
     def regrouped(self) -> None:
         self.metrics.membership.regroups.inc()

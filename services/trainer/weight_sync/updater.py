@@ -181,7 +181,8 @@ class TransferSession:
                 self._snapshot = None
                 self._end_spans()
             case c.Evicted(actor, epoch, reason):
-                log.warning("actor %s leaves epoch %d: %s", actor, epoch, reason)
+                if self.joiner is not None:  # the recorder logs a member's departure
+                    log.warning("actor %s leaves its side group %d: %s", actor, epoch, reason)
                 self._span.add_event("evicted", {a.ACTOR: actor, a.REASON: reason})
 
     async def _form_group(self, epoch: int, members: tuple[c.Member, ...]) -> None:
@@ -518,8 +519,8 @@ class WeightUpdater:
                     self.evictions += cause is not None
                     self._note_reason(actor, reason)
                     self._tell(self.roster.put_out(action, self.served_version))
-                case c.SendAbort(epoch, version, reason):
-                    self._recorder.update_aborted(version, epoch, "", reason)
+                case c.SendAbort():
+                    self._recorder.update_aborted()
                 case c.WaitingForMembers(version):
                     log.warning("no actor is left: version %d waits for one to register", version)
                 case c.VersionServed(version, epoch):
@@ -555,8 +556,8 @@ class WeightUpdater:
                     await self._sides.pop(actor).close()
                     self._recorder.joined(actor, session.record)
                     self._on_change()
-                case c.SendAbort(epoch, version, reason):
-                    self._recorder.update_aborted(version, epoch, actor, reason)
+                case c.SendAbort():
+                    self._recorder.update_aborted()
                     continue
                 case c.WaitingForMembers():
                     await self._sides.pop(actor).close()
