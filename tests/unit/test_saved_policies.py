@@ -16,11 +16,11 @@ from benchmarks.pipeline_vs_conventional import Side, best_at_lags, whole_phases
 from benchmarks.saved_policies import decode, heldout_problems
 from benchmarks.saved_runs import BESIDE_PRODUCT, Run, judged, lags, product_code, saved_run, times_of
 from benchmarks.side_comparison import SideRun, curve
+from benchmarks.small_models.supervised import character_tokenizer
 from benchmarks.trl_environment import pinned
 from benchmarks.versus_trl import TrlSettings, check_equivalent, loss_scale
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe
-from services.trainer.warmstart.supervised import character_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
