@@ -67,7 +67,7 @@ class Case:
     def recipe(self, folder: Path) -> Recipe:
         """The default one, with the model in `folder`."""
         recipe = load_recipe("arithmetic")
-        model = recipe.model.model_copy(update={"source": "path", "name": str(folder), "warmstart": None})
+        model = recipe.model.model_copy(update={"source": "path", "name": str(folder)})
         sizes = {"batch_size": self.batch_size, "tokens_per_microbatch": self.tokens_per_microbatch}
         changes = {**sizes, "learning_rate": 1e-6}  # random data is not to be learnt
         return recipe.model_copy(update={"model": model, "trainer": recipe.trainer.model_copy(update=changes)})

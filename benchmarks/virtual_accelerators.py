@@ -131,11 +131,11 @@ def recipe_of(case: Case, model: Path, problems: Path) -> Recipe:
 def write_inputs(folder: Path) -> tuple[Path, Path]:
     """The policy, with random weights, and the problems."""
     from benchmarks.random_models import build_tiny
+    from benchmarks.small_models.supervised import Lessons
 
-    shape = {"hidden_size": 32, "num_layers": 1, "num_heads": 1, "head_dim": 32, "intermediate_size": 64}
-    overrides = [f"model.warmstart.{name}={value}" for name, value in shape.items()]
+    shape = Lessons(LONGEST + 1, hidden_size=32, num_layers=1, num_heads=1, intermediate_size=64)
     model, problems = folder / "model", folder / "problems.jsonl"
-    build_tiny(load_recipe("arithmetic", [*overrides, f"model.max_context={LONGEST + 1}"]), model)
+    build_tiny(load_recipe("arithmetic", [f"model.max_context={LONGEST + 1}"]), model, shape)
     lines = (json.dumps({"prompt": digit, "answer": digit}) for digit in DIGITS)
     problems.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return model, problems

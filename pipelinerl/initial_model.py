@@ -1,7 +1,7 @@
-"""The initial policy of a run: where it is found, and under which name those that a run builds or copies are kept.
+"""The initial policy of a run: where it is found, and under which name those that a run unpacks or copies are kept.
 
 A folder of the cache counts as complete when it has `config.json`, and is put there whole by a rename: nobody sees half a
-model. Building is `services.trainer.warmstart`, fetching from the trainer `services.actor.initial_model`; nothing here needs
+model. `services.trainer.initial_model` makes it, `services.actor.initial_model` fetches it from the trainer; nothing here needs
 torch or the network.
 """
 
@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ModelConfig, Recipe
+from pipelinerl.recipe.model_folder import model_folder
 from pipelinerl.service.settings import PolicySettings
 
 COMPLETE = "config.json"
@@ -27,28 +27,22 @@ CHUNK_BYTES = 1024**2
 MOST_FILES, MOST_BYTES = 1024, 4 * 1024**4
 """Of a model that a trainer sends to an actor."""
 _FORMAT = 2
-"""Part of the key: raised when the same configuration would build other weights."""
+"""Part of the key: raised when the same source would give other weights."""
 _ABANDONED_S = 24 * 3600
 """A folder that somebody was filling and has not touched for so long belongs to a process that was killed."""
 
 
 def is_built(model: ModelConfig) -> bool:
     """Whether the trainer puts this model into its cache before the run, and actors get it from there. Pure."""
-    return model.source in ("checkpoint", "warmstart", "smollm2")
+    return model.source in ("checkpoint", "smollm2")
 
 
 def built_name(recipe: Recipe, run: str) -> str:
-    """Name of the model's folder in a cache, `<recipe>-<key>`: equal configurations have equal keys, so that it is the same in
-    every process of the run. A checkpoint is copied once for each run, whatever its name stands for later; SmolLM2 is the same
-    for all recipes. Pure."""
+    """Return the name of the model's folder in a cache. A checkpoint is copied once for each run, whatever its name stands for
+    later; SmolLM2 is the same for all recipes. Pure."""
     if recipe.model.source == "smollm2":
         return f"smollm2-{_FORMAT}"
-    tasks = [(share.weight, share.task.model_dump(mode="json")) for share in recipe.mixture.values()]
-    model = recipe.model.model_dump(mode="json", exclude={"chat_template", "chat_template_kwargs"})  # they change no weight
-    built_from: dict[str, Any] = {"model": model, "tasks": tasks}
-    if recipe.model.source == "checkpoint":
-        built_from["run"] = run
-    text = json.dumps({"format": _FORMAT, **built_from}, sort_keys=True)
+    text = json.dumps({"format": _FORMAT, "model": recipe.model.name, "run": run}, sort_keys=True)
     return f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
 
 
@@ -85,11 +79,11 @@ def is_complete(folder: Path) -> bool:
 def model_source(recipe: Recipe, settings: PolicySettings) -> str:
     """What to load the initial policy from: a folder, or a hub id. Raises `FieldError` for a built model that is not there."""
     if settings.model_dir or not is_built(recipe.model):
-        return settings.model_dir or recipe.model.name
+        return settings.model_dir or str(model_folder(recipe.model) or recipe.model.name)
     folder = built_folder(recipe, settings.run, settings.model_cache)
     if not is_complete(folder):
         fix = (
-            f"holds no complete {folder.name}; `python -m services.trainer.warmstart` builds it for the "
+            f"holds no complete {folder.name}; `python -m services.trainer.initial_model` makes it for the "
             "trainer, `python -m services.actor.initial_model` fetches it for an actor"
         )
         raise FieldError("PIPELINERL_MODEL_CACHE", str(settings.model_cache), fix)

@@ -32,7 +32,7 @@ NEVER = {"verifier": ("torch", "vllm", "transformers", "pip"), "actor": ("pip",)
 NEEDED = {
     "verifier": ("services.verifier.server", "services.verifier.worker", "services.verifier.episode_worker"),
     "actor": ("services.actor.app", "services.actor.vllm_engine", "services.actor.weight_sync.plugin"),
-    "trainer": ("services.trainer.app", "services.trainer.worker", "services.trainer.warmstart.build"),
+    "trainer": ("services.trainer.app", "services.trainer.worker", "services.trainer.initial_model"),
 }
 
 LOOK = """

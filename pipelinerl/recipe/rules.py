@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, one_of
 
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe, RewardConfig, TaskConfig
 
-DEMONSTRATED = {
-    "reasoning_gym": ("chain_sum", "repeated_addition", "one_line_function"),
-    "environment": ("pipelinerl.tasks.environments:GuessNumber", "pipelinerl.tasks.environments:Calculator"),
+PACKAGED = {
+    "arithmetic": ("reasoning_gym", "chain_sum"),
+    "repeated-addition": ("reasoning_gym", "repeated_addition"),
+    "code": ("reasoning_gym", "one_line_function"),
+    "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
+    "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""By source, the tasks that a warm-started model has demonstrations of (`services.trainer.warmstart`)."""
+"""The small models of this package, and the source and name of the only task that each can read."""
 
 Broken = Iterator[tuple[str, str]]
 """(dotted field, what is wrong with its value)."""
@@ -90,8 +93,8 @@ def _model(recipe: Recipe) -> Broken:
         yield "model.name", f"is empty: model.source = {model.source!r} needs {needed[model.source]} here"
     if model.source == "checkpoint" and "://" in model.name and (problem := wrong_url(model.name)):
         yield "model.name", problem
-    if model.source == "warmstart" and model.warmstart is None:
-        yield "model.warmstart", "model.source = 'warmstart' needs this section; {} takes its defaults"
+    if model.source == "package" and model.name not in PACKAGED:
+        yield "model.name", f"no small model of this package has this name; use {one_of([*PACKAGED])}"
 
 
 def _tasks(recipe: Recipe) -> Broken:
@@ -107,23 +110,17 @@ def _tasks(recipe: Recipe) -> Broken:
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """By names of `TaskConfig`. A warm-started model has seen demonstrations, and reads nothing else: the first field that says
-    otherwise is named."""
-    if recipe.model.source == "warmstart":
-        policy, other = (
-            "a warm-started model (model.source)",
-            "set model.source to another one: hub, path, checkpoint or smollm2",
-        )
-        demonstrated, first = DEMONSTRATED.get(task.source, ()), next(iter(recipe.mixture.values())).task.name
-        if not demonstrated:
-            families = ", ".join(DEMONSTRATED["reasoning_gym"])
-            yield "source", f"{policy} has demonstrations of reasoning-gym's {families} only; {other}"
-        elif task.name not in demonstrated:
-            yield "name", f"{policy} has demonstrations of {' and '.join(demonstrated)} only; {other}"
-        elif task.name != first:
-            yield "name", f"{policy} has demonstrations of one family, here {first}; {other}"
+    """Problems by names of `TaskConfig`. A small model of this package reads one task; the first other field is named."""
+    if recipe.model.source == "package" and recipe.model.name in PACKAGED:
+        source, name = PACKAGED[recipe.model.name]
+        other = "set model.source to another one: hub, path, checkpoint or smollm2"
+        fix = f"the small model {recipe.model.name!r} (model.name) reads compact prompts of {source}'s {name} only; {other}"
+        if task.source != source:
+            yield "source", fix
+        elif task.name != name:
+            yield "name", fix
         elif task.prompt_style != "compact" and not task.is_episodic:
-            yield "prompt_style", f"{policy} reads compact prompts only; use compact, or {other}"
+            yield "prompt_style", f"use compact; {fix}"
     if task.source in ("jsonl", "hub", "tools", "agent") and not task.path:
         needed = "the id of a data set, such as openai/gsm8k," if task.source == "hub" else "a file of problems"
         yield "path", f"is empty: task.source = {task.source!r} needs {needed} here"

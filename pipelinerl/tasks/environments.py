@@ -1,6 +1,6 @@
 """Two small environments for models that read and write single characters, of the recipes guess and calculator.
 
-Each makes its problem of the episode's seed. What a warm-started model is shown of them: `services.trainer.warmstart`.
+Each makes its problem of the episode's seed. `benchmarks.small_models` has taught a small model each.
 """
 
 from __future__ import annotations

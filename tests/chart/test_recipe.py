@@ -88,7 +88,6 @@ def test_the_models_name_is_enough_and_takes_nothing_of_the_recipes_own(name: st
     rendered = render({"model": {"name": "a/b"}, "recipe": {"name": name}})
     recipe = recipe_of(rendered, tmp_path)
     assert (recipe.model.source, recipe.model.name) == ("hub", "a/b")
-    assert "warmstart" not in rendered.one("ConfigMap", "pipelinerl-recipe")["data"]["recipe.yaml"]
 
 
 def test_one_value_starts_a_run_from_a_checkpoint_and_only_the_trainer_has_the_stores_secret(tmp_path: Path) -> None:
@@ -356,5 +355,5 @@ def test_names_of_objects_stay_short_enough() -> None:
 def test_the_test_trains_a_few_steps_of_the_arithmetic_recipe(tmp_path: Path) -> None:
     rendered = render(files=[CPU_VALUES])
     recipe = recipe_of(rendered, tmp_path, "test")
-    assert (recipe.name, recipe.trainer.steps, recipe.model.source) == ("helm-test", 3, "warmstart")
+    assert (recipe.name, recipe.trainer.steps, recipe.model.source) == ("helm-test", 3, "package")
     assert recipe_of(render({"test": {"steps": 5}}), tmp_path, "test").trainer.steps == 5

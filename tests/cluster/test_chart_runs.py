@@ -17,7 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from pipelinerl.recipe.model_folder import SMALL_MODELS
 from tests.chart.rendering import CPU_VALUES, NAMESPACE, Object, Rendered, render
 from tests.cluster.cluster import Cluster, mini_cluster
 from tests.cluster.images import product_images
@@ -35,13 +38,13 @@ TRAINER, SET, ACTOR, RECIPE = "pipelinerl-trainer-0", "pipelinerl-trainer", "pip
 PAGE = {"threads": 1, "page": {"enabled": True}}
 RUN_DIR = "/var/lib/pipelinerl/runs/arithmetic"
 HELM_TEST = {
-    "model": {"warmstart": {"steps": 5, "batch_size": 32, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128}},
     "task": {"heldout_problems": 32},
     "actor": {"sequences_in_progress": 12, "engine": {"kv_cache_gib": 0.25}},
     "trainer": {"steps": 4, "batch_size": 32, "warmup_steps": 0},
 }
 RELEASE = {
     **HELM_TEST,
+    "model": {"source": "checkpoint", "name": "untrained"},
     "sampling": {"max_tokens": 96},
     "algorithm": {"max_lag": 32},
     "trainer": {**HELM_TEST["trainer"], "steps": 1_000_000, "learning_rate": 1e-9},
@@ -163,9 +166,23 @@ def install(kernel: None, verified: None, tmp_path: Path) -> Install:
         objects.objects[:] = [item for item in objects.objects if item not in tests.values()]
         objects.objects.extend(issued(objects, tmp_path))
         async with mini_cluster(tmp_path / "cluster", objects, NAMESPACE, product_images()) as cluster:
+            write_untrained(cluster.folder / "claims" / "pipelinerl-trainer" / "runs" / "untrained")
             yield Release(cluster, tests, rendered)
 
     return installed_release
+
+
+def write_untrained(folder: Path) -> None:
+    """Write a model on the trainer's volume that guesses any characters, for as long as it may."""
+    made = SMALL_MODELS / "guess"
+    folder.mkdir(parents=True)
+    for file in made.glob("*.json"):
+        text = file.read_text().replace('"max_position_embeddings": 64', '"max_position_embeddings": 128')
+        (folder / file.name).write_text(text)
+    torch.manual_seed(0)
+    weights = load_file(made / "model.safetensors")
+    untrained = {name: 0.02 * torch.randn(weight.shape) for name, weight in weights.items()}
+    save_file(untrained, folder / "model.safetensors", {"format": "pt"})
 
 
 def issued(rendered: Rendered, folder: Path) -> list[Object]:

@@ -157,7 +157,7 @@ async def test_what_is_no_run_exits_2(tmp_path: Path, audit: Audit, made: bool, 
 async def test_only_streams_that_no_trainer_has_made_yet_may_be_missing(
     tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that was stopped during its warm start adds up; streams that are gone, or a server that is silent, do not."""
+    """A run that was stopped before its trainer started adds up; streams that are gone, or a server that is silent, do not."""
     run = RunDir(tmp_path, RUN)
     write_json(run.identity, {"run": RUN})
     with NatsServer(run.nats_store):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
+from benchmarks.small_models.supervised import character_tokenizer
 from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.messages.sequences import Sequence
-from services.trainer.warmstart.supervised import character_tokenizer
 from tests.support.actor_stage import PROMPT, actor_stage
 from tests.support.parity import TOLERANCE, change_strongly, engine_recipe, largest_difference, random_model, reference
 

@@ -313,12 +313,12 @@ async def test_the_initial_model_is_built_once(tmp_path: Path) -> None:
     first = Run(tmp_path / "one", small, {})
     assert (await first.end()).error is None
     assert tuple(first.pids()) == SERVICES
-    assert "initial model: warm-start step 1 of 2" in first.printed.getvalue()
+    assert "initial model: step 1 of 2" in first.printed.getvalue()
     model_dir = Path(json.loads(first.dir.summary.read_text())["model_dir"])
     assert json.loads((model_dir / "config.json").read_text())["source"] == "smollm2"
     second = Run(tmp_path / "two", small, {})
     assert (await second.end()).error is None
-    assert "warmstart" not in second.pids()
+    assert "model" not in second.pids()
     assert json.loads(second.dir.summary.read_text())["model_dir"] == str(model_dir)
     assert [path.name for path in model_dir.parent.iterdir()] == [model_dir.name]
 
@@ -330,15 +330,15 @@ async def test_what_the_builder_of_the_initial_model_complains_of_is_said_once(
     run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), mistake)
     ending = await run.end()
     assert finish(run.recipe, run.dir, ending) == 2
-    assert "initial model: warm-start step 1 of 2" in run.printed.getvalue()
+    assert "initial model: step 1 of 2" in run.printed.getvalue()
     assert (run.printed.getvalue() + "".join(capsys.readouterr())).count("error: model.source = 'x': no") == 1
 
 
 async def test_an_interrupt_while_the_initial_model_is_built(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), {"FAKE_MODEL_S": "600"})
     async with running(run) as task:
-        await until(lambda: "warm-start step 1 of 2" in run.printed.getvalue())
-        assert "warmstart" in run.pids()
+        await until(lambda: "step 1 of 2" in run.printed.getvalue())
+        assert "model" in run.pids()
         os.kill(os.getpid(), signal.SIGINT)
         ending = await task
     assert (ending.interrupted, ending.exit_code) == (True, 130)
@@ -357,7 +357,7 @@ async def test_a_cache_that_is_removed_under_a_run_is_made_again_for_an_actor_th
         assert (cache / "inductor").is_dir()
         said = f"{built} has been removed: the initial model is made again, which a service needs to start"
         assert run.printed.getvalue().count(said) == 1
-        assert "warmstart" not in run.pids()
+        assert "model" not in run.pids()
         os.kill(os.getpid(), signal.SIGINT)
         assert (await ending).error is None
 

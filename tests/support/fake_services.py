@@ -188,7 +188,7 @@ async def model() -> int:
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     with filling(built_folder(recipe, SETTINGS["run"], Path(SETTINGS["model_cache"]))) as beside:
-        print("INFO initial model: warm-start step 1 of 2", flush=True)
+        print("INFO initial model: step 1 of 2", flush=True)
         await asyncio.sleep(Fake.model_s)  # the runner looks at the log every 0.2 s
         if Fake.model_error:
             print(Fake.model_error, flush=True)
@@ -199,5 +199,5 @@ async def model() -> int:
 
 
 if __name__ == "__main__":
-    kinds = {"verifier": verifier, "actor": actor, "trainer": trainer, "warmstart": model}
+    kinds = {"verifier": verifier, "actor": actor, "trainer": trainer, "model": model}
     sys.exit(asyncio.run(kinds[sys.argv[1]]()))

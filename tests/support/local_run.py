@@ -20,7 +20,7 @@ from pipelinerl.run_dir import RunDir, write_json
 from pipelinerl.service.retry import Backoff
 
 FAKES = Path(__file__).with_name("fake_services.py").resolve()
-COMMANDS = {kind: (sys.executable, str(FAKES), kind) for kind in ("verifier", "trainer", "actor", "warmstart")}
+COMMANDS = {kind: (sys.executable, str(FAKES), kind) for kind in ("verifier", "trainer", "actor", "model")}
 SERVICES = ("nats", "verifier", "actor-0", "trainer")
 
 

@@ -25,6 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from benchmarks.small_models.supervised import character_tokenizer
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, TokenIds
@@ -39,7 +40,6 @@ from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import StagedWeights, WeightLoading, WeightUpdateClient
 from services.trainer.learn.batch import token_row
 from services.trainer.learn.model import wrap_model
-from services.trainer.warmstart.supervised import character_tokenizer
 from services.trainer.weight_sync.sender import TransferResult, WeightSender
 
 TOLERANCE = 1e-4

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.small_models.supervised import character_tokenizer
 from pipelinerl.errors import UserError
 from pipelinerl.messages.sequences import FinishReason, PromptGroup, Sequence, VersionSpan, encode_sequence
 from pipelinerl.prompts import answer_end
@@ -16,7 +17,6 @@ from pipelinerl.v1 import sequence_pb2
 from services.actor.finishing import FinishedSample, verify_item
 from services.trainer.data.feeder import EncodedProblem, encode
 from services.trainer.data.intake import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, Quarantine, bound_of
-from services.trainer.warmstart.supervised import character_tokenizer
 from services.verifier.rewards.compose import ComposedReward
 from services.verifier.rewards.item import Score
 from services.verifier.worker import score_item

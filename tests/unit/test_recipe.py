@@ -123,8 +123,8 @@ def test_shipped_recipes_survive_the_way_to_yaml_and_back(name: str, tmp_path: P
 def test_the_resolved_recipe_writes_out_every_field() -> None:
     written = yaml.safe_load(recipe_yaml(recipe_from_data(minimal(), "x")))
     for path in dotted_paths(Recipe):
-        if path.startswith(("model.warmstart.", "trainer.lora.", "reward.judge.")):
-            continue  # null here: not warm-started, no adapters, no judge
+        if path.startswith(("trainer.lora.", "reward.judge.")):
+            continue  # null here: no adapters, no judge
         value: Any = written
         for name in path.split("."):
             assert name in value, path
@@ -182,8 +182,8 @@ def test_later_overrides_win_and_reach_into_null_sections_and_free_form_mappings
     ("override", "said"),
     [
         ("trainer.stepz=1", "no such field; did you mean trainer.steps?"),
-        ("learning_rate=1", "no such field; did you mean trainer.learning_rate or model.warmstart.learning_rate?"),
-        ("trainr.steps=1", "did you mean trainer.steps or model.warmstart.steps?"),
+        ("learning_rate=1", "no such field; did you mean trainer.learning_rate?"),
+        ("trainr.steps=1", "did you mean trainer.steps?"),
         ("trainer.lr=1", "no such field; did you mean trainer.learning_rate or trainer.lora?"),
         ("seed.high=1", "no such field; seed holds one value"),
         ("zzz=1", "allowed here: name, description, mode"),
@@ -219,7 +219,6 @@ def test_unknown_override_paths_get_near_matches(override: str, said: str) -> No
             "float16",
             "too small a range: gradients flush to zero, weights overflow; use bfloat16 or float32",
         ),
-        ("model.warmstart.head_dim", 48, "use a multiple of 32: vLLM on CPU takes no other"),
         ("algorithm.max_lag", -1, "use an integer or null, at least 0"),
         ("algorithm.max_lag", False, "use an integer or null"),
         ("algorithm.clip_low", 1.5, "at most 1"),
@@ -269,7 +268,7 @@ def test_a_missing_field_says_what_to_give() -> None:
         ("task.source=jsonl", "task.path", "is empty: task.source = 'jsonl' needs"),
         ("model={source: path}", "model.name", "is empty: model.source = 'path' needs a folder"),
         ("model={source: hub}", "model.name", "is empty: model.source = 'hub' needs a Hugging Face id"),
-        ("model={source: warmstart}", "model.warmstart", "needs this section"),
+        ("model={source: package, name: x}", "model.name", "no small model of this package has this name; use"),
         ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: trainer.schedule = 'wsd' needs 1 to 20 here"),
         (
             "trainer={steps: 20, schedule: wsd, warmup_steps: 5, decay_steps: 16}",
@@ -411,7 +410,7 @@ def test_wrong_overrides_and_wrong_fields_are_listed_together() -> None:
         (["task.prompt_style=plain"], "task.prompt_style"),
     ],
 )
-def test_a_warm_started_model_takes_worked_sums_only(overrides: list[str], field: str) -> None:
+def test_a_small_model_of_the_package_reads_its_own_task_only(overrides: list[str], field: str) -> None:
     with pytest.raises(RecipeError, match="1 problem") as info:
         load_recipe(RECIPES / "arithmetic.yaml", overrides)
     problem = info.value.problems[0]
@@ -894,13 +893,6 @@ def test_what_the_sources_of_episodes_need(task: dict[str, Any], field: str, sai
         recipe_from_data(minimal(task=task, reward=reward), "x")
     assert f"{field} = " in str(raised.value)
     assert said in str(raised.value)
-
-
-def test_the_changes_that_demonstrations_make_to_the_task_are_tried() -> None:
-    for change in ("{min_trms: 2}", "{max_terms: 1}"):
-        recipe = load_recipe(RECIPES / "arithmetic.yaml", [f"model.warmstart.task_config={change}"])
-        assert [one.field for one in examine(recipe).problems] == ["model.warmstart.task_config"]
-    assert examine(load_recipe(RECIPES / "arithmetic.yaml", ["model.warmstart.task_config={min_terms: 2}"])).problems == []
 
 
 def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_only_how_long_how_often_and_with_what_means_may_change() -> None:
 
 
 def test_the_same_recipe_has_no_changes_also_after_yaml() -> None:
-    warm = recipe(model={"source": "warmstart", "warmstart": {}}, task={"prompt_style": "compact"}, trainer={"lora": {}})
+    warm = recipe(model={"source": "package", "name": "arithmetic"}, task={"prompt_style": "compact"}, trainer={"lora": {}})
     assert recipe_changes(warm.model_dump(mode="json"), warm) == []
     read = parse_yaml(recipe_yaml(warm), "recipe.yaml")
     assert isinstance(read, dict)

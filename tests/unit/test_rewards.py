@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.small_models.demonstrations import demonstrate_function
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.tasks.source import Split, make_source
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
-from services.trainer.warmstart.demonstrations import demonstrate_function
 from services.verifier.rewards.answers import exact, json_schema_scorer, regex
 from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty, user_scorer

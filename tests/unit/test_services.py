@@ -43,7 +43,7 @@ def settings_of(launch: Launch, kind: type[ServiceSettings], monkeypatch: pytest
 
 def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELINERL_MODEL_DIR", "/of-the-shell")
-    builder = settings_of(launches.warmstart(tmp_path), TrainerSettings, monkeypatch)
+    builder = settings_of(launches.initial_model(tmp_path), TrainerSettings, monkeypatch)
     assert (builder["model_cache"], builder["model_dir"]) == (tmp_path.resolve(), "")
     policy = {"run": "tiny-run", "nats_url": NATS, "verifier": VERIFIER, "model_dir": "/model"}
     trainer = settings_of(launches.trainer(0), TrainerSettings, monkeypatch)

@@ -17,7 +17,6 @@
 {{- end -}}
 {{- with .Values.model.name -}}
 {{- $recipe = mergeOverwrite $recipe (dict "model" (dict "source" "hub" "name" .)) -}}
-{{- $_ := unset $recipe.model "warmstart" -}}
 {{- end -}}
 {{- with .Values.model.source -}}
 {{- if $.Values.model.name -}}
@@ -50,7 +49,7 @@
 {{- define "pipelinerl.buildsModel" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- $source := default "hub" $recipe.model.source -}}
-{{- if or (has $source (list "checkpoint" "warmstart" "smollm2")) (contains "/" $source) -}}true{{- end -}}
+{{- if or (has $source (list "checkpoint" "smollm2")) (contains "/" $source) -}}true{{- end -}}
 {{- end -}}
 
 {{/* Whether samples of a task, or of a set of problems that is evaluated, are episodes, which run in the verifier's pods and ask the actors for their turns. "true" or nothing. */}}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,10 +22,9 @@ from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipelinerl.recipe.fields import WarmStartConfig
+from benchmarks.small_models.demonstrations import SUM_CHARACTERS
 from services.trainer.learn.batch import TokenRow, token_row
 from services.trainer.learn.model import wrap_model
-from services.trainer.warmstart.demonstrations import SUM_CHARACTERS
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNKNOWN)
@@ -55,6 +55,35 @@ def character_tokenizer(max_context: int, characters: str = SUM_CHARACTERS) -> P
 
 _LAST_LEARNING_RATE = 0.03
 
+
+@dataclass(frozen=True)
+class Lessons:
+    """Architecture of a small Llama, and how it is taught."""
+
+    max_context: int
+    hidden_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    head_dim: int = 32
+    intermediate_size: int = 384
+    initializer_std: float = 0.06
+    careful: tuple[float, ...] = (0.4, 0.35, 0.3, 0.25)
+    """Probability that a demonstration writes out the 1st, 2nd, ... partial result; the last one holds for all further ones."""
+    careful_in_lessons: float = 0.75
+    """The same probability for all results, in the steps that come first."""
+    lessons: float = 0.85
+    """Share of the steps that come first; the habit of `careful` follows."""
+    steps: int = 600
+    batch_size: int = 64
+    learning_rate: float = 3e-3
+    """AdamW: embedding, output layer, norms."""
+    matrix_learning_rate: float = 0.02
+    """Muon: matrices of the layers."""
+    warmup_steps: int = 40
+    max_grad_norm: float = 1.0
+    seed: int = 0
+
+
 Demonstrated = Callable[[Sequence[float], random.Random], list[str]]
 """The next demonstration, for probabilities of care: what is given and what is said, in turn."""
 OnStep = Callable[[int, float], None]
@@ -62,11 +91,7 @@ OnStep = Callable[[int, float], None]
 
 
 def train(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    config: WarmStartConfig,
-    demonstrated: Demonstrated,
-    on_step: OnStep,
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, config: Lessons, demonstrated: Demonstrated, on_step: OnStep
 ) -> None:
     """Trains `model` in place for `config.steps` steps on what is `demonstrated`."""
     rng = random.Random(config.seed)
@@ -88,12 +113,12 @@ def train(
         on_step(step + 1, loss.item())
 
 
-def careful_at(step: int, config: WarmStartConfig) -> tuple[float, ...]:
+def careful_at(step: int, config: Lessons) -> tuple[float, ...]:
     """Probabilities of care in the demonstrations of a step."""
     return (config.careful_in_lessons,) if step < config.lessons * config.steps else config.careful
 
 
-def learning_rate_factor(step: int, config: WarmStartConfig) -> float:
+def learning_rate_factor(step: int, config: Lessons) -> float:
     """Linear warm-up times a cosine from 1 to `_LAST_LEARNING_RATE`."""
     warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
     cosine = 0.5 * (1 + math.cos(math.pi * step / config.steps))
@@ -123,7 +148,7 @@ def encode(batch: list[list[str]], tokenizer: PreTrainedTokenizerFast) -> tuple[
     return row, torch.from_numpy(predicted - 1), row.input_ids[0, predicted]
 
 
-def _optimizers(model: LlamaForCausalLM, config: WarmStartConfig) -> tuple[Optimizer, Optimizer]:
+def _optimizers(model: LlamaForCausalLM, config: Lessons) -> tuple[Optimizer, Optimizer]:
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     of_layers = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in of_layers]
