@@ -222,7 +222,7 @@ def main() -> None:
     os.environ.update(plan_threads(cores, num_actors=1).actor_env() | {"VLLM_LOGGING_LEVEL": "WARNING"})
     folder = initial_policy(load_recipe("repeated-addition"))
     recipe = load_recipe("repeated-addition", SETTINGS)
-    model = recipe.model.model_copy(update={"source": "path", "name": folder, "warmstart": None})
+    model = recipe.model.model_copy(update={"source": "path", "name": folder})
     recipe = recipe.model_copy(update={"model": model})
     rows = asyncio.run(measure_shares(recipe, folder, arguments.steps, arguments.groups))
     write_result(arguments.output, {"benchmark": NAME, "machine": {"cores": cores}, "rows": rows})

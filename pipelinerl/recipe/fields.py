@@ -218,7 +218,7 @@ class ModelConfig(Section):
     @classmethod
     def _named_by_source(cls, data: Any) -> Any:
         source = data.get("source") if isinstance(data, dict) else None
-        data = {**data, "name": ""} if source in ("warmstart", "smollm2") else data  # --set leaves another model's name
+        data = {**data, "name": ""} if source == "smollm2" else data  # --set leaves another model's name
         return {**data, "source": "checkpoint", "name": source} if isinstance(source, str) and "/" in source else data
 
     @field_validator("chat_template_kwargs")
