@@ -180,6 +180,9 @@ def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str =
         name: one for name, one in signature.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     }
     is_verl, is_trl = "solution_str" in named, "completions" in named
+    for body in (function, getattr(function, "__call__", None)):  # noqa: B004 - of an object, its method
+        if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
+            raise FieldError("reward.scorer", path, "a generator function (it yields); return the reward instead")
     if not (is_verl or is_trl):
         try:
             signature.bind(None)
