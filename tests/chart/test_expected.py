@@ -23,7 +23,6 @@ AMD_TAINT = {"key": "amd.com/gpu", "operator": "Exists"}
 IMAGE = "registry.example.com/actor@sha256:" + "0" * 64
 PODS = (*SERVICES, "nats", "test")
 NO_TOLERATIONS = {f"pod/{pod} spec tolerations": None for pod in PODS}
-RECIPE_MODEL = [["python", "-m", "services.trainer.initial_model"]]
 ACTOR, TRAINER, VERIFIER = ("Deployment/pipelinerl-actor", "StatefulSet/pipelinerl-trainer", "Deployment/pipelinerl-verifier")
 WANTED, EPISODES = "pipelinerl_actor_replicas_wanted", "pipelinerl_verifier_episodes"
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -88,9 +87,9 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "pod/test spec restartPolicy": "Never",
         "pod/test spec containers * name": ["trainer"],
         "env/test PIPELINERL_LINGER": "false",
-        "pod/test spec initContainers * name": ["initial-model", "nats", "verifier", "actor"],
-        "pod/test spec initContainers * restartPolicy": [None, "Always", "Always", "Always"],
-        "pod/test spec initContainers * startupProbe failureThreshold": [None, 60, 90, 60],
+        "pod/test spec initContainers * name": ["nats", "verifier", "actor"],
+        "pod/test spec initContainers * restartPolicy": ["Always"] * 3,
+        "pod/test spec initContainers * startupProbe failureThreshold": [60, 90, 60],
         **{f"env/{service} OTEL_EXPORTER_OTLP_ENDPOINT": None for service in SERVICES},
     },
     "cpu": {
@@ -101,8 +100,8 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "main/verifier image": "pipelinerl/verifier:0.1.0",
         f"{VERIFIER} spec replicas": 1,
         # The model that a run builds is made before the services start.
-        "pod/trainer spec initContainers * args": RECIPE_MODEL,
-        "pod/actor spec initContainers * args": [["python", "-m", "services.actor.initial_model"]],
+        "pod/trainer spec initContainers * args": None,  # the small model is a file of the package
+        "pod/actor spec initContainers * args": None,
     },
     "everything": {
         "env/trainer PIPELINERL_RUN": "all-of-it",
@@ -253,7 +252,7 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"test": {part: {"limits": {"cpu": "1"}} for part in ("resources", "natsResources", "verifierResources")}},
         {
             "pod/test spec containers * resources limits cpu": ["1"],
-            "pod/test spec initContainers * resources limits cpu": ["1"] * 4,
+            "pod/test spec initContainers * resources limits cpu": ["1"] * 3,
         },
     ),
     (

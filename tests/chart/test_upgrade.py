@@ -87,7 +87,7 @@ NOTES: list[tuple[tuple[str, ...], list[str]]] = [
             "helm -n train uninstall pipelinerl",
             "kubectl -n train delete pod pipelinerl-test pipelinerl-test-release --ignore-not-found",
             "kubectl -n train delete pvc pipelinerl-trainer",
-            "The run arithmetic trains a model that it builds itself with the recipe arithmetic.",
+            "The run arithmetic trains the model arithmetic with the recipe arithmetic.",
         ],
     ),
     (("--set", "trainer.expectedActors=8"), ["--replicas=8", "An install starts one, and the first step waits for 8"]),

@@ -304,7 +304,7 @@ async def test_the_api_answers_what_the_roles_permit_and_refuses_the_rest(cluste
     ) as cluster:
         for objects in (cluster.api.configs, cluster.api.scales):
             objects |= {"mine": {}, "theirs": {}}
-        with pytest.raises(ClusterError, match="cannot get resource"):
+        with pytest.raises(ClusterError, match="cannot list resource"):
             await cluster.until(lambda: False, 60, "for ever")
         cluster.strict = False
         lines = (await output_of(cluster)).splitlines()
