@@ -231,8 +231,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
-    # The gRPC service. Bad input is INVALID_ARGUMENT with the name of the field. This includes token ids outside the vocabulary,
-    # on which an engine would fail, or which it would take for other tokens.
+    # The gRPC service. Bad input is INVALID_ARGUMENT with the name of the field. This includes token ids outside the
+    # vocabulary, on which an engine would fail, or which it would take for other tokens.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self._gate.served

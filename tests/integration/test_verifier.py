@@ -224,7 +224,7 @@ MISDEEDS = [
     ("os_exit", "crashed", "exit code 3"),
     ("segfault", "crashed", "SIGSEGV"),
     ("close_pipes", "crashed", "closed its pipe"),
-    ("write_in_pipes", "crashed", "a result of 4,294,967,295 bytes is in its pipe"),
+    ("write_in_pipes", "crashed", "it wrote a result of 4,294,967,295 bytes"),
     ("fill_memory", "out_of_memory", "reward.memory_mib"),
     ("say nan", "bad_reward", "nan"),
     ("say inf", "bad_reward", "inf"),

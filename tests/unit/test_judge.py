@@ -86,7 +86,7 @@ async def test_what_may_heal_is_tried_again() -> None:
     ("script", "timeout_s", "status", "told"),
     [
         ((401, f"bad key {KEY}, of you"), 60, VERIFY_STATUS_CRASHED, "the judge refuses: HTTP 401: bad key ***, of you"),
-        ((200, "<html>"), 60, VERIFY_STATUS_CRASHED, "the response is no chat completion: '<html>'"),
+        ((200, "<html>"), 60, VERIFY_STATUS_CRASHED, "the response is not a chat completion: '<html>'"),
         ((200, '{"choices": []}'), 60, VERIFY_STATUS_CRASHED, "no chat completion"),
         ((500, "out of memory"), 1.0, VERIFY_STATUS_TIMEOUT, "judge.timeout_s = 1 s: HTTP 500: out of memory"),
         (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer in reward.judge.timeout_s = 0.2 s"),
@@ -217,7 +217,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert api_key(config) == KEY
     for wrong in (f"{KEY}\r\n{KEY}", f"{KEY}é"):
         monkeypatch.setenv("JUDGE_KEY", wrong)
-        with pytest.raises(FieldError, match="no HTTP header takes") as error:
+        with pytest.raises(FieldError, match="an HTTP header cannot have") as error:
             api_key(config)
         assert KEY not in str(error.value)
     assert api_key(config.model_copy(update={"api_key_env": ""})) == ""
