@@ -131,7 +131,7 @@ class IssueBounds:
 
     @property
     def holds_actors_back(self) -> bool:
-        """Whether actors that outrun the trainer get less work than they could do."""
+        """True if actors that outrun the trainer get less work than they could do."""
         return self._held_back > 0 and not self._waited
 
     def begin_step(

@@ -75,7 +75,7 @@ class FinishedSample:
     trace: Trace = None
     """Parent of its next span."""
     judged: bool = False
-    """Whether it already has its reward."""
+    """True if it already has its reward."""
 
 
 class Finisher:

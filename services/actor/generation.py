@@ -75,7 +75,7 @@ class ServingGate:
         self.announced: PolicyVersion | None = None
         self.draining = False
         self.swapping = False
-        """Whether a swap to another version is running."""
+        """True if a swap to another version is running."""
 
     @property
     def cache_salt(self) -> str:

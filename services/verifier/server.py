@@ -87,7 +87,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | JudgedPool | None, episodes: EpisodePool | None
     ) -> None:
         self._tasks = {name: share.task.is_episodic for name, share in recipe.problem_sets.items()}
-        """Whether samples of the task are episodes."""
+        """True if samples of the task are episodes."""
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
     async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:

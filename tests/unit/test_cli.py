@@ -218,7 +218,7 @@ def test_a_folders_model_is_as_large_as_its_files_say(pipelinerl: Command, workp
     (workplace / "there" / "0.safetensors").write_bytes(b"short")
     for fields_only in ((), ("--fields-only",)):
         told = pipelinerl(*arguments, *fields_only)[2]
-        assert "model.name = 'there': 0.safetensors is no safetensors file, or its beginning is cut" in told
+        assert "model.name = 'there': 0.safetensors is not a safetensors file, or its beginning is cut" in told
 
 
 def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) -> None:

@@ -254,7 +254,7 @@ class TemplateFormat:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
         self._end, self._after_end = self._turn_end(asked_again=False)
         self._is_next_role = self._end is None
-        """Whether the token that begins the next role's message ends a turn."""
+        """True if the token that begins the next role's message ends a turn."""
         if self._is_next_role:
             self._end, _ = self._turn_end(asked_again=True)
         self.stop_token_ids = tuple(sorted({self._end, tokenizer.eos_token_id} - {None}))

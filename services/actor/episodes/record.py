@@ -34,7 +34,7 @@ class RecordedTurn:
     served: int = 0
     """Number, from 1, of the request in this run of the environment that has or waits for this turn; 0 = none."""
     is_asked_for: bool = False
-    """Whether this run of the environment has requested the turn, even if the client hung up later."""
+    """True if this run of the environment has requested the turn, even if the client hung up later."""
     messages: Any = None
     """The request's messages and the answer, for `rendering`; None for a request with tokens."""
 

@@ -64,7 +64,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker: TransferWorker | None = None
         self._places = install(model, vllm_config, device)
         self._base_replaced = False
-        """Whether whole weights have replaced the checkpoint's, to which adapters belong."""
+        """True if whole weights have replaced the checkpoint's, to which adapters belong."""
         self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

@@ -64,7 +64,7 @@ class UpdateListener:
         self._staged: PolicyVersion | None = None
         self.epoch: EpochStart | None = None
         self._alone = False
-        """Whether the epoch is that of a side group."""
+        """True if the epoch is that of a side group."""
         self.serving = asyncio.Lock()
 
     @property

@@ -68,7 +68,7 @@ class Test:
     call: str = ""
     returned: Any = None
     in_list: bool = False
-    """Whether the result may also be the only member of `returned`, as in APPS."""
+    """True if the result may also be the only member of `returned`, as in APPS."""
     statements: str = ""
 
 

@@ -1,7 +1,7 @@
 r"""Parse mathematics, in LaTeX or plain text, into a tree, and evaluate it.
 
-`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` returns its value, an exact fraction or
-else a number with 300 digits. Since the text may be hostile, reading computes nothing, and values that are too large are
+`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` returns its value, an exact fraction
+or else a number with 300 digits. Since the text may be hostile, reading computes nothing, and values that are too large are
 refused. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
 """
 
