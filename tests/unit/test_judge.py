@@ -87,7 +87,7 @@ async def test_what_may_heal_is_tried_again() -> None:
     [
         ((401, f"bad key {KEY}, of you"), 60, VERIFY_STATUS_CRASHED, "the judge refuses: HTTP 401: bad key ***, of you"),
         ((200, "<html>"), 60, VERIFY_STATUS_CRASHED, "the response is not a chat completion: '<html>'"),
-        ((200, '{"choices": []}'), 60, VERIFY_STATUS_CRASHED, "no chat completion"),
+        ((200, '{"choices": []}'), 60, VERIFY_STATUS_CRASHED, "not a chat completion"),
         ((500, "out of memory"), 1.0, VERIFY_STATUS_TIMEOUT, "judge.timeout_s = 1 s: HTTP 500: out of memory"),
         (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer in reward.judge.timeout_s = 0.2 s"),
     ],
