@@ -183,8 +183,7 @@ def _short(value: Any) -> Any:
 
 
 def shown_sample(sample: Record) -> dict[str, Any]:
-    """Return one line of samples.jsonl with clipped texts and tokens; `num_tokens` is the original number of tokens. Older
-    lines lack some keys."""
+    """Return a line of samples.jsonl, of which old ones lack some keys, with clipped texts. `num_tokens` is not clipped."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
     known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
     tokens, weights = _clipped_tokens(sample)

@@ -205,15 +205,14 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning for each mathematics reference that earns less than full marks or is prose, and for each near miss that
-    earns full marks."""
+    """Yield a warning for each mathematics reference without full marks or in prose, and for each near miss with full marks."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
             continue
         told, right = f"task {share.name}: {call}", full.setdefault(call.problem.place or id(call.problem), call.reward)
         if call.status == "bad_reference" and not call.near_miss:
-            yield FieldError(f"{place}reward.scorer", scorer, f"{told} cannot be marked ({call.message})")
+            yield FieldError(f"{place}reward.scorer", scorer, f"{told} cannot be scored ({call.message})")
         elif call.near_miss and call.reward >= max(right, share.reward.correct):
             yield FieldError(
                 f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; correct that line"
@@ -222,7 +221,7 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
             fix = "write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
             yield FieldError(f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; {fix}")
         elif not call.near_miss and len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
-            fix = "is a text that no policy repeats; leave that line out, or name the field of the answer"
+            fix = "is prose that no policy would repeat; leave that line out, or name the field of the answer"
             yield FieldError(f"{place}reward.scorer", scorer, f"{told}, {call.answer!r:.80}, {fix}")
 
 

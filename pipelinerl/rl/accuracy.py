@@ -62,9 +62,9 @@ class Estimate:
 class Accuracy:
     """Accuracy on one set of problems.
 
-    `mean`: mean over problems with a verdict of each one's share of right answers. `lower_bound`: mean over all answers, where
-    the `num_unanswered` without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of answers
-    to each problem, over problems with at least k verdicts. `reported`: `means_of` the numbers that answers report.
+    `mean`: mean share of right answers, over problems with a verdict. `lower_bound`: share of right answers among all, in which
+    the `num_unanswered` answers without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of
+    answers to each problem, over problems with at least k verdicts. `reported`: `means_of` the numbers that answers report.
     """
 
     mean: Estimate

@@ -112,8 +112,7 @@ class ReplicasWanted:
         self._warm = True
 
     def actors(self, states: Mapping[str, ActorState], *, measuring: bool = False) -> None:
-        """Add the current states of all actors. Their production does not count while they also run an evaluation
-        (`measuring`)."""
+        """Add the current states of all actors. While they also run an evaluation (`measuring`), production does not count."""
         before, self._seen = self._seen, {} if measuring else dict(states)
         for name, now in self._seen.items():
             last = before.get(name, now)

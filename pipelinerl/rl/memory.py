@@ -80,22 +80,22 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
             f"weights of {weights:,.0f} GiB, which an update holds twice, {longest:.1f} GiB of KV cache for one sequence of "
             f"model.max_context, and {ENGINE_GIB + UPDATE_GIB:g} GiB on each accelerator do not fit {memory_gib:,.0f} GiB"
         )
-        fix = f"use {enough}" if enough else f"{MOST_PER_ACTOR}, the most that an actor may have, are too few"
+        fix = f"use {enough}" if enough else f"{MOST_PER_ACTOR}, the maximum of an actor, are too few"
         return FieldError("actor.engine.tensor_parallel_size", size, f"{large}; {fix}")
     update = update_gib(recipe, model)
     if memory_gib * (1 - share) < update:
         most = math.floor(100 * (1 - update / memory_gib)) / 100
         fix = (
-            f"leaves {memory_gib * (1 - share):.1f} of {memory_gib:,.0f} GiB beside vLLM, where a weight update needs "
-            f"{update:.1f}: a second instance of the weights ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} to receive into; "
+            f"leaves {memory_gib * (1 - share):.1f} of {memory_gib:,.0f} GiB outside vLLM, but a weight update needs "
+            f"{update:.1f}: a second instance of the weights ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} for receiving; "
             f"use at most {most}"
         )
         return FieldError("actor.engine.gpu_memory_utilization", share, fix)
     if kv_cache_gib(recipe, model, memory_gib) < longest:
         least = math.ceil(100 * ((weights + longest) / size + ENGINE_GIB) / memory_gib) / 100
         fix = (
-            f"leaves vLLM {memory_gib * share:.1f} of {memory_gib:,.0f} GiB, too few for weights, {ENGINE_GIB:g} GiB around "
-            f"them and a KV cache for one sequence of model.max_context; use at least {least}"
+            f"leaves vLLM {memory_gib * share:.1f} of {memory_gib:,.0f} GiB, too little for weights, {ENGINE_GIB:g} GiB of "
+            f"overhead and a KV cache for one sequence of model.max_context; use at least {least}"
         )
         return FieldError("actor.engine.gpu_memory_utilization", share, fix)
     return None
@@ -109,8 +109,8 @@ def update_shortage(weights_bytes: int, free_bytes: int, total_bytes: int, share
         return ""
     most = max(0.0, math.floor(100 * (share - lacking / total_bytes)) / 100)
     return (
-        f"a weight update needs {weights_bytes / GIB + UPDATE_GIB:.1f} GiB of GPU memory beside vLLM, a second instance of the "
-        f"weights ({weights_bytes / GIB:.1f}) and {UPDATE_GIB:g} to receive into, and {free_bytes / GIB:.1f} of "
+        f"a weight update needs {weights_bytes / GIB + UPDATE_GIB:.1f} GiB of GPU memory outside vLLM, a second copy of the "
+        f"weights ({weights_bytes / GIB:.1f}) and {UPDATE_GIB:g} for receiving, but {free_bytes / GIB:.1f} of "
         f"{total_bytes / GIB:.1f} GiB are free: set actor.engine.gpu_memory_utilization to at most {most}, or raise "
         "actor.engine.tensor_parallel_size"
     )
@@ -129,8 +129,7 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
-    """Return a checkpoint's bytes on disk: the model and, unless adapters are trained, weights and two moments in float32,
-    whatever their dtype in memory."""
+    """Return a checkpoint's bytes on disk: the model and, unless adapters are trained, float32 weights and two moments."""
     weights = int(Model.of(recipe, parameters).weights_bytes)
     return weights if recipe.trainer.lora is not None else weights + parameters * (4 + 8)
 

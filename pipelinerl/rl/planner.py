@@ -227,12 +227,12 @@ def make_plan(
     reasons = (
         _why_this_split(chosen, max(splits, key=lambda one: one.rate), max_lag),
         _why_this_h(h, sequences_in_progress, most),
-        f"{counted(h, 'sequence')}, each of {held:,.0f} tokens on average, prompt and the "
-        f"part of the completion that exists, hold {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
-        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state, where "
-        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations: {fewest} or more would do",
-        f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for "
-        f"{update_s:.2g} s of each weight update comes on top",
+        f"{counted(h, 'sequence')}, each with {held:,.0f} tokens of prompt and unfinished completion on average, "
+        f"take {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; at most "
+        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations, so at least {fewest} ranks are needed",
+        f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waits for a group, for a batch and for "
+        f"{update_s:.2g} s of each weight update add to it",
         *_warnings(recipe, machine, chosen, fewest, update_s),
     )
     return Plan(machine, lengths, chosen, played, share, kv_used_gib, phase * lengths.mean / phase_s, reasons)
@@ -271,8 +271,8 @@ def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
         return f"H = {h} was given; the KV cache of an actor holds {most_in_progress}"
     if h == max(one for one in IN_PROGRESS if one <= max(h, most_in_progress)):
         holds = f"the KV cache of an actor holds {most_in_progress}"
-        return f"H = {h}: more in progress decode faster, but {holds}, fewer than the next larger H that was tried"
-    return f"H = {h}: more in progress on each actor decode faster, but are older when they are trained on"
+        return f"H = {h}: a larger H would decode faster, but {holds}, fewer than the next larger H that was tried"
+    return f"H = {h}: a larger H would decode faster, but its sequences would be older when they are trained on"
 
 
 def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, update_s: float) -> Iterator[str]:
@@ -296,8 +296,8 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
     step_s = float(machine.decode.step_time(chosen.sequences_in_progress))
     if machine.name in ACCELERATORS and step_s < FASTEST_STEP_S:
         yield (
-            f"by the data sheet a decode step takes {1000 * step_s:.2g} ms, without what an engine does around it: "
-            f"expect less, or measure (--accelerator FILE)"
+            f"by the data sheet a decode step takes {1000 * step_s:.2g} ms, without the overhead of an engine: "
+            f"expect a lower rate, or measure it (--accelerator FILE)"
         )
 
 

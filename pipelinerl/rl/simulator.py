@@ -133,7 +133,7 @@ class _Actor:
     """H slots and the decode steps over them. A sequence that begins at decode step c ends at step c + its length."""
 
     count: int = 0
-    """Decode steps done."""
+    """Number of decode steps so far."""
     since: float = 0.0
     step: float = 0.0
     """Start and duration of the current decode step."""

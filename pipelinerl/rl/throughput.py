@@ -128,7 +128,7 @@ def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
         return None
     others = ", fewer actors, a smaller actor.sequences_in_progress, or a larger trainer.batch_size" if lag > 1 else ""
     fix = (
-        f"is below the largest lag when all places are in use, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and "
+        f"is below the largest lag with full actors, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and "
         f"sequences are dropped as stale; use at least {lag}{others}"
     )
     return FieldError("algorithm.max_lag", max_lag, fix)

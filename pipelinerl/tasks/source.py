@@ -134,7 +134,7 @@ class Division:
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
         if not size:
-            raise FieldError("task.path", where, "holds no problem; give a file that does")
+            raise FieldError("task.path", where, "contains no problems; give another file")
         if is_trained_on and size <= self.num_heldout:
             fix = f"{where} has {counted(size, 'distinct problem')}; some must be left for training"
             raise FieldError("task.heldout_problems", self.num_heldout, fix)
@@ -271,7 +271,7 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
         )
         raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{inside}")
     if not isinstance(only, str) and not isfinite(only):
-        raise BadRow(f"field {name!r} is {only}, which is no number; leave the row out")
+        raise BadRow(f"field {name!r} is {only}, which is not a finite number; leave the row out")
     return _text(str(only), f"field {name!r}")
 
 
@@ -295,7 +295,7 @@ def _text(text: str, what: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):x}"
-        raise BadRow(f"{what} holds {half}, one half of a surrogate pair, which is no character; remove it") from None
+        raise BadRow(f"{what} holds {half}, one half of a surrogate pair, which is not a character; remove it") from None
     return text
 
 
@@ -305,9 +305,9 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
         return f"is a list of messages, which task.prompt_style = {config.prompt_style!r} does not take; use chat"
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return f"has {message!r:.100}, which is no message: an object with the texts role and content (or parts of text)"
+            return f"has {message!r:.100}, which is not a message: an object with texts role and content (or parts of text)"
     if not messages or messages[-1]["role"] == "assistant":
-        return "must end with a message that the policy answers, not one of its own"
+        return "must end with a message for the policy to answer, not with one of the assistant"
     return ""
 
 

@@ -61,8 +61,8 @@ ABORT_AGAIN_S = 0.01
 
 
 class ServingGate:
-    """Open, so that groups may be taken, while the served version is at most `max_lag` + 1 behind the trainer's last announced
-    version, which is announced before it is served. Groups that were taken before the gate closes continue.
+    """Gate that is open, so that groups may be taken, while the served version is at most `max_lag` + 1 behind the trainer's
+    last announced one. Versions are announced before they are served. Groups that were taken before the gate closes continue.
 
     The gate is closed before the first commit, when the actor serves weights that no trainer recorded. If `max_lag` is None,
     any served version opens it.

@@ -68,8 +68,7 @@ class BusyClock:
 
 
 class ActorMetrics:
-    """Counters and gauges of one actor. Readings have no series until the actor gives them a source, except `ready`, which
-    is 0."""
+    """Counters and gauges of one actor. Readings except `ready`, which is 0, have no series until they have a source."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet("pipelinerl_actor", registry)

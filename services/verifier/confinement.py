@@ -36,7 +36,7 @@ MIB = 1024**2
 
 
 def attach_to_parent() -> None:
-    """End with the parent's thread that started this process, by SIGKILL, and adopt orphaned descendants."""
+    """Kill this process when the parent's thread that started it ends, and adopt orphaned descendants."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

@@ -54,8 +54,7 @@ class EpisodeLost(PipelineRLError):
 async def run_episode_pool(
     recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_episodes: int
 ) -> AsyncIterator[EpisodePool]:
-    """Start the template and yield the pool. Raises `UserError` if the recipe names missing code, and `ServiceError` if the
-    template does not start."""
+    """Start the template and yield the pool. Raises `UserError` for missing code, `ServiceError` if the start fails."""
     pool = EpisodePool(recipe, metrics, max_episodes)
     template = await start_template(recipe)
     async with asyncio.TaskGroup() as tasks:
@@ -153,8 +152,7 @@ class EpisodePool:
             )
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
-        """Run an episode and return its result, or its answer for a judge, after the end of all its processes. Cancelling the
-        call ends them.
+        """Run an episode until all its processes have ended; return its result, or an answer for a judge. Cancelling ends them.
 
         Raises `QueueFull` if too many episodes are running, and `EpisodeLost` if another call may succeed.
         """

@@ -148,7 +148,7 @@ class Judge:
                 )
             return Answer(said[-ANSWER_CHARACTERS:])
         except TimeoutError:
-            late = f"the judge gave no answer in reward.judge.timeout_s = {timeout_s:g} s"
+            late = f"the judge gave no answer within reward.judge.timeout_s = {timeout_s:g} s"
             return Answer(f"{late}: {failure}" if failure else late, verifier_pb2.VERIFY_STATUS_TIMEOUT)
         except JudgeRefused as error:
             log.error("the judge refuses: %s", error)

@@ -299,8 +299,7 @@ class WorkerProcess:
         self._stdin.close()
 
     async def _log_output(self) -> None:
-        """Log the output of users' code, within `_PRINTED_BYTES` and `_PRINTED_BYTES_PER_S`. Ends with the worker's standard
-        error, or by cancellation."""
+        """Log users' output within `_PRINTED_BYTES` and `_PRINTED_BYTES_PER_S`, until the end of standard error."""
         assert self._process.stderr is not None
         room, left_out, at_s = float(_PRINTED_BYTES), 0, time.monotonic()
         while chunk := await self._process.stderr.read(_LOGGED_BYTES):

@@ -232,8 +232,7 @@ def landlock_version() -> int:
 
 
 def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
-    """Apply Landlock: allow reading and executing below `readable`, writing to /dev/null, and connecting to at most one TCP
-    port."""
+    """Apply Landlock: only allow reading and executing below `readable`, writing to /dev/null, and one TCP port, if any."""
     version = landlock_version()
     rights = _RIGHTS_BY_VERSION[min(version, 5)]
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
@@ -450,7 +449,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     if missing := confinement_missing():
         raise NoSandbox(missing)
     if threads > 1:
-        raise NoSandbox(f"{threads} threads run already; start them later than the module is imported")
+        raise NoSandbox(f"{threads} threads run already; do not start threads while the module is imported")
     try:
         outside, inside = socket.socketpair()
         if child := os.fork():

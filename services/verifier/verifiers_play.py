@@ -85,12 +85,12 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
     for trace in episode.traces:
         if not trace.agent.trainable and trace.agent.config.client.base_url == base_url:
             raise EpisodeFailed(
-                f"agent {trace.agent.name} is not to be trained, and the policy plays it: give it a model of its own, "
+                f"agent {trace.agent.name} must not be trained, but the policy plays it: give it its own model, "
                 f"task.config.{trace.agent.name}.client and .model"
             )
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if not traces:
-        raise EpisodeFailed("none of its agents is to be trained")
+        raise EpisodeFailed("none of its agents is trained")
     reward = fmean(trace.reward for trace in traces)
     told = [one for trace in traces for one in _told_by(trace)]
     last = [node.message.content for node in traces[-1].nodes if node.sampled]

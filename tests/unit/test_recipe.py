@@ -698,9 +698,9 @@ def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy
         for name in ("plain", "tagged", "digit")
     ]
     for told in doubts_by_set[:2]:
-        said = r"the \w+ answer.* of line \d ?(?:cannot be marked|earns \d|, .*Assume)"
+        said = r"the \w+ answer.* of line \d ?(?:cannot be scored|earns \d|, .*Assume)"
         assert sorted(re.search(said, line)[0] for line in told) == [
-            "the reference answer of line 4 cannot be marked", "the reference answer of line 6, '\\\\boxed{Assume",
+            "the reference answer of line 4 cannot be scored", "the reference answer of line 6, '\\\\boxed{Assume",
             "the wrong answer '2' to the problem of line 5 earns 1",
         ]  # fmt: skip
     assert "the reference answer of line 1 earns 0 as '2\\\\sqrt{3}'; write" in "".join(doubts_by_set[2])

@@ -201,8 +201,7 @@ class EpisodeBook:
 
     @contextmanager
     def running(self, episode: Episode) -> Iterator[str]:
-        """Restart the episode and yield a key under which its environment is served inside. At the end, open requests are
-        refused."""
+        """Restart the episode and yield a key under which its environment is served. At the end, refuse open requests."""
         key, run = secrets.token_urlsafe(24), EnvironmentRun(episode)
         episode.restart()
         self._runs[key] = run

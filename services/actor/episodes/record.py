@@ -115,8 +115,7 @@ class EpisodeRecord:
         self.turns.remove(turn)
 
     def result(self) -> tuple[tuple[Branch, ...], int]:
-        """Return the branches of the finished turns that this run was served, and the number of other turns, which are
-        dropped."""
+        """Return the branches of the finished turns served to this run, and the number of other turns, which are dropped."""
         good = [turn for turn in self.served if turn.is_finished]
         return _branches(good), len(self.turns) - len(good)
 

@@ -68,8 +68,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Check the manifest and start the transfer thread, between two decode steps. The first call builds the shadow model.
-        If the model cannot take the weights, the worker's `Hello` says why."""
+        """Check the manifest, whose problem the `Hello` reports, and start the transfer thread, between two decode steps."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
         self._sends_adapter, problem = bool(manifest.low_rank), ""

@@ -93,8 +93,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`staged`: result of a Receive. `problem`: why the order failed, or "". `group_broke`: the transfer group broke, perhaps
-    because of another member."""
+    """`staged`: result of a Receive. `problem`: why the order failed, or "". `group_broke`: the whole transfer group failed."""
 
     number: int
     staged: StagedWeights | None = None
@@ -268,8 +267,7 @@ class WeightUpdateClient:
         await self._link.ask(Join(replace(group, bind_host=self._bind_host), timeout_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
-        """Receive and stage a version. After an error, the group is left and nothing is staged. A cancelled caller must call
-        `discard`."""
+        """Receive and stage a version. After an error, the group is left. A cancelled caller must call `discard`."""
         assert self._link is not None, "prepare comes first"
         staged = await self._link.ask(Receive(version, deadline_s))
         checksums = {one.checksum for one in staged}

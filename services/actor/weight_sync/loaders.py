@@ -47,8 +47,7 @@ class Loader(Protocol):
         ...
 
     def swap(self) -> None:
-        """Make the loaded version live. On a device, work is queued on the caller's stream, and no memory is freed that this
-        work may still read."""
+        """Make the loaded version live. On a device, queue this on the caller's stream, and free no memory that it may read."""
         ...
 
     def drop(self) -> None:
@@ -122,7 +121,7 @@ def _routing_obstacle(module: nn.Module) -> str:
     if not isinstance(module, MoERunner):
         return ""
     if module.gate is not None and module.shared_expert_gate is not None:
-        return "makes one weight of two gates at its first use"
+        return "merges two gates into one weight at its first use"
     held = [name for name, value in vars(module.router).items() if isinstance(value, Tensor)]
     return f"has a router that holds {held[0]}" if held else ""
 
@@ -383,7 +382,7 @@ def _difference(live: nn.Module, shadow: nn.Module, derived: list[str]) -> str:
     for name, parameter in live._parameters.items():
         new = shadow._parameters[name]
         if (parameter is None) != (new is None):
-            return f"{name} is there in one instance only"
+            return f"{name} exists in only one instance"
         if parameter is not None and new is not None and _layout(parameter) != _layout(new):
             return f"{name} is laid out as {_layout(parameter)}, post-processing makes {_layout(new)}"
     return ""

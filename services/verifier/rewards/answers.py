@@ -42,8 +42,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
-    """Return a scorer that gives 1 if the answer is JSON that `schema` accepts. An empty `schema` means that each reference
-    answer is a schema.
+    """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if that is empty, the reference's schema.
 
     Raises `FieldError` if `schema` is not a JSON Schema.
     """
@@ -101,7 +100,7 @@ def judge_scorer(config: JudgeConfig) -> Scorer:
         except (IndexError, TypeError, ValueError):
             value = math.nan
         if not 0 <= value <= 1:
-            told = f"no number from 0 to {config.full_marks:g} by reward.judge.pattern"
+            told = f"reward.judge.pattern finds no number from 0 to {config.full_marks:g}"
             raise BadReward(f"{told} in the judge's answer: {item.judgement[-200:]!r}")
         return Score(value, f"the judge says: {item.judgement[-400:].strip()}")
 

@@ -80,8 +80,8 @@ def code_scorer(config: RewardConfig) -> Scorer:
         raise FieldError(
             "reward.sandbox",
             config.sandbox,
-            "scorer code runs programs that a model wrote, and this machine has neither bubblewrap with user namespaces nor "
-            "Landlock with libseccomp to keep them in; install one, or trust them with everything here: sandbox: false",
+            "scorer code runs programs that a model wrote, but this machine has neither bubblewrap with user namespaces nor "
+            "Landlock with libseccomp as a sandbox; install one, or set sandbox: false to trust all programs",
         )
     memory_mib = config.memory_mib
 

@@ -224,8 +224,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _labelled(node: Node) -> tuple[str, Node]:
-    """Split an answer such as x = 5, f(x) = 2x or x in an interval into its label and the rest. Raises `Unreadable` for
-    41 = 42."""
+    """Split an answer such as x = 5 or f(x) = 2x into its label and the rest. Raises `Unreadable` for 41 = 42."""
     if node.kind == "list" and node.parts and node.parts[0].kind == "relation":
         pairs = [_labelled(part) for part in node.parts]
         if all(label == pairs[0][0] or not (label or symbols(value)) for label, value in pairs):
