@@ -48,7 +48,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings, announce, host_port
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.tasks.source import Split
-from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
@@ -259,8 +259,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                 raise MessageError("GenerateRequest", "prompts.task", f"{unknown} are not episodic tasks of the recipe")
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        trace, about = trace_in(dict(context.invocation_metadata() or ())), a.rpc("pipelinerl.v1.ActorService/Generate")
-        about = {**about, a.PROMPTS: len(request.prompts)}
+        trace = trace_in(dict(context.invocation_metadata() or ()))
+        about = {**attributes.rpc("pipelinerl.v1.ActorService/Generate"), attributes.PROMPTS: len(request.prompts)}
         with child(trace, "evaluation.generate", kind=SpanKind.SERVER, attributes=about) as span:
             trace = trace_of(span) or trace
             tasks = [asyncio.create_task(self._complete(key, p, sampling, request.seed)) for key, p in prompts.items()]

@@ -20,7 +20,7 @@ from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, DeadLetter, Pr
 from pipelinerl.messages.validation import building
 from pipelinerl.messages.verification import VerifierClient, judged, status_name
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import BoundedLabels
 from pipelinerl.telemetry.spans import Trace, child, headers_of, trace_of
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
@@ -151,8 +151,8 @@ class Finisher:
         with ExitStack() as spans, building("VerifyItem"):
             items = []
             for sample in samples:
-                attributes: a.Attributes = {a.SEQUENCE_ID: sample.sequence.sequence_id, **a.rpc(VERIFY)}
-                span = child(sample.trace, "sequence.verify", kind=SpanKind.CLIENT, attributes=attributes)
+                about: attributes.Attributes = {attributes.SEQUENCE_ID: sample.sequence.sequence_id, **attributes.rpc(VERIFY)}
+                span = child(sample.trace, "sequence.verify", kind=SpanKind.CLIENT, attributes=about)
                 items.append(verify_item(sample, trace_of(spans.enter_context(span))))
             results = await self._verifier.verify(items)
         self._metrics.verify_seconds.observe(time.monotonic() - started)
@@ -163,9 +163,9 @@ class Finisher:
 
     async def _publish(self, sample: FinishedSample) -> None:
         started, sequence = time.monotonic(), sample.sequence
-        sent = a.messaging("send", Subjects(sequence.run).sequences, sequence.sequence_id)
-        attributes: a.Attributes = {a.SEQUENCE_ID: sequence.sequence_id, a.REWARD: sequence.reward, **sent}
-        with child(sample.trace, "sequence.publish", kind=SpanKind.PRODUCER, attributes=attributes) as span:
+        about = attributes.messaging("send", Subjects(sequence.run).sequences, sequence.sequence_id)
+        about |= {attributes.SEQUENCE_ID: sequence.sequence_id, attributes.REWARD: sequence.reward}
+        with child(sample.trace, "sequence.publish", kind=SpanKind.PRODUCER, attributes=about) as span:
             failure = await self._store(sequence, headers_of(trace_of(span) or sample.trace))
         self._metrics.publish_seconds.observe(time.monotonic() - started)
         if failure:

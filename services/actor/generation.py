@@ -27,7 +27,7 @@ from pipelinerl.messages.sequences import (
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.tasks.source import Split
-from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
 from services.actor.engine import (
     NO_TOKENS,
@@ -280,24 +280,24 @@ class GenerationLoop:
 
     async def _sample(self, group: PromptGroup, sample_index: int, trace: Trace) -> None:
         start = start_of(group, sample_index)
-        attributes: a.Attributes = {
-            a.SEQUENCE_ID: group.sequence_id(sample_index),
-            a.GROUP_ID: group.group_id,
+        about: attributes.Attributes = {
+            attributes.SEQUENCE_ID: group.sequence_id(sample_index),
+            attributes.GROUP_ID: group.group_id,
             "gen_ai.operation.name": "invoke_agent" if group.episodic else "text_completion",
         }
         if carried := start.num_sampled_tokens:
-            attributes[a.CARRIED_TOKENS] = carried
+            about[attributes.CARRIED_TOKENS] = carried
             self._metrics.continued.labels(state_of(start)).inc()
             self._metrics.carried_tokens.inc(carried)
         name = "episode.generate" if group.episodic else "sequence.generate"
         try:
-            with child(trace, name, attributes=attributes) as span:
+            with child(trace, name, attributes=about) as span:
                 follows = trace_of(span) or trace
                 sequence = await (self._play(group, start, follows) if group.episodic else self._complete(group, start))
                 if sequence is None:  # another actor continues it
                     span.add_event("interrupted")
                 elif span.is_recording():
-                    span.set_attributes(a.generated(sequence))
+                    span.set_attributes(attributes.generated(sequence))
             if sequence is not None:  # outside of the H places, so that a full buffer does not block episodes' turns
                 self._metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
                 await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))

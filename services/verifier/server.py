@@ -30,7 +30,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import VerifierSettings, announce
 from pipelinerl.service.tls import server_credentials
-from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
@@ -52,7 +52,8 @@ class CallSpans:
         self._spans: dict[str, Span] = {}
         for item in items:
             if (trace := trace_in({"traceparent": item.traceparent})) is not None:
-                about = {a.SEQUENCE_ID: item.sequence_id, a.TASK: item.task, **a.rpc(f"{SERVICE_NAME}/Verify")}
+                about = attributes.rpc(f"{SERVICE_NAME}/Verify")
+                about |= {attributes.SEQUENCE_ID: item.sequence_id, attributes.TASK: item.task}
                 span = child(trace, "sequence.verify", kind=SpanKind.SERVER, attributes=about)
                 self._spans[item.sequence_id] = span
 
@@ -61,7 +62,7 @@ class CallSpans:
         span = self._spans.get(result.sequence_id)
         if span is not None:
             status = status_name(result.status)
-            about: a.Attributes = {a.STATUS: status, a.REWARD: result.reward}
+            about: attributes.Attributes = {attributes.STATUS: status, attributes.REWARD: result.reward}
             reward = child(trace_of(span), "reward.score", attributes=about, began_at=before_ns(result.seconds))
             if result.status != verifier_pb2.VERIFY_STATUS_OK:
                 reward.set_status(Status(StatusCode.ERROR, status))
@@ -75,7 +76,7 @@ class CallSpans:
 
 
 def _say_how(span: Span, code: str) -> None:
-    span.set_attribute(a.RPC_STATUS, code)
+    span.set_attribute(attributes.RPC_STATUS, code)
     if code != "OK":
         span.set_status(Status(StatusCode.ERROR, code))
 
@@ -111,7 +112,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def RunEpisode(self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResult:
         """Run an episode. The status is RESOURCE_EXHAUSTED if too many are running, UNAVAILABLE if it was lost."""
-        about = {a.SEQUENCE_ID: request.sequence_id, a.TASK: request.task, **a.rpc(f"{SERVICE_NAME}/RunEpisode")}
+        about = attributes.rpc(f"{SERVICE_NAME}/RunEpisode")
+        about |= {attributes.SEQUENCE_ID: request.sequence_id, attributes.TASK: request.task}
         trace = trace_in({"traceparent": request.traceparent})
         with child(trace, "episode.run", kind=SpanKind.SERVER, attributes=about) as span:
             async with self._answering(context, partial(_say_how, span)):
@@ -119,7 +121,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     result = self._unknown(request)
                 else:
                     result = await self._run(self._episodes, request)
-            span.set_attributes({a.STATUS: status_name(result.status), a.REWARD: result.reward})
+            span.set_attributes({attributes.STATUS: status_name(result.status), attributes.REWARD: result.reward})
         known = request.task in self._tasks
         self._metrics.count(request.task if known else UNKNOWN_TASK, result, is_episode=self._episodes is not None)
         return result

@@ -25,7 +25,7 @@ from pipelinerl.messages.control import (
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.spans import Trace, before_ns, child, headers_of, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
 from services.actor.generation import ServingGate, newer
@@ -182,11 +182,11 @@ class UpdateListener:
     async def _receive(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         try:
-            about = {a.VERSION: announce.version, a.EPOCH: announce.epoch}
+            about = {attributes.VERSION: announce.version, attributes.EPOCH: announce.epoch}
             with child(trace, "weight_update.receive", attributes=about) as span:
                 staged = await self._receiver.receive(version, announce.deadline_s)
                 # Preparation overlaps with receiving; its span has its total duration and ends now.
-                span.set_attributes({a.BYTES: staged.num_bytes, a.RECEIVE_S: staged.receive_s})
+                span.set_attributes({attributes.BYTES: staged.num_bytes, attributes.RECEIVE_S: staged.receive_s})
                 child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
         except TransferError as error:
             await self._fail(announce, announce.version, error)
@@ -213,12 +213,12 @@ class UpdateListener:
             return
         self._staged, self._gate.swapping = None, True
         try:
-            about = {a.VERSION: commit.version, a.EPOCH: commit.epoch}
+            about = {attributes.VERSION: commit.version, attributes.EPOCH: commit.epoch}
             with child(trace, "weight_update.commit", attributes=about) as span:
                 async with self.serving:
                     stall_s = await self._receiver.commit(version)
                     self._gate.serve(version)
-                span.set_attribute(a.STALL_S, stall_s)
+                span.set_attribute(attributes.STALL_S, stall_s)
                 child(trace_of(span), "weight_update.load", began_at=before_ns(stall_s)).end()
         except CommitFailed:
             raise  # the served weights are unknown: the process ends and returns as a new member
