@@ -29,7 +29,7 @@ SHARE = "actor.engine.gpu_memory_utilization"
         (0.85, 80.0, SHARE, "leaves 12.0 of 80 GiB outside vLLM, but a weight update needs 16.2"),
         (0.85, 80.0, SHARE, "use at most 0.79"),
         # (14.16 + 0.49 + 3) / 80 = 0.2206.
-        (0.2, 80.0, SHARE, "leaves vLLM 16.0 of 80 GiB, too few for weights"),
+        (0.2, 80.0, SHARE, "leaves vLLM 16.0 of 80 GiB, too little for weights"),
         (0.2, 80.0, SHARE, "use at least 0.23"),
         # 2 * 14.16 + 0.49 + 5 = 33.8 on one, 19.4 on each of two.
         (0.5, 24.0, "actor.engine.tensor_parallel_size", "do not fit 24 GiB; use 2"),

@@ -417,7 +417,7 @@ def test_parts_of_text_are_one_text_and_other_parts_are_a_mistake(tmp_path: Path
     assert first.reference["answer"] == "2"
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     path = write_jsonl(tmp_path / "i.jsonl", [{"prompt": [{"role": "user", "content": image}], "answer": "2"}])
-    with pytest.raises(UserError, match=r"i\.jsonl, line 1: field 'prompt' has .*image_url.*no message"):
+    with pytest.raises(UserError, match=r"i\.jsonl, line 1: field 'prompt' has .*image_url.*not a message"):
         FileSource(file_task(path, prompt_style="chat"), seed=0)
 
 
