@@ -1,7 +1,7 @@
-"""What the trainer exports to Prometheus. Sums and rates are the server's business.
+"""The trainer's Prometheus metrics. Sums and rates are left to the server.
 
-Figures of an optimizer step come with its record, others are told as they happen; states are read when they are scraped, on the
-HTTP thread.
+Figures of an optimizer step come with its record, and others when they happen; states are read at each scrape, on the HTTP
+thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """What the first rank of a further node exports, for its node's pod. Counted on the thread that carries the orders out."""
+    """Return the metric that the first rank of a further node exports for its pod. The thread that carries the orders out
+    counts."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
     )
@@ -76,15 +77,15 @@ OF_STEP: dict[str, tuple[str, ...]] = {
     ),
     "trainer_busy_fraction": ("trainer_busy_ratio", "Share of the trainer's time spent on steps."),
 }
-"""Key of a step's record: the metric's name, its text, and its unit where the name does not end with it. A figure that the step
-lacks is no series."""
+"""Key of a step's record: the metric's name, its text, and its unit unless the name ends with it. A figure that the step lacks
+has no series."""
 OF_TASK: dict[str, tuple[str, ...]] = {
     "sequences": ("task_sequences", "Sequences of the batch"),
     "reward_mean": ("task_reward_mean", "Mean reward of the sequences", "reward"),
     "completion_tokens_mean": ("task_completion_length_tokens", "Mean sampled tokens of the sequences"),
     "truncated_fraction": ("task_truncated_ratio", "Share, cut at their length limit, of the sequences"),
 }
-"""The same of one task, with `tasks` in the recipe."""
+"""The same for one task, with `tasks` in the recipe."""
 NOW_AND_THEN: dict[str, tuple[str, ...]] = {
     "heldout_accuracy": ("heldout_accuracy_ratio", "Held-out accuracy, last evaluation."),
     "heldout_accuracy_lower_bound": (
@@ -105,19 +106,19 @@ NOW_AND_THEN: dict[str, tuple[str, ...]] = {
         "1 - Var(R - v) / Var(R) over tokens, of a learned baseline v; last step with unequal returns.",
     ),
 }
-"""Those that not every step has: the newest stays."""
+"""Figures that not every step has; the newest value stays."""
 BY_LAG = {"lag": LAG_BUCKETS}
 GIB = 1024**3
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
-"""From a model of a million parameters on a CPU to an hour, in which no alert would wait for the next bucket."""
+"""From a model of a million parameters on a CPU to an hour."""
 PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""A part of a step: from copying little to waiting long."""
+"""For a part of a step: from short copies to long waits."""
 STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
 
 class StepMetrics:
-    """The figures of an optimizer step: whether the policy learns, how old its tokens were, where the time goes."""
+    """Figures of an optimizer step: learning progress, token lag, and time by phase."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._of_step, self._now_and_then = (
@@ -203,7 +204,7 @@ class StepMetrics:
         )
 
     def observe(self, record: StepRecord) -> None:
-        """One step's record, as it goes to metrics.jsonl."""
+        """Record one step, as in metrics.jsonl."""
         for key, reading in self._of_step.items():
             reading.set(record.get(key))
         for key, reading in self._now_and_then.items():
@@ -241,11 +242,11 @@ class StepMetrics:
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""From a toy model inside one machine to `weights.deadline_s`, which ends an update after minutes."""
+"""From a toy model on one machine to minutes, after which `weights.deadline_s` ends an update."""
 
 
 class MembershipMetrics:
-    """Members that come and go, and how weights reach them."""
+    """Joins and departures of members, and the weight updates that reach them."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self.regroups = metrics.counter(
@@ -290,18 +291,18 @@ _NONE_STALE = {reason.value: 0 for reason in StaleReason}
 
 
 def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, float]:
-    """The `most` frequent ones, and the sum of the others as `OTHER`. Pure."""
+    """Return the `most` frequent ones, and the sum of the others as `OTHER`. Pure."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     rest = sum(count for _, count in ordered[most:])
     return {**{reason: float(count) for reason, count in ordered[:most]}, **({OTHER: float(rest)} if rest else {})}
 
 
 CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""From megabytes to a slow disk that takes a large model."""
+"""From megabytes to a large model on a slow disk."""
 
 
 def phase_name(phase: int) -> str:
-    """A `TrainerPhase` without its prefix, lower case. Pure."""
+    """Return the name of a `TrainerPhase` in lower case without its prefix. Pure."""
     return trainer_pb2.TrainerPhase.Name(phase).removeprefix("TRAINER_PHASE_").lower()
 
 
@@ -309,7 +310,7 @@ PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() 
 
 
 class CheckpointMetrics:
-    """How much work could be lost."""
+    """The newest checkpoint, which tells how much work could be lost."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s, self._has_begun = clock_s, False
@@ -322,15 +323,15 @@ class CheckpointMetrics:
         self._seconds = metrics.histogram("checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS)
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
-        """`checkpoint`: the version of the one that this trainer goes on from; `since_s`: when that was written, or when a
-        run that has none yet first started. None: this trainer is the first, and its work begins with `training_begins`."""
+        """`checkpoint`: version of the one that this trainer resumes from. `since_s`: when that was written, or when a run that
+        has none yet first started; None: this trainer is the first, and its work begins with `training_begins`."""
         self._planned.set(planned_steps)
         self._version.set(checkpoint)
         self._at.set(since_s)
         self._has_begun = since_s is not None
 
     def training_begins(self) -> None:
-        """From here on there is work to lose."""
+        """Record that from now on there is work to lose."""
         if not self._has_begun:
             self._at.set(self._clock_s())
             self._has_begun = True
@@ -343,7 +344,7 @@ class CheckpointMetrics:
 
 
 class UploadMetrics:
-    """Models of checkpoints in the store that `checkpoint.upload` names."""
+    """Uploads of checkpoints' models to the store that `checkpoint.upload` names."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
@@ -357,7 +358,7 @@ class UploadMetrics:
         )
 
     def took_over(self, version: int, at_s: float) -> None:
-        """Of an earlier trainer of the run."""
+        """Restore the last upload of an earlier trainer of the run."""
         self._version.set(version)
         self._at.set(at_s)
 
@@ -375,7 +376,7 @@ BY_STREAM = {"stream": STREAMS}
 
 
 class StreamMetrics:
-    """Streams as of the last look at them."""
+    """The streams when they were last checked."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
@@ -387,7 +388,7 @@ class StreamMetrics:
         )
 
     def saw(self, stream: str, info: StreamInfo) -> None:
-        """One of `STREAMS`, as it is now."""
+        """Record the present state of one of `STREAMS`."""
         self.seen = seen = {**self.seen, stream: info}
         now_s = self._clock_s()
         self._messages.set_each({name: one.messages for name, one in seen.items()})
@@ -397,14 +398,14 @@ class StreamMetrics:
 
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Optimizer steps, inclusive: those of the lag buckets, and on to the lags of the paper's setting without a bound."""
+"""Optimizer steps, inclusive: the edges of the lag buckets, and further ones for the paper's setting without a bound."""
 
 
 class TokenLagHistogram(Collector):
-    """Tokens by lag since the start. Added to on one thread, read on any: what is read is replaced whole.
+    """Tokens by lag since the start. One thread adds, any thread reads: the state is replaced as a whole.
 
-    The client library's histogram takes one observation at a time; a step brings tokens by the hundred thousand, counted by
-    lag already.
+    The client library's histogram takes one observation at a time, but a step brings hundreds of thousands of tokens that are
+    already counted by lag.
     """
 
     NAME, TEXT = "token_lag_steps", "Token lag at use, optimizer steps; each trained token counts once."
@@ -429,7 +430,7 @@ class TokenLagHistogram(Collector):
 
 
 class TrainerMetrics:
-    """All topics, on one registry."""
+    """All groups of metrics, on one registry."""
 
     def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
         metrics = MetricSet(PREFIX, registry)
@@ -447,7 +448,8 @@ class TrainerMetrics:
         self._run, self._phase = run, phase
 
     def _read_states(self, metrics: MetricSet) -> None:
-        """What is read at each scrape, on the HTTP thread. In phase `loading` and without other series until `watch`."""
+        """Register the values that are read at each scrape, on the HTTP thread. Until `watch`, only the phase `loading` is
+        exported."""
 
         def read(name: str, text: str, value: Callable[[TrainingRun], float | None], unit: str = "") -> None:
             metrics.reading(name, text, unit=unit).read(lambda: value(self._run) if self._run else None)
@@ -545,14 +547,14 @@ class TrainerMetrics:
         )
 
     def _unread(self, run: TrainingRun) -> int | None:
-        """What was read since the last look at the stream counts as nothing."""
+        """Return the unread messages as of the last check of the stream; messages read since then are subtracted."""
         log = self.streams.seen.get("sequences")
         return None if log is None else max(0, log.last_position - run.intake.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
-    """With the metric `pipelinerl_actor_replicas_wanted`, which an autoscaler of the actors follows: no value before that
-    is known, so that an autoscaler keeps the replicas that there are."""
+    """Export `pipelinerl_actor_replicas_wanted`, which an autoscaler of the actors follows. It has no value until it is known,
+    so that an autoscaler keeps the present replicas."""
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )
@@ -563,7 +565,7 @@ def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWante
 
 
 def most_in_flight(recipe: Recipe) -> int | None:
-    """M: sequences that may be issued and not consumed; None where nothing but the actors' number bounds them. Pure."""
+    """Return M: sequences that may be issued and not consumed; None if only the number of actors bounds them. Pure."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g * recipe.trainer.batch_size
     max_lag = recipe.algorithm.max_lag
