@@ -23,10 +23,8 @@ class UserError(PipelineRLError, ValueError):
 
 
 class FieldError(UserError):
-    """One field of a recipe, a setting or a request is wrong.
-
-    Attributes: `field` (dotted path), `value` (as given), `fix` (what is allowed).
-    """
+    """One field of a recipe, a setting or a request is wrong. Attributes: `field` (dotted path), `value` (as given), `fix`
+    (what is allowed)."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         self.field, self.value, self.fix = field, value, fix

@@ -93,11 +93,8 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `folder`, and rename it to `folder` at the end of the block.
-
-    If another process finished first, its folder stays. A partial folder is removed after an error, and so are those of killed
-    processes.
-    """
+    """Yield an empty folder beside `folder`, and rename it to `folder` at the end of the block. If another process finished
+    first, its folder stays. A partial folder is removed after an error, and so are those of killed processes."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}."
     for left in folder.parent.glob(f"{prefix}*"):

@@ -260,10 +260,8 @@ _END_BYTES = 1 << 20
 
 
 def jsonl_ends(path: Path, each: int) -> list[dict[str, Any]]:
-    """Return the objects of the first and the last `each` lines of a .jsonl file that lie in its first and last MiB.
-
-    The time does not depend on the length of the file. The list is empty if the file does not exist.
-    """
+    """Return the objects of the first and the last `each` lines of a .jsonl file that lie in its first and last MiB. The time
+    does not depend on the length of the file. The list is empty if the file does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

@@ -40,10 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Return the exit code: 0 trained, 1 failed, 2 failed by a user's mistake, 130 interrupted.
-
-    Raises `UserError` for a mistake that is found before anything is started.
-    """
+    """Return the exit code: 0 trained, 1 failed, 2 failed by a user's mistake, 130 interrupted. Raises `UserError` for a
+    mistake that is found before anything is started."""
     import asyncio
 
     from pipelinerl.local.ending import finish

@@ -58,11 +58,8 @@ _GROUPS = {"apps": "AppsV1Api", ASK_RIGHTS.group: "AuthorizationV1Api"}
 
 
 class KubeError(PipelineRLError):
-    """The API refused, or gave no answer.
-
-    Attributes: `permission` (what was asked for), `status` (of HTTP; 0 = no answer), `detail` (the server's words or the
-    connection's error).
-    """
+    """The API refused, or gave no answer. Attributes: `permission` (what was asked for), `status` (of HTTP; 0 = no answer),
+    `detail` (the server's words or the connection's error)."""
 
     def __init__(self, permission: Permission, status: int, detail: object) -> None:
         self.permission, self.status, self.detail = permission, status, str(detail)[:DETAIL_CHARACTERS]
@@ -140,9 +137,7 @@ version."""
 
 class KubeClient:
     """Access to one namespace with the rights of the pod's ServiceAccount. `close` must follow the last call.
-
-    `service_account`: folder with `token` and `ca.crt`.
-    """
+    `service_account`: folder with `token` and `ca.crt`."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S) -> None:
         self.namespace = namespace

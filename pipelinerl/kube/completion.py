@@ -50,10 +50,8 @@ async def run_goes_on(settings: TrainerSettings, version: int) -> None:
 
 
 async def complete(settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]]) -> None:
-    """Free the resources of a finished run, as `on_completion` says, and publish that it has finished. Waits for the API.
-
-    The trainer goes last, once `uploaded` returns: scaling it to zero ends this process.
-    """
+    """Free the resources of a finished run, as `on_completion` says, and publish that it has finished. Waits for the API. The
+    trainer goes last, once `uploaded` returns: scaling it to zero ends this process."""
     async with _cluster(settings) as client:
         if client is None:
             return

@@ -77,7 +77,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended. `wall_s`: since its last start, which continued from version `begun`; `restarts`: by service, without
+    """End of a run. `wall_s`: since its last start, which continued from version `begun`; `restarts`: by service, without
     zeros; `error`: why it failed; `unread`: it was interrupted because its output was closed."""
 
     wall_s: float

@@ -50,10 +50,8 @@ class RunnerMetrics:
 
 @asynccontextmanager
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
-    """Serve /metrics, /targets and the health paths on loopback; the run directory holds the address meanwhile.
-
-    Raises `ServiceError` if `port` cannot be listened on; 0 is any free one.
-    """
+    """Serve /metrics, /targets and the health paths on loopback; the run directory holds the address meanwhile. Raises
+    `ServiceError` if `port` cannot be listened on; 0 is any free one."""
     app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)

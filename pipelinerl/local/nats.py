@@ -43,10 +43,8 @@ def find_nats_server() -> str:
 
 @dataclass
 class NatsServer:
-    """`with NatsServer(folder) as server: connect(server.url)`. It can be started again after `stop()`.
-
-    Raises `ServiceError` if the binary is missing, the port is taken, or the server is not ready in time.
-    """
+    """`with NatsServer(folder) as server: connect(server.url)`. It can be started again after `stop()`. Raises `ServiceError`
+    if the binary is missing, the port is taken, or the server is not ready in time."""
 
     folder: Path
     """Configuration, log and streams; kept when the server stops."""

@@ -177,10 +177,8 @@ class ServiceProcess:
         kill_session(self.pid)
 
     async def kill_and_wait(self) -> int:
-        """Kill it, and return the exit code once all its processes are gone.
-
-        Raises `ServiceError` if the kernel cannot end one (it hangs in a device or a dead network disk).
-        """
+        """Kill it, and return the exit code once all its processes are gone. Raises `ServiceError` if the kernel cannot end one
+        (it hangs in a device or a dead network disk)."""
         if await self._killed():
             return await self.wait()
         raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
@@ -268,7 +266,7 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """If the log exceeds `most_bytes`, move its end to `<name>.log.1`, replacing that file, and empty the log. Lines that the
+    """Move the end of a log beyond `most_bytes` to `<name>.log.1`, replacing that file, and empty the log. Lines that the
     process, which keeps the log open, writes between the two operations are lost."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:

@@ -306,7 +306,7 @@ class Display(contextlib.AbstractContextManager["Display"]):
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""
         self._quiet_from_s, self._quiet_s = 0.0, 0.0
-        """When the present time without a step began, and its length when it was last reported."""
+        """Start of the present time without a step, and its length when it was last reported."""
 
     def __exit__(self, *_: object) -> None:
         return None

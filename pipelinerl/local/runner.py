@@ -392,10 +392,8 @@ class LocalRun:
                 self._launches.model_dir = await make
 
     async def _keep(self, service: Service) -> None:
-        """Wait for the process to end and start the next one, until the run is finished.
-
-        Raises the last `ServiceDied`, or the `ServiceError` of a failed start, when there is no further restart.
-        """
+        """Wait for the process to end and start the next one, until the run is finished. Raises the last `ServiceDied`, or the
+        `ServiceError` of a failed start, when there is no further restart."""
         served = False
         while True:
             assert service.process is not None, "it has been started"
@@ -449,10 +447,8 @@ class LocalRun:
         return asked if isinstance(asked, int) and 0 <= asked <= MOST_ACTORS else self.recipe.actor.count
 
     async def _keep_actors(self) -> None:
-        """Restart actors that end, and scale them to the number that `pipelinerl scale` sets.
-
-        Runs until cancelled. Raises the last `ServiceDied` when every actor is given up.
-        """
+        """Restart actors that end, and scale them to the number that `pipelinerl scale` sets. Runs until cancelled. Raises the
+        last `ServiceDied` when every actor is given up."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)

@@ -66,11 +66,8 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings for sampling completions; μ is the distribution after all of them.
-
-    A completion ends with the model's end-of-sequence token, with one of `stop_token_ids`, or with the token that completes one
-    of the texts `stop`.
-    """
+    """Settings for sampling completions; μ is the distribution after all of them. A completion ends with the model's
+    end-of-sequence token, with one of `stop_token_ids`, or with the token that completes one of the texts `stop`."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -169,10 +166,8 @@ class PromptGroup:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequence(Branch):
-    """One finished sequence, which is its own first branch; only an episode has further `branches`.
-
-    `failure` is empty if the sequence succeeded. `finish_reason`: that of the latest turn.
-    """
+    """One finished sequence, which is its own first branch; only an episode has further `branches`. `failure` is empty if the
+    sequence succeeded. `finish_reason`: that of the latest turn."""
 
     run: str
     sequence_id: str

@@ -85,10 +85,8 @@ class VerifierAway(ServiceError):
 
 
 class VerifierClient:
-    """Calls the verifier at `target` (`host:port`; the addresses of a name are used in turn).
-
-    Use it as an async context manager; any number of calls may run at once.
-    """
+    """Calls the verifier at `target` (`host:port`; the addresses of a name are used in turn). Use it as an async context
+    manager; any number of calls may run at once."""
 
     def __init__(
         self, target: str, *, tls_dir: Path | None = None, on_failed_try: Callable[[str], None] = lambda code: None

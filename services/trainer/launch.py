@@ -64,10 +64,8 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
 
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:
-    """Run `command` as each of this node's ranks, together with the other nodes, and return the exit code.
-
-    It is the code of the first rank that failed, if any. A signal to this process reaches all ranks, and counts as success.
-    """
+    """Run `command` as each of this node's ranks, together with the other nodes, and return the exit code. It is the code of
+    the first rank that failed, if any. A signal to this process reaches all ranks, and counts as success."""
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch")

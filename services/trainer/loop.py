@@ -127,19 +127,15 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Send heartbeats to the other ranks while this one waits for actors or sequences, until cancelled.
-
-        Returns at once if there are no other ranks. Raises `RuntimeError` when one of them is gone.
-        """
+        """Send heartbeats to the other ranks while this one waits for actors or sequences, until cancelled. Returns at once if
+        there are no other ranks. Raises `RuntimeError` when one of them is gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.heartbeat)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return once it is on disk.
-
-        Raises `ServiceError` if it cannot be written, or the run has ended.
-        """
+        """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError` if it cannot
+        be written, or the run has ended."""
         try:
             if self._closed:
                 raise ServiceError(RUN_ENDED)

@@ -108,10 +108,8 @@ class PolicyTrainer:
 def load_policy_trainer(
     recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
 ) -> PolicyTrainer:
-    """Rank 0: load model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint.
-
-    Raises `FieldError` for a user's mistake, `ServiceError` for a checkpoint that cannot be read.
-    """
+    """Rank 0: load model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint. Raises `FieldError` for a
+    user's mistake, `ServiceError` for a checkpoint that cannot be read."""
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)

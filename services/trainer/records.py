@@ -42,10 +42,8 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class RunFiles:
-    """Append to the run directory's files. Use it as a context manager.
-
-    `keep_steps`: last step that counts in a resumed run; lines of later steps move to `<name>-undone.jsonl`.
-    """
+    """Append to the run directory's files. Use it as a context manager. `keep_steps`: last step that counts in a resumed run;
+    lines of later steps move to `<name>-undone.jsonl`."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
         self.run_dir = run_dir

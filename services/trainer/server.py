@@ -25,9 +25,7 @@ from services.trainer.records import StepRecord, to_json
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
     """Yield all files of the initial policy, loaded from `source`, with one chunk in memory at a time and `config.json` last.
-
-    Raises `ServiceError` if `asked` is another model, or the run built none.
-    """
+    Raises `ServiceError` if `asked` is another model, or the run built none."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
@@ -66,10 +64,8 @@ async def _file_chunks(path: Path, num_files: int) -> AsyncIterator[trainer_pb2.
 
 
 class StepFeed:
-    """The run's step records, for any number of readers at their own pace. It ends with the run.
-
-    It keeps one record (a few kilobytes) per step, so that a late reader gets them all. Used on one event loop.
-    """
+    """The run's step records, for any number of readers at their own pace. It ends with the run. It keeps one record (a few
+    kilobytes) per step, so that a late reader gets them all. Used on one event loop."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         """`records`: those of the run's earlier steps."""

@@ -33,10 +33,8 @@ log = logging.getLogger(__name__)
 
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
-    """Follow orders until rank 0's last one. `on_order` is called with each other order after it is carried out.
-
-    Raises `ServiceError` when rank 0 is gone without a last order, and the errors of orders.
-    """
+    """Follow orders until rank 0's last one. `on_order` is called with each other order after it is carried out. Raises
+    `ServiceError` when rank 0 is gone without a last order, and the errors of orders."""
     links = learner.world.links
     assert links is not None, "a rank that is alone gets no orders"
     saver, saving = StateSaver(learner), ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")

@@ -1,4 +1,4 @@
-"""When a checkpoint is written, and the guarantees that it is of one version and that an existing folder is complete.
+"""Checkpoint timing, and the guarantees that a checkpoint is of one version and that an existing folder is complete.
 
 Tensors and the rest are of the same moment between two steps: the copying for a checkpoint excludes a step, from its
 computation to its entry into the tracker. Writing runs beside the next steps, one checkpoint at a time, on its own thread; one
@@ -48,8 +48,8 @@ class WrittenCheckpoint:
 def write_checkpoint(
     run_dir: Path, keep: int, write_tensors: WriteTensors, state: RunState, before_rename: Callable[[], None] = lambda: None
 ) -> WrittenCheckpoint:
-    """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `write_tensors` and `state` are of the
-    same version. `before_rename` runs when all but the final name is on disk; an error in it makes the checkpoint fail."""
+    """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `write_tensors` and `state` are of
+    the same version. `before_rename` runs when all but the final name is on disk; an error in it makes the checkpoint fail."""
     began_s = time.monotonic()
     folder = run_dir / CHECKPOINTS / f"step-{state.policy_version}"
     with replacing(folder) as partial:
@@ -72,7 +72,7 @@ class Checkpointer:
     ) -> None:
         self._resume, self._config, self._begin, self._capture = resume, resume.recipe.checkpoint, begin, capture
         self._began_version, self._began_s = resume.start.version, time.monotonic()
-        """Of the newest checkpoint, which may still be being written."""
+        """Version and time of the newest checkpoint, which may still be in writing."""
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._boundary = asyncio.Lock()

@@ -41,7 +41,7 @@ class PolicyExport:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         with torch.device("meta"):
-            self.form: PreTrainedModel = type(model)(copy.deepcopy(model.config))  # its adapters are only described, not contained
+            self.form: PreTrainedModel = type(model)(copy.deepcopy(model.config))  # without its adapters
         self.form.to(dtype)  # type: ignore[arg-type]
         for name in _KEPT:
             if (value := getattr(model, name, None)) is not None:
@@ -91,10 +91,8 @@ def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def load_value_head(policy: Policy, folder: Path) -> bool:
-    """Load the weights in a checkpoint's `folder` into `policy`'s value head; False if there are none.
-
-    Raises `FieldError` for weights of another shape.
-    """
+    """Load the weights in a checkpoint's `folder` into `policy`'s value head; False if there are none. Raises `FieldError` for
+    weights of another shape."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return False
     try:

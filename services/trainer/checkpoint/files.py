@@ -66,10 +66,8 @@ _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new path that replaces `folder` if the block succeeds, and is removed otherwise.
-
-    The former contents of `folder` are then gone. `tidy` knows the names that a crash leaves.
-    """
+    """Yield a new path that replaces `folder` if the block succeeds, and is removed otherwise. The former contents of `folder`
+    are then gone. `tidy` knows the names that a crash leaves."""
     partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     replaced = folder.with_name(f".{folder.name}{_REPLACED}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How a trainer starts or resumes: the non-tensor part of a checkpoint, and `lineage.json`.
+"""Resume state: the non-tensor part of a checkpoint, and `lineage.json`.
 
 `lineage.json` holds how often this run's trainer has started, from which version each time, with which recipe last, and when
 the first of them began to train. A trainer writes it before it serves anything, so that no two trainers of a run take
@@ -204,7 +204,7 @@ RESUME, STATE = "resume", "state"
 
 @dataclass(frozen=True)
 class Start:
-    """`lineage`: this trainer's own. `again`: an incarnation before it has used the run's streams."""
+    """Where a trainer begins. `lineage`: its own. `again`: an earlier incarnation has used the run's streams."""
 
     lineage: Lineage = FIRST_INCARNATION
     again: bool = False
@@ -233,10 +233,8 @@ class Start:
 
 
 def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
-    """Return the newest checkpoint, or version 0 if the trainer died before its first. Cleans up after a killed trainer.
-
-    Raises `UserError` for a recipe that changed more than it may, and as `read_lineage` and `load_run_state` do.
-    """
+    """Return the newest checkpoint, or version 0 if the trainer died before its first. Cleans up after a killed trainer. Raises
+    `UserError` for a recipe that changed more than it may, and as `read_lineage` and `load_run_state` do."""
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
     try:

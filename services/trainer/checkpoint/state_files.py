@@ -124,10 +124,8 @@ class _Writer(dcp.FileSystemWriter):
 
 @torch.no_grad()
 def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy this rank's share of `learner_state` into host memory, waiting for the device.
-
-    `reused`: an earlier result that is already written, whose memory is used again.
-    """
+    """Copy this rank's share of `learner_state` into host memory, waiting for the device. `reused`: an earlier result that is
+    already written, whose memory is used again."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():
         tensors[name] = reused[name] if reused is not None else _host_memory(tensor, learner.world.host_mesh)
@@ -149,10 +147,10 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 
 @torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
-    """Gives `learner` the state in `folder`, which any number of ranks has written. Every rank calls it, and reads by itself.
+    """Load the state in `folder`, written by any number of ranks, into `learner`. Every rank calls it and reads by itself.
 
-    Random states of ranks that were not there stay as they are. Raises `FieldError` for a folder that has no state, or
-    not this model's; `ServiceError` for one that cannot be read.
+    The random state of a rank that did not exist then is left unchanged. Raises `FieldError` for a folder without a state, or
+    with another model's; `ServiceError` for one that cannot be read.
     """
     _alone_is_meant()
     mesh = learner.world.host_mesh
@@ -225,10 +223,8 @@ class StateSaver:
         self._free.set()
 
     def stage(self) -> None:
-        """Copy the state of all ranks into host memory, to be written on another thread while training continues.
-
-        A staged state whose writing has not begun is dropped; one that is being written must be finished by now.
-        """
+        """Copy the state of all ranks into host memory, to be written on another thread while training continues. A staged
+        state whose writing has not begun is dropped; one that is being written must be finished by now."""
         self.abandon()
         assert self._free.is_set(), "the state before is still being written, from the same memory"
         self._learner.order(SAVE)

@@ -40,10 +40,8 @@ Digest: TypeAlias = tuple[int, str]
 
 
 def put_model(folder: Path, url: str) -> int:
-    """Upload all files of `folder` to the folder `url`, verify them, and set `latest` to it; returns the number of bytes.
-
-    A model that was there before is incomplete from the first byte on. Raises `ServiceError`, and the store's `OSError`.
-    """
+    """Upload all files of `folder` to the folder `url`, verify them, and set `latest` to it; returns the number of bytes. A
+    model that was there before is incomplete from the first byte on. Raises `ServiceError`, and the store's `OSError`."""
     store, root = _open(url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

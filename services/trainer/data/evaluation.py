@@ -179,11 +179,9 @@ EMPTY = "empty_completion"
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """Accuracy over all problems, and in `sets` that of each set of them, by name. `num_tokens`: sampled. `samples`: some
-    answers; one without a verdict has a `failure`.
-
-    No verdict: no completion in time, a failure of the actor, no answer of the verifier in time, or a reward that failed.
-    """
+    """Accuracy over the tasks' problems; in `sets`, that of each set, by name. `num_tokens`: sampled tokens. `samples`: some
+    answers; one without a verdict has a `failure`. An answer has no verdict if the completion was late, the actor or the reward
+    failed, or the verifier did not answer in time."""
 
     version: int
     accuracy: float
@@ -220,10 +218,8 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version` within the timeout; the caller holds commits of later versions meanwhile.
-
-        Raises `ServiceError` if no problem has a verdict by then.
-        """
+        """Evaluate `version` within the timeout; the caller holds commits of later versions meanwhile. Raises `ServiceError` if
+        no problem has a verdict by then."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             began_at = asyncio.get_running_loop().time()
             generated_by = began_at + GENERATION_SHARE * self._timeout_s
@@ -446,10 +442,8 @@ def probe_tolerance(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of a probe. `mismatch`: largest difference, nats, always finite; None if no answer could be compared.
-
-    `problems`: one text for each actor that does not serve the trained policy, or whose answer cannot be compared.
-    """
+    """Result of a probe. `mismatch`: largest difference, nats, always finite; None if no answer could be compared. `problems`:
+    one text for each actor that does not serve the trained policy, or whose answer cannot be compared."""
 
     mismatch: float | None = None
     problems: tuple[str, ...] = ()

@@ -248,10 +248,8 @@ class Intake:
         self._feeder.look_again()
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Return the samples of a complete group that can be trained on; empty if the group is lost.
-
-        Raises `UserError` when too many groups in a row were lost.
-        """
+        """Return the samples of a complete group that can be trained on; empty if the group is lost. Raises `UserError` when
+        too many groups in a row were lost."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < smallest_group(algorithm.advantage):
             self._lose(good, Outcome.FAILED, "group incomplete")

@@ -71,9 +71,7 @@ class SequenceTraces:
     @contextmanager
     def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:
         """Span around an optimizer step and its entry into the tracker: sequences that end inside were trained by it.
-
-        `version`: the version that the step makes.
-        """
+        `version`: the version that the step makes."""
         following = [trace for sequence_id in sequence_ids if (trace := self._open.get(sequence_id)) is not None]
         with root("step.train", links=following, attributes={a.VERSION: version}) as span:
             self._step = trace_of(span), time.time_ns()

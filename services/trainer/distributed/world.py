@@ -32,7 +32,7 @@ HEARTBEAT, END = "beat", "end"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """One rank among `size`. Raises `FieldError` for numbers that do not divide."""
+    """One rank among `size`. Raises `FieldError` for numbers that do not divide each other."""
 
     rank: int = 0
     size: int = 1

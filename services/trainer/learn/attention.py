@@ -228,11 +228,8 @@ def varlen_attention(
     packed: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, heads, T, dim] → ([1, T, heads, dim], None).
-
-    `packed` comes with the forward call of the model. Raises `FieldError` for architectures whose attention has terms
-    that are not implemented here.
-    """
+    """Attend through transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). `packed` is passed with
+    the model's forward call. Raises `FieldError` for architectures whose attention has terms that are not implemented here."""
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")

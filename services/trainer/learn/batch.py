@@ -106,10 +106,8 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs of model and loss from a `HostMicroBatch`, in the same shapes, on the model's device.
-
-    All sampled tokens of a branch are in one micro-batch. C may be 0.
-    """
+    """Inputs of model and loss from a `HostMicroBatch`, in the same shapes, on the model's device. All sampled tokens of a
+    branch are in one micro-batch. C may be 0."""
 
     row: TokenRow
     predictors: Tensor
@@ -129,10 +127,8 @@ def token_row(
     device: torch.device | str = "cpu",
     places: NDArray[np.int64] | None = None,
 ) -> TokenRow:
-    """Row of packed branches: token_ids int64[T], padded to a multiple of `pad_multiple` tokens.
-
-    `places` int64[sum of lengths]: as in `PackedLayout`, where they share tokens.
-    """
+    """Return a row of packed branches: token_ids int64[T], padded to a multiple of `pad_multiple` tokens. `places` int64[sum of
+    lengths]: as in `PackedLayout`, if branches share tokens."""
     places = np.arange(len(token_ids)) if places is None else places
     return _row(*_padded(token_ids, lengths, places, pad_multiple), device)
 
@@ -176,11 +172,9 @@ def host_microbatch(
     share_prompts: bool = False,
     has_gradient: bool = True,
 ) -> HostMicroBatch:
-    """Packs `branches` with their `advantages` and `weights` [S] for the gradient at policy version `version`, in `row_order`.
-
-    `share_prompts`: a prompt that several of them have is in the row once. Without branches, as for a rank that has none left
-    while others have, it is a row of padding.
-    """
+    """Pack `branches` with their `advantages` and `weights` [S] for the gradient at policy version `version`, in `row_order`.
+    `share_prompts`: a prompt that several branches have is in the row once. Without branches, for a rank that has none left
+    while others have some, the row is padding."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]

@@ -38,11 +38,8 @@ BASE = ".base_layer"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -> None:
-    """Freeze all of `model` and insert new adapters, which change nothing yet: B is 0, and A random.
-
-    `source`: origin of the model, stored for loaders of the adapter. Raises `FieldError` for a model or target that cannot have
-    adapters.
-    """
+    """Freeze all of `model` and insert new adapters, which change nothing yet: B is 0, and A random. `source`: origin of the
+    model, stored for loaders of the adapter. Raises `FieldError` for a model or target that cannot have adapters."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -112,7 +109,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LayerAdapter:
-    """What one layer has; with sharded weights, its shards."""
+    """The adapter of one layer; with sharded weights, its shards."""
 
     layer: LoraLayer
     weight: nn.Parameter
@@ -163,19 +160,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, parameter) with the names, shapes and dtypes of `served_weights`, but not always its values.
-
-    Nothing is gathered, so that a single rank may call it.
-    """
+    """Yield (name, parameter) with the names, shapes and dtypes of `served_weights`, but not always its values. Nothing is
+    gathered, so that a single rank may call it."""
     return ((name, parameter) for name, parameter, _ in _served(model))
 
 
 @torch.no_grad()
 def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of each parameter, tied ones once, in the order of `named_parameters`.
-
-    With sharded weights every rank must iterate to the end: each step gathers one parameter and its adapter.
-    """
+    """Yield (name, tensor) of each parameter, tied ones once, in the order of `named_parameters`. With sharded weights every
+    rank must iterate to the end: each step gathers one parameter and its adapter."""
     for name, parameter, adapter in _served(model):
         weight = whole(parameter)
         if adapter is not None:
@@ -186,10 +179,8 @@ def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of A and B of each adapted layer, in the dtype of their computation, named as in peft's files.
-
-    With sharded weights every rank must iterate to the end.
-    """
+    """Yield (name, tensor) of A and B of each adapted layer, in the dtype of their computation, named as in peft's files. With
+    sharded weights every rank must iterate to the end."""
     for name, adapter in layer_adapters(model).items():
         for factor_name, factor in zip(factor_names(name), (adapter.a, adapter.b), strict=True):
             yield factor_name, whole(factor).to(adapter.weight.dtype)

@@ -39,19 +39,14 @@ def nothing(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> 
 
 
 def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855).
-
-    In that paper the ratio inside the bounds is also a factor of the token's loss; here it is if the loss weights tokens by π /
-    μ.
-    """
+    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855). In that paper the ratio inside the
+    bounds is also a factor of the token's loss; here it is if the loss weights tokens by π / μ."""
     return _outside(log_weights, config)
 
 
 def sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Mask whole branches whose geometric mean of π / μ is outside [mask_low, mask_high], of any length.
-
-    Geometric sequence masking: Liu, Li et al., "When Speed Kills Stability" (https://richardli.xyz/rl-collapse), part 3.
-    """
+    """Mask whole branches whose geometric mean of π / μ is outside [mask_low, mask_high], of any length. Geometric sequence
+    masking: Liu, Li et al., "When Speed Kills Stability" (https://richardli.xyz/rl-collapse), part 3."""
     return _outside(branch_means(log_weights, batch), config)
 
 

@@ -114,9 +114,7 @@ def _feed_forward(text: Any) -> list[int]:
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
     """Return model FLOPs utilization: `flops` in `seconds`, relative to the capacity of `num_devices` of `peak` FLOP/s each.
-
-    None if the peak is unknown or no time has passed.
-    """
+    None if the peak is unknown or no time has passed."""
     if peak is None or seconds <= 0:
         return None
     return flops / (seconds * num_devices * peak)
@@ -176,9 +174,7 @@ _DEVICES = (
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the FLOP/s of matrix products in `dtype` ("bfloat16", "float16") on the device that torch calls `device_name`.
-
-    None for an unknown device or dtype: then utilization is unknown, too.
-    """
+    None for an unknown device or dtype: then utilization is unknown, too."""
     name = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", device_name.strip())
     for device in _DEVICES:
         if dtype in device.dtypes and re.fullmatch(device.name, name):
@@ -208,10 +204,8 @@ def take_memory_peak(device: torch.device) -> int:
 
 
 def process_memory_peak() -> int:
-    """Return the largest resident memory of this process so far, in bytes.
-
-    Linux reports it for this program alone; `getrusage` would include the memory of a large parent before exec.
-    """
+    """Return the largest resident memory of this process so far, in bytes. Linux reports it for this program alone; `getrusage`
+    would include the memory of a large parent before exec."""
     if PROCESS_STATUS.is_file():
         for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -302,10 +296,8 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
 
 
 def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) -> dict[str, list[slice]]:
-    """Return where the tokens of the sampled sequences' branches are in the step's values, by sequence id.
-
-    `batches`: branches of each micro-batch, in order of the step's values, as positions in `all_branches(groups)`.
-    """
+    """Return where the tokens of the sampled sequences' branches are in the step's values, by sequence id. `batches`: branches
+    of each micro-batch, in order of the step's values, as positions in `all_branches(groups)`."""
     branches = all_branches(groups)
     owners = [sequence.sequence_id for group in groups for sequence in group.sequences for _ in sequence.all_branches]
     places: dict[str, dict[int, slice]] = {sequence.sequence_id: {} for sequence in sampled_sequences(groups)}

@@ -65,9 +65,7 @@ def blank_policy(
     lora: LoraConfig | None = None,
 ) -> Policy:
     """Return the shape of a policy that another rank has loaded and checked with this result; its weights have no memory.
-
-    Raises `FieldError` when the model's configuration does not load.
-    """
+    Raises `FieldError` when the model's configuration does not load."""
     register()
     hf_config = _load_config(source, hub_arguments(source, config))
     _disable_dropout(hf_config)
@@ -85,10 +83,8 @@ def blank_policy(
 def wrap_model(
     model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
-    """Return a policy of a model that is already in memory; sets its attention, dropout and training mode.
-
-    `auto` is this project's attention or else eager, whichever first gives the model's own log-probabilities.
-    """
+    """Return a policy of a model that is already in memory; sets its attention, dropout and training mode. `auto` is this
+    project's attention or else eager, whichever first gives the model's own log-probabilities."""
     register()
     _disable_dropout(model.config)
     _prepare(model, gradient_checkpointing)

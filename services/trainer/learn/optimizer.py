@@ -186,10 +186,8 @@ class PolicyOptimizer:
         return {name: state[name] for name in MOMENTS}
 
     def begin_moments(self) -> None:
-        """Give parameters that were never stepped the zero moments with which their first step begins. Clears gradients.
-
-        AdamW creates them in its own form, by a step without gradients at a learning rate of 0, which changes no weight.
-        """
+        """Give parameters that were never stepped the zero moments with which their first step begins. Clears gradients. AdamW
+        creates them in its own form, by a step without gradients at a learning rate of 0, which changes no weight."""
         adamw = self._adamw
         new = [parameter for parameter in self._stepped if not adamw.state.get(parameter)]
         adamw.zero_grad(set_to_none=True)

@@ -117,10 +117,8 @@ class Policy(nn.Module):
     def scores(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
     ) -> TokenScores:
-        """Return scores of `targets` int64[C], each predicted by the row's position `predictors` int64[C], ascending.
-
-        All ranks call it together; those that share a row pass the same row.
-        """
+        """Return scores of `targets` int64[C], each predicted by the row's position `predictors` int64[C], ascending. All ranks
+        call it together; those that share a row pass the same row."""
         if self.part is None:
             return TokenScores(*self(row, predictors, targets, temperature, entropy_grad))
         counts = self.part.counts(row, predictors)
@@ -203,10 +201,8 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = 
 
 @torch.no_grad()
 def _packing_error(policy: Policy, shared: int = 0) -> float:
-    """Return the largest difference, nats, between two packed sequences and the model's own plain forward pass of each.
-
-    They begin with the same `shared` tokens, which the packed row has once.
-    """
+    """Return the largest difference, nats, between two packed sequences and the model's own plain forward pass of each. They
+    begin with the same `shared` tokens, which the packed row has once."""
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
     second[:shared] = first[:shared]
@@ -474,11 +470,8 @@ def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _LinearScores(torch.autograd.Function):
-    """`linear_scores` with its gradient.
-
-    With dp = p − [word is the target], z = logits / temperature, and upstream gradients g of log-probabilities and h of
-    entropies: d loss / dz = −g · dp − h · p · (log p + entropy).
-    """
+    """`linear_scores` with its gradient. With dp = p − [word is the target], z = logits / temperature, and upstream gradients g
+    of log-probabilities and h of entropies: d loss / dz = −g · dp − h · p · (log p + entropy)."""
 
     @staticmethod
     def forward(

@@ -76,10 +76,8 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
 
 
 def _bring(modules: Iterable[nn.Module], world: World) -> None:
-    """Move rank 0's parameters and buffers of `modules` themselves, without submodules, to every rank's device.
-
-    Tied ones stay tied. No reference is kept, so that sharding can free them.
-    """
+    """Move rank 0's parameters and buffers of `modules` themselves, without submodules, to every rank's device. Tied ones stay
+    tied. No reference is kept, so that sharding can free them."""
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept, so that its id is not reused
     for module in modules:
         for named in (module.named_parameters, module.named_buffers):

@@ -192,10 +192,8 @@ def prepare_step(
 
 
 class Learner:
-    """A policy and its optimizer, on one rank of `world`. With `kl_coefficient` > 0 there is a frozen reference policy.
-
-    Every rank calls the same methods in the same order: rank 0 decides, the others follow its orders.
-    """
+    """A policy and its optimizer, on one rank of `world`. With `kl_coefficient` > 0 there is a frozen reference policy. Every
+    rank calls the same methods in the same order: rank 0 decides, the others follow its orders."""
 
     def __init__(
         self,
@@ -233,10 +231,8 @@ class Learner:
         """True if a sequence of advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plan one optimizer step for all ranks, on any thread, also while another step is computed.
-
-        Raises `FieldError` when a sequence exceeds `tokens_per_microbatch`.
-        """
+        """Plan one optimizer step for all ranks, on any thread, also while another step is computed. Raises `FieldError` when a
+        sequence exceeds `tokens_per_microbatch`."""
         return prepare_step(
             groups,
             version,
@@ -337,9 +333,7 @@ class Learner:
 
     def score(self, token_ids: TokenIds, *, adapters: bool = True) -> Logprobs:
         """Return float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1.
-
-        `adapters=False`: under the base weights without adapters; for a model without adapters, the current weights.
-        """
+        `adapters=False`: under the base weights without adapters; for a model without adapters, the current weights."""
         self.order(SCORE, token_ids=np.asarray(token_ids), adapters=np.asarray(adapters))
         with nullcontext() if adapters else adapters_off(self.policy.model):
             return self.policy.sequence_logprobs(token_ids)

@@ -121,10 +121,8 @@ class Recorder:
         self.metrics.checkpoints.training_begins()
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
-        """Record one optimizer step on `batch`: complete its record, pass it to every sink and return it.
-
-        `figures`: from the learner and the loop. Those under SAMPLED_WEIGHTS are for samples, and not part of the record.
-        """
+        """Record one optimizer step on `batch`: complete its record, pass it to every sink and return it. `figures`: from the
+        learner and the loop. Those under SAMPLED_WEIGHTS are for samples, and not part of the record."""
         record = self._complete(figures, batch, tokens_arrived)
         self._arrived = _nothing_arrived()
         self.totals.add_step(record)

@@ -26,8 +26,8 @@ STEP, HELDOUT_VERSION = "step", "heldout/version"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """`params`: the recipe's fields by dotted path. `version`: optimizer steps that count when the trainer starts, 0 for a
-    run that begins. `incarnation`: how many times its trainer has started, from 1."""
+    """A run for the trackers. `params`: the recipe's fields by dotted path. `version`: optimizer steps that count when the
+    trainer starts, 0 for a new run. `incarnation`: how many times its trainer has started, from 1."""
 
     name: str
     description: str
@@ -182,9 +182,7 @@ class MlflowTracker:
 
 class WandbTracker:
     """Logs to W&B. Project, team, key and mode are W&B's own variables (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...).
-
-    Its files are in `<run dir>/wandb`, from which `wandb sync` sends the rest later.
-    """
+    Its files are in `<run dir>/wandb`, from which `wandb sync` sends the rest later."""
 
     def __init__(self) -> None:
         import wandb

@@ -23,8 +23,8 @@ Kind = Literal["joined", "left", "evicted"]
 
 @dataclass(frozen=True)
 class MemberChange:
-    """One line of the run's history. `joined`: it serves `version` from now on. `left`: on somebody's wish. `evicted`: it was
-    put out of epoch `epoch`, then with the `cause`, or is no longer heard of."""
+    """One line of the run's history. `joined`: the actor now serves `version`. `left`: it was told to leave. `evicted`: it was
+    put out of `epoch` for a `cause`, or its heartbeats stopped."""
 
     kind: Kind
     member: Member
@@ -43,7 +43,7 @@ MOST_RESTED = 16
 
 @dataclass
 class _Registered:
-    """What is known of one registered process."""
+    """Known state of one registered process."""
 
     member: Member
     version: int = -1

@@ -174,10 +174,8 @@ class WeightSender:
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
-        """Start sending on `group`, on a separate thread; until it is done, no other code may use the group.
-
-        If it fails, the group is closed. `given_up` makes it fail within the stall timeout.
-        """
+        """Start sending on `group`, on a separate thread; until it is done, no other code may use the group. If it fails, the
+        group is closed. `given_up` makes it fail within the stall timeout."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         chunks = snapshot.manifest.chunks
         ready: Generator[tuple[Tensor, int], None, None] = (snapshot.ready(chunk, placement) for chunk in chunks)
@@ -206,10 +204,8 @@ class WeightSender:
 
 
 class CollectiveGroup:
-    """The trainer's end of one group. `store_address`: host:port where its members meet.
-
-    Cancelling a waiting caller does not stop the operation; `given_up` does.
-    """
+    """The trainer's end of one group. `store_address`: host:port where its members meet. Cancelling a waiting caller does not
+    stop the operation; `given_up` does."""
 
     def __init__(
         self, sender: WeightSender, store_address: str, meeting: Future[WeightGroup], given_up: threading.Event

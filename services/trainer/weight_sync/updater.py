@@ -65,7 +65,7 @@ MOST_REASONS = 16
 
 @dataclass(frozen=True)
 class TransferResult:
-    """A version whose every byte has left. `checksum`: of the whole version, to compare with what receivers staged."""
+    """Result of sending a whole version. `checksum`: of all its bytes, to compare with the receivers' checksums."""
 
     checksum: int
     num_bytes: int
@@ -74,7 +74,7 @@ class TransferResult:
 
 @dataclass
 class UpdateRecord:
-    """What one version's update took. Seconds, bytes."""
+    """Figures of one version's update, in seconds and bytes."""
 
     version: int
     num_bytes: int = 0
@@ -310,10 +310,7 @@ class WeightUpdater:
     @property
     def states(self) -> dict[str, str]:
         """Return the state of each registered actor by name. `joining`: it is on a side group, and may still serve an older
-        version.
-
-        May be read on any thread.
-        """
+        version. May be read on any thread."""
         serving, joining = set(self.serving), set(self._sides)
         states = {
             name: "joining" if name in joining else "serving" if name in serving else "waiting"
@@ -439,10 +436,8 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer to the session that it concerns, if it is for this incarnation.
-
-        An answer for an epoch that is over goes to the main session, which ignores it.
-        """
+        """Post an answer to the session that it concerns, if it is for this incarnation. An answer for an epoch that is over
+        goes to the main session, which ignores it."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
@@ -497,7 +492,7 @@ class WeightUpdater:
                     self._gone(actor, "left, or its heartbeat stopped", left=False)
             case c.MembersLeaving(members, reason):
                 for member in members:
-                    if member.actor not in self._main.coordinator.present:  # otherwise another process of that name is registered
+                    if member.actor not in self._main.coordinator.present:  # else another process has the name
                         self._gone(member.actor, reason, left=True)
         await self._tend_sides()
 
