@@ -37,8 +37,8 @@ def resume(
     """Prepare the folder for a new start. Returns the recipe, and notes for the user.
 
     `recipe`: file or name of the recipe to continue with; None = the folder's own. `reward_rows`: as in `examine`.
-    Raises, with nothing changed, `FieldError` (the run is running or finished), `ChangedRecipe`, and the errors of `load_recipe`
-    and `check_environment`.
+    Raises, with nothing changed, `FieldError` (the run is running or finished), `ChangedRecipe`, and what `load_recipe`
+    and `check_environment` raise.
     """
     old = read_recipe(run_dir.recipe)
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)

@@ -34,7 +34,7 @@ def branch_means(values: Tensor, batch: MicroBatch) -> Tensor:
     return (sums / counts)[batch.branch_index]
 
 
-def nothing(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
+def no_mask(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
     return torch.zeros_like(log_weights, dtype=torch.bool)
 
 
@@ -44,7 +44,7 @@ def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> T
     return _outside(log_weights, config)
 
 
-def sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
+def mask_sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
     """Mask whole branches whose geometric mean of π / μ is outside [mask_low, mask_high], of any length. Geometric sequence
     masking: Liu, Li et al., "When Speed Kills Stability" (https://richardli.xyz/rl-collapse), part 3."""
     return _outside(branch_means(log_weights, batch), config)
@@ -57,9 +57,9 @@ def off_policy_sequence(log_weights: Tensor, batch: MicroBatch, config: Algorith
 
 
 MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
-    "none": nothing,
+    "none": no_mask,
     "icepop": icepop,
-    "sequence": sequence,
+    "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
 """Functions from log π − log μ, float32[C] in nats, to bool[C], where True is left out. A NaN is never left out, so that it
