@@ -112,7 +112,7 @@ class ControlTokens:
         for part, ids in zip(others, behind, strict=True):
             is_whole = ids[: len(line_end)] == line_end
             following += ids[len(line_end) :] if is_whole else self._tokenizer.encode(part, add_special_tokens=False)
-        # What the tokenizer puts at the end of a text comes after its last part.
+        # Tokens that the tokenizer adds at the end of a text come after the last part.
         bare = list(self._tokenizer.encode(first, add_special_tokens=False))
         end = next((at for at in range(len(token_ids), 0, -1) if token_ids[:at][-len(bare) :] == bare), len(token_ids))
         return [*token_ids[:end], *following, *token_ids[end:]]
@@ -200,7 +200,7 @@ def refusal(
     """Return the error for a prompt that the chat template does not `write`; it blames the system message if the rest is
     accepted."""
     if messages[0]["role"] == "system" and len(messages) > 1:
-        with contextlib.suppress(Exception):  # then the system message is not what is wrong
+        with contextlib.suppress(Exception):  # then the system message is not the cause
             write(messages[1:])
             fix = 'set task.system_prompt: "" and put its text into task.instruction'
             if problem.messages and problem.messages[0]["role"] == "system":

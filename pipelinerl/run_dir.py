@@ -150,7 +150,7 @@ def check_space(run: RunDir, option: str, first_checkpoint_bytes: int) -> None:
     free, needed = free_bytes(run.path), LEAST_FREE_BYTES + (checkpoint_bytes(run) or first_checkpoint_bytes)
     if free < needed:
         what = f"its disk has {free / 1e6:,.0f} MB free, and a run needs {needed / 1e6:,.0f} MB at least"
-        raise FieldError(option, str(run.path), f"{what}: free some, or give a folder on another disk")
+        raise FieldError(option, str(run.path), f"{what}: free some space, or give a folder on another disk")
 
 
 NAMED_IN = ("run.json", "lineage.json")
@@ -238,11 +238,11 @@ def _make_empty(run: RunDir, option: str) -> None:
             for entry in path.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     elif run.recipe.name in held:
-        fix = "go on with it (pipelinerl run --resume), give a new folder or --name, or remove this one"
+        fix = "resume it (pipelinerl run --resume), give a new folder or --name, or remove this one"
         raise FieldError(option, value, f"holds another run; {fix}")
     elif held:
         some = ", ".join([*held[:3], *(["..."] if held[3:] else [])])
-        raise FieldError(option, value, f"is not empty, and what it holds is no run ({some}); give a new or empty folder")
+        raise FieldError(option, value, f"is not empty, and does not hold a run ({some}); give a new or empty folder")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,20 +1,20 @@
-"""The run's journal, `ledger.jsonl`: every sequence issued and where it ended, one event a line, only ever appended to.
+"""The run's journal, `ledger.jsonl`: an append-only file with one event per line, from issue to end of every sequence.
 
-The trainer's books are state; this is their history, from which `pipelinerl audit` derives them again. Events (`event` names
-them):
+The trainer's ledger is state; the journal is its history, from which `pipelinerl audit` derives it again. The field `event`
+names the kind of event:
 
     start       incarnation, version, keep    a trainer started from `version`; `keep`: bytes of this file that still count,
-                                              what lies between them and this line was undone
-    reserve     groups                        groups numbered below this may have been published; on disk before any is
+                                              the part between them and this line was undone
+    reserve     groups                        groups numbered below this may have been published; written to disk first
     issue       group, samples, version
-    close       outcome, reason, ids          of those trained also the `version` that the step made of them, their `branches`,
-                                              and the sampled `tokens` of these
+    close       outcome, reason, ids          for trained ones also the `version` that the step made, their `branches`,
+                                              and the sampled `tokens` of these branches
     step        version, counts               the ledger's own counts after that step
-    checkpoint  version, position             on disk; SEQUENCES up to `position` may go
-    position    position                      the streams are new ones, and the log is read from there
+    checkpoint  version, position             on disk; SEQUENCES up to `position` may be purged
+    position    position                      the streams were recreated, and the log is read from there
     end         version, finished
 
-Knows files, no streams and no ledger. A last line that was cut off does not count.
+A last line that was cut off does not count.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Check(StrEnum):
     """Invariants that the audit checks, in the words of its report."""
 
     JOURNAL = "the journal can be read"
-    RESTARTS = "every start goes on from what it says it does"
+    RESTARTS = "every start continues from the version that it states"
     ISSUED_ONCE = "no sequence is issued twice"
     ISSUED_FIRST = "no sequence ends that was not issued"
     ENDED_ONCE = "no sequence ends twice"
@@ -34,11 +34,11 @@ class Check(StrEnum):
     VERSIONS = "every version was made once, in order"
     GROUPS = "group numbers have no gap, and each was reserved first"
     POSITIONS = "positions in the log do not go back"
-    CHECKPOINTS = "every checkpoint holds the ledger of its moment"
+    CHECKPOINTS = "every checkpoint holds the ledger of its time"
     TOKENS = "every step trained the sampled tokens of all branches of its sequences"
-    SUMMARY = "summary.json says the same"
+    SUMMARY = "summary.json has the same numbers"
     UNKNOWN = "the log holds no sequence that was never issued"
-    LOST = "every sequence in flight is somewhere"
+    LOST = "every sequence in flight can be found"
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Replay:
     def start(self, version: int, incarnation: int) -> None:
         """Check that a starting trainer continues from the version reached here."""
         if version != self.version:
-            problem = f"incarnation {incarnation} says it goes on from version {version}, and the journal is at {self.version}"
+            problem = f"incarnation {incarnation} claims to continue from version {version}, the journal is at {self.version}"
             self._findings.add(Check.RESTARTS, problem)
 
     def _issue(self, group: str, samples: int) -> None:
@@ -290,7 +290,7 @@ def read_history(path: Path, findings: Findings) -> History:
             else:
                 start = Start(offset, int(event["keep"]), int(event["incarnation"]), int(event["version"]))
                 if not history.counts(start.keep):
-                    ends = "which end in what was undone or not there yet"
+                    ends = "which end in an undone part or beyond the file"
                     findings.add(Check.RESTARTS, f"incarnation {start.incarnation} keeps {start.keep} bytes, {ends}")
                 floor = positions.get(start.version, 0)
                 history.starts.append(start)

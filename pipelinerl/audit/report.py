@@ -79,7 +79,7 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
             f"{one.undid['steps']} steps, {number(one.undid['trained'])} sequences trained, "
             f"{number(one.undid['ended_otherwise'])} ended otherwise, {number(one.undid['groups'])} groups issued"
         )
-        yield f"  incarnation {one.incarnation} went on from version {one.version} and undid {undid}"
+        yield f"  incarnation {one.incarnation} continued from version {one.version} and undid {undid}"
     yield from _versions(trained_per_version(audit), versions)
     yield from _streams(audit)
     yield ""

@@ -42,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
     chosen = args.clear or list(kept)
     for name in chosen:
         if name not in kept:
-            raise FieldError("--clear", name, f"is not in {folder}; pipelinerl cache lists what is")
+            raise FieldError("--clear", name, f"is not in {folder}; pipelinerl cache lists its entries")
     sizes = {name: _bytes_in(kept[name]) for name in chosen}
     for name, size in sizes.items():
         built = datetime.fromtimestamp(kept[name].stat().st_mtime).isoformat(" ", "minutes")
@@ -62,4 +62,4 @@ def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-COMMAND = Command("cache", "list what is kept for the next run, such as initial models, or remove it", add_arguments, execute)
+COMMAND = Command("cache", "list or remove files kept for the next run, such as initial models", add_arguments, execute)

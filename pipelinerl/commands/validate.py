@@ -2,7 +2,7 @@
 
 The recipe is judged with the files, folders and functions that it names, so that a recipe for a cluster validates on a laptop.
 If this machine lacks something to run it, such as a GPU, a note says so and the verdict stays. Given the memory of the GPUs
-that it is meant for, the command adds up what has to fit there.
+that it is meant for, the command adds up the memory needed there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--gpu-memory", metavar="SIZE",
-        help="memory of each GPU, such as 80GiB: print what has to fit there and what to set. For several trainer nodes, give "
+        help="memory of each GPU, such as 80GiB: print the memory needed, and advice. For several trainer nodes, give "
         "the number of ranks of all nodes by --set trainer.nproc=N",
     )  # fmt: skip
     parser.add_argument(
@@ -251,7 +251,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
         (
             "trainer GPU",
             f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}; {memory_gib - state_gib:.1f} for "
-            f"activations and what is gathered (trainer.nproc = {trainer.nproc}: set it to the ranks of all nodes)",
+            f"activations and gathered weights (trainer.nproc = {trainer.nproc}: set it to the ranks of all nodes)",
         ),
     ]
 

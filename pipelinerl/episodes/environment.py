@@ -1,4 +1,4 @@
-"""An environment: code that starts an episode, answers each turn of the policy, and says what the episode was worth.
+"""An environment: code that starts an episode, answers each turn of the policy, and gives the episode's reward.
 
     from pipelinerl.episodes import Done, Turn
 
@@ -13,9 +13,9 @@
                 return Done(1.0)
             return "higher" if guess < self.number else "lower"
 
-Each episode has an object of its own, in a process of its own. All samples of a prompt get the same row and seed. An episode
-may be run again from its start, after a fault: one that does the same again for the same row, seed and turns goes on from the
-turns already sampled. Nothing here calls a model or runs an environment.
+Each episode has its own object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode
+may run again from its start: if it behaves the same for the same row, seed and turns, it continues from the turns already
+sampled. Nothing here calls a model or runs an environment.
 """
 
 from __future__ import annotations

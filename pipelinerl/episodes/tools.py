@@ -9,8 +9,8 @@
         '''
         return a * b
 
-Parameters are str, int, float, bool, list, dict, Literal, and unions of these such as `str | None`. The function's result is
-the policy's to read: text as it is, anything else as JSON.
+Parameters are str, int, float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy
+reads the function's result: text unchanged, anything else as JSON.
 """
 
 from __future__ import annotations

@@ -401,7 +401,7 @@ class LocalRun:
             code = await process.wait()
             if self._finished():
                 return
-            await process.kill_and_wait()  # what it left behind would hold its ports and its cores
+            await process.kill_and_wait()  # its remaining children would hold its ports and cores
             served = served or process.launch.address_file.is_file()
             reached = self._state.furthest if service.follows_run else 0
             delay_s = service.restarts.next_delay_s(time.monotonic() - started_s, code, served, reached)
@@ -600,7 +600,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first of our own errors, or an error for a full disk, in what was raised. Raises any other, which is a
+        """Return the first of our own errors, or an error for a full disk, in `raised`. Raises any other, which is a
         bug."""
         group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
         ours, others = group.split(lambda error: isinstance(error, PipelineRLError) or _tells_of_a_full_disk(error))

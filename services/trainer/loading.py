@@ -68,7 +68,7 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: P
         policy = load_policy(source, recipe.model, gradient_checkpointing=recompute, lora=lora)
         facts = {"attention": policy.attention, "own_logits": policy.own_logits, "resume": str(resume or "")}
         world.links.tell_all(Message("model", facts))
-    else:  # its shape, and what rank 0 resumes
+    else:  # its shape, and rank 0's resume folder
         found = world.links.hear().fields
         attention, own_logits = found["attention"], found["own_logits"]
         policy = blank_policy(source, recipe.model, attention, own_logits, gradient_checkpointing=recompute, lora=lora)

@@ -123,7 +123,7 @@ class Resume:
     async def _adopt(self, reserved: int) -> int:
         """Take over the groups that the previous incarnation issued after the checkpoint, as far as the streams show them."""
         position, prompts, arrived = await retry_forever(
-            lambda: scan_in_flight(self.bus, self.intake.position), "look at what is on the streams"
+            lambda: scan_in_flight(self.bus, self.intake.position), "read the streams"
         )
         if position < self.intake.position:
             self.journal.write({"event": "position", "position": position})

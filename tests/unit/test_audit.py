@@ -177,9 +177,9 @@ AGAIN = "g00000000.0"
         ([{"event": "start", "version": 1}], Check.JOURNAL, 1, "start lacks a valid field"),
         ([start(2, version=0, keep=10)], Check.RESTARTS, 1, "keeps 10 bytes"),
         ([start(1, version=0, keep=0)], Check.RESTARTS, 1, "incarnation 1 after incarnation 1"),
-        ([mark("1"), start(2, version=2, keep="1")], Check.RESTARTS, 1, "goes on from version 2, and the journal is at 1"),
+        ([mark("1"), start(2, version=2, keep="1")], Check.RESTARTS, 1, "claims to continue from version 2, the journal is at 1"),
         ([mark("1"), *SECOND_STEP, mark("2"), start(2, version=1, keep="1"), start(3, version=2, keep="2")],
-         Check.RESTARTS, 1, "which end in what was undone"),
+         Check.RESTARTS, 1, "which end in an undone part"),
         ([b"\x00\xff nothing\n[1]\n"], Check.JOURNAL, 2, "no event"),
         ([durable(1, 12), durable(2, 11)], Check.POSITIONS, 1, "version 2 is at position 11, after one at 12"),
     ],
@@ -331,10 +331,10 @@ async def test_the_report_has_the_equation_with_its_numbers(tmp_path: Path) -> N
     assert "unit: stopped before its end, 2 starts, version 2" in text
     assert "issued 6 = trained 3 + dropped stale 2 + dropped filtered 0 + failed 0 + in flight 1" in text
     assert "dropped stale: lag above max_lag  2" in text
-    assert "incarnation 2 went on from version 1 and undid 1 steps, 1 sequences trained, 0 ended otherwise" in text
+    assert "incarnation 2 continued from version 1 and undid 1 steps, 1 sequences trained, 0 ended otherwise" in text
     assert "sequences per version: min 0, median 1.5, max 3" in text
     assert "ok      no sequence is trained twice into the same weights" in text
-    assert "-       every sequence in flight is somewhere: the streams were not read" in text
+    assert "-       every sequence in flight can be found: the streams were not read" in text
     assert text.endswith(f"all checks that were made passed; 4 of {len(audit.findings)} checks were skipped")
 
 

@@ -128,7 +128,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run --resume . --run-dir x", "--run-dir = 'x': leave it out"),
         ("run there.yaml --set reward.scorer=json:loads", "gives no reward in 3 of 3 calls, first for the reference answer"),
         ("run there.yaml --run-dir there --set reward.scorer=json:loads --reward-rows 0", "= 'there': is not empty"),
-        ("run there.yaml --run-dir there", "= 'there': is not empty, and what it holds is no run (config.json"),
+        ("run there.yaml --run-dir there", "= 'there': is not empty, and does not hold a run (config.json"),
         ("run there.yaml --name bad_name/x", "--name = 'bad_name/x': use 1-40"),
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
         (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM below TO"),

@@ -204,7 +204,7 @@ RESUME, STATE = "resume", "state"
 
 @dataclass(frozen=True)
 class Start:
-    """Where a trainer begins. `lineage`: its own. `again`: an earlier incarnation has used the run's streams."""
+    """Starting point of a trainer. `lineage`: its own. `again`: an earlier incarnation has used the run's streams."""
 
     lineage: Lineage = FIRST_INCARNATION
     again: bool = False

@@ -52,7 +52,7 @@ def put_model(folder: Path, url: str) -> int:
     for name, sent in files.items():
         with store.open_input_stream(f"{root}/{name}") as stored:
             if (found := _copy(stored)) != sent:
-                raise ServiceError(f"{url}/{name} is not what was sent: {found[0]} bytes of {sent[0]}, or other ones")
+                raise ServiceError(f"{url}/{name} differs from the sent file: {found[0]} bytes, sent {sent[0]}")
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": files})
     parent, _, name = root.rpartition("/")
     with _output(store, f"{parent}/{LATEST}") as target:
@@ -79,7 +79,7 @@ def fetch_model(url: str, folder: Path) -> str:
             with store.open_input_stream(f"{root}/{name}") as source, (folder / name).open("xb") as target:
                 found = _copy(source, target)
             if said is not None and found != said:
-                raise ServiceError(f"{url}/{name} is not what {MANIFEST} says: damaged, or being replaced; start again")
+                raise ServiceError(f"{url}/{name} does not match {MANIFEST}: damaged, or being replaced; start again")
     except FileNotFoundError as error:
         raise FieldError("model.name", url, f"there is no model: {first_line(error)}") from error
     return url

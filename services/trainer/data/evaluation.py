@@ -3,8 +3,8 @@
 Held-out evaluation consumes the held-out problems and produces an accuracy; it waits for actors and verifier up to a deadline.
 The parity probe is a fixed token sequence, which every actor scores with the version it serves, and the trainer with that
 version's weights. The largest absolute difference of token log-probabilities, in nats, is the run's `logprob_mismatch_max`. An
-answer counts as one of the `parity_failures` if it is off by more than the tolerance, contains too small a share of what
-training has changed, or cannot be compared. Unlike `mismatch_kl`, it is not affected by a stale KV cache.
+answer counts as one of the `parity_failures` if it is off by more than the tolerance, contains another share of the change that
+training made than 1, or cannot be compared. Unlike `mismatch_kl`, it is not affected by a stale KV cache.
 
 Meanwhile the caller holds commits of later versions, so that every completion is of the measured version, which its spans
 prove. Training continues on other sequences of that version.

@@ -132,7 +132,7 @@ class _Device(NamedTuple):
 
 _DEVICES = (
     # Dense 16-bit matrix products with float32 accumulation, by the name torch gives the device. From the vendors' data
-    # sheets, half of what these say "with sparsity". Variants of one name (a laptop's, a power-limited one, a MIG slice)
+    # sheets, half of their figures "with sparsity". Variants of one name (a laptop's, a power-limited one, a MIG slice)
     # differ, so a name that is not known exactly has no peak: no figure is better than a wrong one.
     # Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (whole systems, divided by their GPUs).
     _Device(r"(B200|B300 SXM6 AC|B300)", 2250.0),

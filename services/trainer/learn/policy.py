@@ -192,7 +192,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = 
             raise FieldError(
                 "model.attention",
                 attention,
-                f"{type(model).__name__} scores packed sequences {error:.2g} nats off what it gives each alone; "
+                f"{type(model).__name__} scores packed sequences {error:.2g} nats off its scores of each alone; "
                 "try sdpa or eager, or another architecture",
             )
     policy.may_share_prompts = attention == VARLEN and _packing_error(policy, PROBE_PROMPT) <= tolerance

@@ -57,14 +57,14 @@ OF_STEP: dict[str, tuple[str, ...]] = {
     "reference_kl": ("reference_kl_nats", "KL estimate to the initial policy; with algorithm.kl_coefficient only."),
     "grad_norm": ("gradient_norm", "L2 norm of the gradient before clipping.", "none"),
     "loss": ("loss", "Loss of the batch.", "none"),
-    "value_loss": ("value_loss", "Loss of the learned baseline, before its coefficient; with one only.", "none"),
+    "value_loss": ("value_loss", "Loss of the learned baseline, before its coefficient; with a baseline only.", "none"),
     "learning_rate": ("learning_rate", "Learning rate of the step.", "none"),
     "completion_tokens_mean": ("completion_length_tokens", "Mean sampled tokens of the batch's sequences."),
-    "turns_mean": ("episode_turns", "Mean turns of the batch's episodes; with such only.", "turns"),
-    "branches_mean": ("episode_branches", "Mean branches of the batch's episodes; with such only.", "branches"),
+    "turns_mean": ("episode_turns", "Mean turns of the batch's episodes; with episodes only.", "turns"),
+    "branches_mean": ("episode_branches", "Mean branches of the batch's episodes; with episodes only.", "branches"),
     "observed_fraction": (
         "observed_ratio",
-        "Share of the tokens after the prompts that environments added and nothing is trained on; with episodes only.",
+        "Share of the tokens after the prompts that environments added, without training on them; with episodes only.",
     ),
     "multi_version_fraction": ("multi_version_ratio", "Share of the batch's sequences that more than one version sampled."),
     "truncated_fraction": ("truncated_ratio", "Share of the batch's sequences that were cut at their length limit."),
@@ -160,7 +160,7 @@ class StepMetrics:
         )
         self._heldout_reported = metrics.reading(
             "heldout_set_reported_mean",
-            "The same of the answers to one set of problems, last evaluation.",
+            "The same for the answers to one set of problems, last evaluation.",
             {**sets, **reported},
             unit="as reported",
         )
@@ -174,11 +174,11 @@ class StepMetrics:
             "heldout_tokens_total", "Completion tokens of held-out evaluations.", unit="tokens"
         )
         self._commits_held = metrics.counter(
-            "commits_held_seconds_total", "Time of evaluations and probes, in which no later version was committed."
+            "commits_held_seconds_total", "Time of evaluations and probes, during which no later version was committed."
         )
         self._skipped = metrics.counter("steps_skipped_total", "Optimizer steps that changed no weight.", unit="steps")
         self._clipped = metrics.counter(
-            "steps_clipped_total", "Optimizer steps whose gradient was cut to the bound of its norm.", unit="steps"
+            "steps_clipped_total", "Optimizer steps whose gradient was clipped to the bound of its norm.", unit="steps"
         )
         name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
         self._lags = metrics.histogram_of(name, text, LAG_EDGES, TokenLagHistogram)
@@ -192,15 +192,15 @@ class StepMetrics:
         )
         self._compute = metrics.histogram(
             "compute_phase_seconds",
-            "Parts of a step's compute; plan and build are beside the step before.",
+            "Parts of a step's compute; plan and build run during the previous step.",
             PHASE_SECONDS,
             {"phase": COMPUTE_PHASES},
         )
         self._idle = metrics.histogram(
-            "update_idle_seconds", "Time of a step in which sending weights kept compute waiting.", PHASE_SECONDS
+            "update_idle_seconds", "Time of a step in which compute waited for sending weights.", PHASE_SECONDS
         )
         self._memory = metrics.reading(
-            "memory_peak_bytes", "Most memory: tensors on a GPU since the step before, else the process since its start."
+            "memory_peak_bytes", "Peak memory of tensors on a GPU since the previous step, else of the process since its start."
         )
 
     def observe(self, record: StepRecord) -> None:
@@ -250,23 +250,23 @@ class MembershipMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         self.regroups = metrics.counter(
-            "regroups_total", "Times that the group of all members was formed anew.", unit="groups of members"
+            "regroups_total", "Regroupings: the group of all members was formed again.", unit="groups of members"
         )
         self.evictions = metrics.counter(
             "evictions_total",
-            "Actors that were put out of an epoch against their wish.",
+            "Actors that were put out of an epoch without being told to leave.",
             {"reason": tuple(cause.value for cause in EvictionCause)},
             unit="actors",
         )
         self.joins = metrics.counter(
-            "joins_total", "Times that an actor came to serve, with an epoch or on a side group.", unit="actors"
+            "joins_total", "Arrivals: an actor began to serve, in an epoch or on a side group.", unit="actors"
         )
         self.join_seconds = metrics.histogram(
             "join_seconds", "Bringing one actor to the served version on a side group.", SECONDS
         )
         self.updates = metrics.counter(
             "weight_updates_total",
-            "Versions that all members serve, and transfers that were begun again.",
+            "Versions that all members serve, and transfers that were started again.",
             {"outcome": ("served", "aborted")},
             unit="updates",
         )
@@ -315,7 +315,7 @@ class CheckpointMetrics:
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s, self._has_begun = clock_s, False
         self._planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
-        self._version = metrics.reading("checkpoint_version", "Of the newest checkpoint; none before the first.")
+        self._version = metrics.reading("checkpoint_version", "Version of the newest checkpoint; none before the first.")
         self._at = metrics.reading(
             "checkpoint_timestamp_seconds",
             "When the newest checkpoint was written, by this trainer or one before it; before the first, when training began.",
@@ -349,9 +349,9 @@ class UploadMetrics:
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
         self._tries = metrics.counter(
-            "checkpoint_uploads_total", "Tries to upload a checkpoint.", {"outcome": ("uploaded", "failed")}, unit="tries"
+            "checkpoint_uploads_total", "Attempts to upload a checkpoint.", {"outcome": ("uploaded", "failed")}, unit="tries"
         )
-        self._version = metrics.reading("checkpoint_upload_version", "Of the last upload; none before the first.")
+        self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
         self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
         self._seconds = metrics.histogram(
             "checkpoint_upload_seconds", "Uploading and verifying one checkpoint, beside training.", CHECKPOINT_SECONDS
@@ -470,7 +470,7 @@ class TrainerMetrics:
         )
         read_each(
             "members",
-            "Registered actors by what they are doing.",
+            "Registered actors by state.",
             {"state": MEMBER_STATES},
             lambda run: run.updater.member_states,
             "actors",
@@ -478,7 +478,7 @@ class TrainerMetrics:
         read("epoch", "Number of the weight-transfer group's membership.", lambda run: run.updater.epoch, "epoch")
         read_each(
             "ledger_sequences",
-            "The ledger: issued, and what became of them; over all of the run.",
+            "Sequences of the whole run: issued, and by outcome.",
             {"state": STATES},
             lambda run: run.tracker.ledger.counts.as_dict(),
         )
@@ -490,7 +490,7 @@ class TrainerMetrics:
         read_each(
             "failed_sequences",
             "Failed sequences by reason.",
-            {"reason": "see docs/errors.md; (other) for what is not among the most frequent"},
+            {"reason": "see docs/errors.md; (other) sums up the less frequent ones"},
             lambda run: bounded(run.tracker.ledger.reasons(Outcome.FAILED)),
         )
         read_each(
@@ -501,7 +501,7 @@ class TrainerMetrics:
         )
         read_each(
             "tokens_total",
-            "Completion tokens by what became of their sequence, since this start.",
+            "Completion tokens by outcome of their sequence, since this start.",
             {"outcome": OUTCOMES},
             lambda run: dict(run.tracker.tokens),
         )
@@ -525,24 +525,24 @@ class TrainerMetrics:
         )
         read(
             "checkpoint_upload_waiting_seconds",
-            "For how long a checkpoint has been waiting to be uploaded; no series where none is.",
+            "Time that a checkpoint has been waiting for its upload; no series without uploads.",
             lambda run: run.uploads.waiting_s,
         )
         read("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
         read("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready)
         read(
             "feeder_allowance_groups",
-            "Groups that the staleness bound alone lets the feeder issue now; to the end of the run without a bound.",
+            "Groups that the staleness bound alone allows the feeder to issue now; without a bound, up to the run's end.",
             lambda run: run.feeder.allowance_by_version,
         )
         read(
             "in_flight_sequences",
-            "Sequences on their way, or complete groups of them whose step has not begun.",
+            "Sequences in progress, and those in complete groups whose step has not begun.",
             lambda run: run.feeder.in_flight,
         )
         read(
             "in_flight_limit_sequences",
-            "The most of them that the freshness limit allows now; none in conventional mode.",
+            "Maximum of in_flight_sequences by the freshness limit now; none in conventional mode.",
             lambda run: run.feeder.in_flight_limit,
         )
 

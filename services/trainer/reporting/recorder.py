@@ -237,7 +237,7 @@ class Recorder:
     def regrouped(self) -> None:
         self.metrics.membership.regroups.inc()
 
-    # --- what is true now: for callers over gRPC, for the page, for a scrape -------------------------------------------
+    # --- present state, for callers over gRPC, the page, and scrapes -----------------------------------------------------
 
     @property
     def phase(self) -> trainer_pb2.TrainerPhase:

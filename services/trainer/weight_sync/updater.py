@@ -295,7 +295,7 @@ class WeightUpdater:
         self.bad_messages = 0
         """Answers and registrations that could not be read, since the start."""
 
-    # --- what the rest of the trainer uses --------------------------------------------------------------------------
+    # --- used by the rest of the trainer ----------------------------------------------------------------------------
 
     @property
     def members(self) -> dict[str, c.Member]:
@@ -455,7 +455,7 @@ class WeightUpdater:
         while len(self._reasons) > MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]
 
-    # --- what follows from them -------------------------------------------------------------------------------------
+    # --- consequences of events --------------------------------------------------------------------------------------
 
     def post(self, session: TransferSession | None, event: c.Event) -> None:
         """Queue an event. `session` None: the event is about the membership, and concerns all sessions."""
@@ -536,7 +536,7 @@ class WeightUpdater:
         for member in due:
             log.info("actor %s is brought to version %d on a side group", member.actor, self.served_version)
             session = self._sides[member.actor] = TransferSession(self, c.Coordinator(self._epochs), member)
-            assert self._served_snapshot is not None, "nobody is brought to a version before one is served"
+            assert self._served_snapshot is not None, "side groups begin after a version is served"
             session.begin(self.served_version, self._served_snapshot)
             session.coordinator.step(c.MemberUp(member))
             await self._step_side(session, c.VersionReady(self.served_version))
