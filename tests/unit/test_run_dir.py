@@ -69,7 +69,7 @@ def test_a_new_folder_says_which_run_it_is_of() -> None:
         (["here/recipe.yaml"], {"path": "here"}, r"--run-dir = 'here': holds another run; resume it \(pipelinerl"),
         (["runs/mine/recipe.yaml"], {"name": "mine"}, r"--name = 'runs/mine': holds another run"),
         (["here/b", "here/a"], {"path": "here"}, r"is not empty, and does not hold a run \(a, b\); give a new or empty"),
-        ([f"here/{name}" for name in "dbca"], {"path": "here"}, r"no run \(a, b, c, \.\.\.\)"),
+        ([f"here/{name}" for name in "dbca"], {"path": "here"}, r"a run \(a, b, c, \.\.\.\)"),
         (["file"], {"path": "file"}, "is a file"),
         (["file"], {"path": "file/below"}, "cannot be made: Not a directory"),
         ([], {"name": "../escape"}, r"--name = '\.\./escape'"),
