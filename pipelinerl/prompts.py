@@ -88,7 +88,7 @@ class ControlTokens:
         except Exception:  # noqa: BLE001 - there is no template, or it refuses this conversation
             ids = []
         self._all = Spellings({text for text, _ in added.values()})
-        # Thoughts are a part of answers, which a history may hold. By a bar, tokens of roles are told from other tags.
+        # Tags of thoughts occur in answers, also in a history. A bar distinguishes tokens of roles from other tags.
         frame = {text for token_id, (text, _) in added.items() if token_id in ids and "think" not in text}
         self.texts = frame | {text for text, special in added.values() if special or "|" in text or "｜" in text}
         self._control = Spellings(self.texts)
@@ -106,7 +106,7 @@ class ControlTokens:
         token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
         if not others:
             return token_ids
-        # Behind a line end, which is taken away again: some tokenizers put a space before the first word of a text.
+        # Encoded after a line end, which is removed again, since some tokenizers put a space before a text's first word.
         line_end, *behind = self._tokenizer(["\n", *(f"\n{part}" for part in others)], add_special_tokens=False)["input_ids"]
         following = list[int]()
         for part, ids in zip(others, behind, strict=True):
@@ -190,7 +190,7 @@ def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: Contr
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     try:
         return written(tokenizer, messages)
-    except Exception as error:  # a template calls raise_exception, is no Jinja, or fails on a field that is not there
+    except Exception as error:  # a template calls raise_exception, is not Jinja, or fails on a field that is not there
         raise refusal(problem, config, messages, error, lambda others: written(tokenizer, others)) from error
 
 

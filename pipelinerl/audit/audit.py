@@ -92,7 +92,7 @@ def _differences(checkpoint: Checkpoint, replay: Replay) -> Iterator[str]:
     ]
     for outcome in Outcome:
         numbers += _pairs(f"{outcome.value}: ", ledger.reasons(outcome), replay.reasons[outcome])
-    yield from (f"{name} {told}, the journal {derived}" for name, told, derived in numbers if told != derived)
+    yield from (f"{name} {told}, the journal has {derived}" for name, told, derived in numbers if told != derived)
     told, derived = set(ledger.in_flight()), {f"{group}.{sample}" for group, sample in replay.in_flight()}
     if told != derived:
         yield f"in flight only in the checkpoint: {_some(told - derived)}; only in the journal: {_some(derived - told)}"
@@ -259,7 +259,7 @@ def _check_tokens(path: Path, audit: Audit) -> None:
     for record in steps:
         version, told = record["step"], record.get("tokens_trained")
         if version <= audit.replay.version and told != known[version]:
-            audit.findings.add(Check.TOKENS, f"version {version}: {told} tokens, the journal {known[version]}")
+            audit.findings.add(Check.TOKENS, f"version {version}: {told} tokens, the journal has {known[version]}")
 
 
 def _check_summary(path: Path, audit: Audit) -> None:
@@ -274,7 +274,7 @@ def _check_summary(path: Path, audit: Audit) -> None:
         ("policy_version", replay.version),
     ]:
         if summary.get(name) != derived:
-            audit.findings.add(Check.SUMMARY, f"{name} {summary.get(name)}, the journal {derived}")
+            audit.findings.add(Check.SUMMARY, f"{name} {summary.get(name)}, the journal has {derived}")
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

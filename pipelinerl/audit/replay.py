@@ -203,7 +203,7 @@ class Replay:
         self.version = version
         self.trained_by_version.setdefault(version, 0)
         wrong = [
-            f"{name} {counts.get(name)} told, {count} derived"
+            f"{name} {counts.get(name)} stated, {count} derived"
             for name, count in self.counts.as_dict().items()
             if counts.get(name) != count
         ]

@@ -103,7 +103,7 @@ async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
         log.exception("the run has no report")
         return
     if settings.on_completion == "release" and len(report) > MOST_REPORT_BYTES:
-        log.error("the report is on the volume alone: its %d bytes, compressed, are more than a Secret holds", len(report))
+        log.error("the report is only on the volume: with %d compressed bytes it does not fit into a Secret", len(report))
     elif settings.on_completion == "release":
         await _insist(lambda: client.patch_secret(f"{settings.release}-report", {REPORT: report}))
 

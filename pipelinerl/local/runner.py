@@ -290,7 +290,7 @@ class LocalRun:
     def _prepare_trainer(self) -> Launch:
         """Return the launch of a trainer, which continues from the newest checkpoint and waits for the present number of
         actors."""
-        self.run_dir.summary.unlink(missing_ok=True)  # of the process before
+        self.run_dir.summary.unlink(missing_ok=True)  # the previous trainer's
         return self._launches.trainer(len(self._actors), self._trainer_address)
 
     @asynccontextmanager
@@ -315,7 +315,7 @@ class LocalRun:
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
         within_s, beside = _ENDED_GRACE_S, AsyncExitStack()
         if any(process.returncode is None for process in running):
-            stop_by_s = self._begin_to_stop()  # unless Ctrl-C has
+            stop_by_s = self._begin_to_stop()  # unless Ctrl-C began it
             if kind == NATS:  # the trainer's checkpoint may have taken its time
                 stop_by_s = max(stop_by_s, time.monotonic() + self.stop_within_s / 4)
             within_s = grace_s(kind, stop_by_s - time.monotonic(), self.stop_within_s)

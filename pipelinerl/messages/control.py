@@ -66,7 +66,7 @@ def _check_fields(message: Control | EpochMember, kind: str, prefix: str = "") -
             raise MessageError(kind, prefix + name, f"{value!r} is not one of {', '.join(map(repr, _CHOICES[name]))}")
         if name == "ranks" and value > _MAX_RANKS:
             raise MessageError(kind, prefix + name, f"{value} is not in [1, {_MAX_RANKS}]")
-        if isinstance(value, float):  # all of them are seconds
+        if isinstance(value, float):  # every float is in seconds
             check_finite(value, kind, prefix + name, at_least=0.0)
 
 

@@ -58,7 +58,7 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
     if settings.nodes > 1 and not settings.rendezvous:
         raise FieldError("PIPELINERL_RENDEZVOUS", "", "several nodes need host:port of node 0 here")
     if settings.node >= settings.nodes:
-        fix = f"of {settings.nodes} nodes (PIPELINERL_NODES) is one of 0 to {settings.nodes - 1}"
+        fix = f"must be 0 to {settings.nodes - 1} for PIPELINERL_NODES = {settings.nodes}"
         raise FieldError("PIPELINERL_NODE", settings.node, fix)
     return settings.nodes * (settings.ranks_per_node or recipe.trainer.nproc)
 

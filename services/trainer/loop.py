@@ -284,9 +284,9 @@ class OptimizerLoop:
         self._recorder.parity(parity)
         if parity.problems:
             fix = (
-                f"nothing is trained, since actors serve another policy than the trainer holds: {'; '.join(parity.problems)}. "
-                "Look for another model, revision or dtype at their side, for actor.engine.quantization, or for a loader that "
-                "does not suit the model; raise the tolerance only for a difference that you expect"
+                f"nothing is trained, since the actors' policy differs from the trainer's: {'; '.join(parity.problems)}. "
+                "Check their model, revision and dtype, actor.engine.quantization, and whether the loader suits the model; "
+                "raise the tolerance only for a difference that you expect"
             )
             raise FieldError("weights.probe_tolerance", self._evaluator.tolerance, fix)
 

@@ -107,7 +107,7 @@ async def check_rights(settings: TrainerSettings) -> str:
     """Check all permissions of the trainer's ServiceAccount. Only the one to list the actors' pods is used."""
     kube = in_cluster(settings)
     if kube is None:
-        return "kubernetesApi.enabled is false: nothing is asked"
+        return "kubernetesApi.enabled is false: no permissions are needed"
     try:
         pods, _ = await kube.list_pods(settings.actor_selector)
         needed = dict.fromkeys(TRAINER, "") | {

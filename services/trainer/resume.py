@@ -132,7 +132,7 @@ class Resume:
         incarnation = self.start.lineage.incarnation
         published = await self.feeder.adopt(reserved, prompts, arrived, f"i{incarnation}")
         log.info(
-            "incarnation %d goes on from version %d, sequences from position %d; %d groups are out, %d published again",
+            "incarnation %d resumes from version %d and log position %d; %d groups are open, %d were published again",
             incarnation,
             self.start.version,
             position,
@@ -156,7 +156,7 @@ class Resume:
             except BusError as error:
                 if is_stream_missing(error):
                     raise
-                log.info("the streams are looked after later: %s", error)
+                log.info("the upkeep of the streams is postponed: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _purge(self, sequences: StreamInfo, loop: OptimizerLoop) -> None:
@@ -168,7 +168,7 @@ class Resume:
             try:
                 await loop.checkpoints.write(anew=True)
             except ServiceError as error:
-                log.error("SEQUENCES is more than half full, and stays so: %s", error)
+                log.error("SEQUENCES is more than half full and cannot be purged: %s", error)
         # A trainer may resume from any kept checkpoint; while the log is filling up, only from the newest one.
         positions = self._kept_positions.values()
         readable_from = (max(positions) if filling else min(positions)) + 1 if positions else 1

@@ -200,7 +200,7 @@ class TrainingRun:
 
     async def _linger(self, stop: asyncio.Event) -> None:
         """Answer requests until `stop`, together with the other ranks. Raises `RuntimeError` when one of them is gone."""
-        log.info("the run is finished: this trainer answers, and does nothing else, until it is told to stop")
+        log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
             completing = tasks.create_task(complete(self._settings, self.loop.version, self.uploads.all_done))
@@ -219,7 +219,7 @@ class TrainingRun:
             async with asyncio.timeout(within_s):
                 await self._publish_last()
         except TimeoutError:
-            log.warning("no checkpoint of version %d yet after %.1f s", self.loop.version, within_s)
+            log.warning("the checkpoint of version %d was not written within %.1f s", self.loop.version, within_s)
         except ServiceError as error:
             log.error("the run ends without a checkpoint of version %d: %s", self.loop.version, error)
 
@@ -254,7 +254,7 @@ class TrainingRun:
                         loads[name] = await client.state(timeout_s=ANSWER_WITHIN_S)
                         await asyncio.sleep(LOAD_EVERY_S)
             except ServiceError as error:
-                log.debug("no load of %s: %s", name, error)
+                log.debug("%s reports no load: %s", name, error)
                 loads.pop(name, None)
                 await asyncio.sleep(LOAD_EVERY_S)
 

@@ -30,7 +30,7 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
         kind = {"hub": "a hub model", "path": "a folder"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
     if asked != (name := built_name(recipe, run)):
-        raise ServiceError(f"this trainer's initial model is {name}, not {asked!r}: its recipe is another one")
+        raise ServiceError(f"this trainer's initial model is {name}, not {asked!r}: the recipes differ")
     files = model_files(Path(source))
     for path in files:
         async for chunk in _file_chunks(path, len(files)):

@@ -40,7 +40,7 @@ class StepError(PipelineRLError):
 def device(wanted: str, backend: str) -> tuple[Placement, Backend]:
     """Return the placement of the bytes and the transfer backend. Raises `StepError`."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise StepError("GPU", "the pod has asked for one and sees none: look at the device plugin and the node's driver")
+        raise StepError("GPU", "the pod requests one but sees none: check the device plugin and the node's driver")
     chosen = transfer_backend(backend, on_gpu=wanted == "cuda")
     return (on_device(torch.device("cuda", 0)) if chosen == "nccl" else HOST), chosen
 
@@ -72,7 +72,7 @@ def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int
             except TransferError as error:
                 raise StepError("transfer", f"broadcast {number} of {rounds}: {error}") from error
             if not sends and not torch.equal(chunk, wanted.add_(1)):
-                raise StepError("transfer", f"broadcast {number} of {rounds} arrived with other bytes than were sent")
+                raise StepError("transfer", f"broadcast {number} of {rounds} arrived with wrong bytes")
     return rounds * chunk_bytes / (time.monotonic() - began_at) / 1e9
 
 
@@ -85,7 +85,7 @@ def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
         else:
             store.wait([RECEIVED], timedelta(seconds=within_s))
     except (DistError, RuntimeError) as error:
-        raise StepError("end", f"pod {1 - index} has not said that it is done: its log says why") from error
+        raise StepError("end", f"pod {1 - index} has not reported its end: see its log") from error
 
 
 def pair(options: argparse.Namespace) -> None:

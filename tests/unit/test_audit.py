@@ -167,8 +167,8 @@ AGAIN = "g00000000.0"
         ([step(3, issued=6, trained=3, in_flight=3)], Check.VERSIONS, 1, "version 3 follows version 1"),
         ([step(1, issued=6, trained=3, in_flight=3)], Check.VERSIONS, 1, "version 1 follows version 1"),
         ([close("trained", "2.0", version=5)], Check.VERSIONS, 1, "version 5 was trained after version 1"),
-        ([step(2, issued=6, trained=4, in_flight=2)], Check.EQUATION, 1, "trained 4 told, 3 derived, in_flight 2 told"),
-        ([{"event": "step", "version": 2, "counts": {}}], Check.EQUATION, 1, "issued None told, 6 derived"),
+        ([step(2, issued=6, trained=4, in_flight=2)], Check.EQUATION, 1, "trained 4 stated, 3 derived, in_flight 2 stated"),
+        ([{"event": "step", "version": 2, "counts": {}}], Check.EQUATION, 1, "issued None stated, 6 derived"),
         ([reserve(9), issue(5)], Check.GROUPS, 2, "2 missing before g00000005"),
         ([issue(3), issue(4)], Check.GROUPS, 1, "g00000004 was issued without being reserved"),
         ([{"event": "issue", "group": "other", "samples": 1}], Check.GROUPS, 1, "'other' has no number"),
@@ -177,7 +177,7 @@ AGAIN = "g00000000.0"
         ([{"event": "start", "version": 1}], Check.JOURNAL, 1, "start lacks a valid field"),
         ([start(2, version=0, keep=10)], Check.RESTARTS, 1, "keeps 10 bytes"),
         ([start(1, version=0, keep=0)], Check.RESTARTS, 1, "incarnation 1 after incarnation 1"),
-        ([mark("1"), start(2, version=2, keep="1")], Check.RESTARTS, 1, "claims to continue from version 2, the journal is at 1"),
+        ([mark("1"), start(2, version=2, keep="1")], Check.RESTARTS, 1, "from version 2, the journal is at 1"),
         ([mark("1"), *SECOND_STEP, mark("2"), start(2, version=1, keep="1"), start(3, version=2, keep="2")],
          Check.RESTARTS, 1, "which end in an undone part"),
         ([b"\x00\xff nothing\n[1]\n"], Check.JOURNAL, 2, "no event"),
@@ -246,8 +246,8 @@ def test_checkpoints_are_compared_with_the_journal_at_their_length(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "later", "said"),
     [
-        ({"next_group": 3}, [], "step-0: groups issued 3, the journal 2"),
-        ({"policy_version": 4}, [], "step-0: version 4, the journal 0"),
+        ({"next_group": 3}, [], "step-0: groups issued 3, the journal has 2"),
+        ({"policy_version": 4}, [], "step-0: version 4, the journal has 0"),
         ({"journal_bytes": 10_000}, [], "step-0: byte 10000 of the journal, at which it was written, is not there"),
         ({"journal_bytes": 60}, [start(2)], "step-0: byte 60 of the journal, at which it was written, was undone"),
     ],
@@ -303,7 +303,7 @@ def test_every_step_trained_the_tokens_of_all_branches(tmp_path: Path) -> None:
     for tokens in (40, 38):
         metrics.write_text(f'{{"step":1,"tokens_trained":{tokens}}}\n{{"step":2,"tokens_trained":5}}\n{{"st')
         found = audit_files(tmp_path)
-        problem = {Check.TOKENS: (1, f"version 1: {tokens} tokens, the journal 40")}
+        problem = {Check.TOKENS: (1, f"version 1: {tokens} tokens, the journal has 40")}
         assert failures(found) == (problem if tokens == 38 else {})
     assert "    trained: 40 sampled tokens in 5 branches" in lines(found)
     metrics.unlink()

@@ -45,7 +45,7 @@ class _Waiting:
     version: int
     folder: Path
     since_s: float
-    """Unix time at which the oldest checkpoint was written that is not covered by an upload of it or a later one."""
+    """Unix time at which the oldest checkpoint after the last uploaded one was written."""
 
 
 class Uploads:

@@ -158,7 +158,7 @@ async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: flo
         try:
             verdicts.update((outcome.sequence_id, outcome) for outcome in await verifier.verify(batch))
         except (ServiceError, MessageError) as error:
-            log.warning("held-out evaluation goes on without %d verdicts: %s", len(batch), error)
+            log.warning("held-out evaluation continues without %d verdicts: %s", len(batch), error)
 
     try:
         async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
@@ -227,7 +227,7 @@ class Evaluator:
             good = [completion for completion in completions.values() if not completion.failure]
             items = [self._item(completion) for completion in good if not completion.HasField("verdict")]
             verdicts = await judge(self._verifier, items, began_at + self._timeout_s)
-            verdicts |= {one.id: one.verdict for one in good if one.HasField("verdict")}  # of episodes
+            verdicts |= {one.id: one.verdict for one in good if one.HasField("verdict")}  # episodes have theirs
             return self._result(version, completions, verdicts)
 
     async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, actor_pb2.GenerateResult]:
@@ -248,7 +248,7 @@ class Evaluator:
                             if completion.id in prompts and self._is_of(version, completion):
                                 done[completion.id] = completion
             except (ServiceError, MessageError) as error:
-                log.warning("held-out evaluation goes on without %s: %s", name, error)
+                log.warning("held-out evaluation continues without %s: %s", name, error)
 
         try:
             async with asyncio.timeout_at(deadline):
@@ -411,7 +411,7 @@ class Evaluator:
             async with self._client(name, address) as actor:
                 scored = await actor.score(self.probe, SCORE_TIMEOUT_S)
         except (ServiceError, MessageError) as error:
-            log.warning("parity probe goes on without %s: %s", name, error)
+            log.warning("parity probe continues without %s: %s", name, error)
             return None
         if scored.version != version:
             log.warning("parity probe: %s serves %s, not %s", name, scored.version, version)

@@ -186,8 +186,8 @@ class Intake:
         training."""
         for actor, share in self.quarantine.judge(log_weights).items():
             log.error(
-                f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 have another log-probability than in "
-                "the policy that it names; its sequences fail until the trainer starts again"
+                f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "
+                "the policy that it names; its sequences fail until the trainer restarts"
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:

@@ -88,7 +88,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
     for name in targets:
         if name not in body:
             kinds = ", ".join(sorted({name.rpartition(".")[2] for name in body}))
-            fix = f"means {name}, which is no linear layer inside the model; adapters go on {kinds}"
+            fix = f"means {name}, which is not a linear layer inside the model; adapters can go on {kinds}"
             raise FieldError(field, config.target_modules, fix)
     return targets
 

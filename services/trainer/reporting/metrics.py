@@ -469,11 +469,7 @@ class TrainerMetrics:
             lambda run: run.updater.served_version if run.updater.served_version >= 0 else None,
         )
         read_each(
-            "members",
-            "Registered actors by state.",
-            {"state": MEMBER_STATES},
-            lambda run: run.updater.member_states,
-            "actors",
+            "members", "Registered actors by state.", {"state": MEMBER_STATES}, lambda run: run.updater.member_states, "actors"
         )
         read("epoch", "Number of the weight-transfer group's membership.", lambda run: run.updater.epoch, "epoch")
         read_each(
