@@ -213,7 +213,7 @@ def gib_of(text: str) -> float:
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
-    """Return the recipe's model with that many parameters; None: as many as its files or its name tell. Raises `FieldError`."""
+    """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
     from pipelinerl.commands.plan import size_of
     from pipelinerl.recipe.model_folder import known_parameters
     from pipelinerl.rl.memory import Model

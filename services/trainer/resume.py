@@ -1,12 +1,12 @@
 """One trainer's part in a run of possibly several trainers: take over from the previous one, and prepare for the next.
 
-It takes over the state of a checkpoint and the contents of the streams. For the next trainer it writes the journal, the
+It takes over the state of a checkpoint and the contents of the streams. For the next trainer it writes the journal and the
 non-tensor part of checkpoints, and keeps the log from the positions that may still be read. It decides neither when a
 checkpoint is due nor how it is written.
 
-Every few seconds it purges messages from SEQUENCES that will not be read again, has a checkpoint written if the log fills up
-before one is due, and looks for lost prompt groups: they have left PROMPTS although some of their samples never came. It ends
-them through `Intake`, so that the feeder issues other groups.
+Every few seconds it purges messages from SEQUENCES that will not be read again. It has a checkpoint written if the log fills up
+before one is due. It also looks for lost prompt groups, which have left PROMPTS although some of their samples never came, and
+ends them through `Intake`, so that the feeder issues other groups.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It consumes the tasks' problems in order and produces messages on PROMPTS. It waits until it may issue more: after a new
 version, a lost group, an arrival or the beginning of a step. A group is in the tracker before it is on the stream, so that
-nothing unexpected can arrive, and its number is reserved on disk before that, so that a restarted trainer knows which groups
-may have been published.
+nothing unexpected can arrive. Its number is reserved on disk even earlier, so that a restarted trainer knows which groups may
+have been published.
 
 A trainer that resumes from a checkpoint first finds out what the previous incarnation left on the streams (`scan_in_flight`),
 and takes it over (`Feeder.adopt`). Only prompts are tokenised here; completions are never tokenised again.

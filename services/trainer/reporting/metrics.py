@@ -110,9 +110,9 @@ NOW_AND_THEN: dict[str, tuple[str, ...]] = {
 BY_LAG = {"lag": LAG_BUCKETS}
 GIB = 1024**3
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
-"""From a model of a million parameters on a CPU to an hour."""
+"""Bucket edges, from a model of a million parameters on a CPU to an hour."""
 PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""For a part of a step: from short copies to long waits."""
+"""Bucket edges for a part of a step, from short copies to long waits."""
 STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
@@ -242,7 +242,7 @@ class StepMetrics:
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""From a toy model on one machine to minutes, after which `weights.deadline_s` ends an update."""
+"""Bucket edges, from a toy model on one machine to minutes, after which `weights.deadline_s` ends an update."""
 
 
 class MembershipMetrics:
@@ -298,7 +298,7 @@ def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, fl
 
 
 CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""From megabytes to a large model on a slow disk."""
+"""Bucket edges, from megabytes to a large model on a slow disk."""
 
 
 def phase_name(phase: int) -> str:

@@ -5,7 +5,7 @@ actions to perform, in order; `updater.py` performs them and feeds back what hap
 are events, and the trainer's own end of the group answers like a member.
 
 The tests check these invariants against every order of events:
-  * `SendCommit(v)` only follows after every member of the epoch that has not left has staged v in that epoch with the sender's
+  * `SendCommit(v)` comes only after every member of the epoch that has not left has staged v in that epoch with the sender's
     checksum;
   * an epoch's membership never changes; any change makes a new epoch with a higher number;
   * one version is in transfer at a time, and a version once begun ends in `VersionServed`, with the remaining members;
