@@ -276,8 +276,8 @@ async def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
         (tmp_path / "checkpoints").write_text("in the way")
         await one.loop.run()
         assert one.loop.version == 4
-        assert "checkpoint of version 1 is not written" in caplog.text
-        with pytest.raises(ServiceError, match="checkpoint of version 4 is not written"):
+        assert "checkpoint of version 1 could not be written" in caplog.text
+        with pytest.raises(ServiceError, match="checkpoint of version 4 could not be written"):
             await one.loop.checkpoints.write(last=True)
 
 
