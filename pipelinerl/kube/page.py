@@ -36,7 +36,7 @@ _REPORT_HEADERS = {
 }
 """Policy for the report, which is one file with its scripts inside."""
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-AWAY = "The trainer does not answer, and its report is not here yet: try again in a minute.\n"
+AWAY = "The trainer does not answer, and there is no report yet: try again in a minute.\n"
 
 
 def page_app(trainer: str, report: Path) -> FastAPI:
