@@ -9,8 +9,8 @@
         '''
         return a * b
 
-Parameters are str, int, float, bool, list, dict, Literal, and unions of these such as `str | None`. The function's result is
-the policy's to read: text as it is, anything else as JSON.
+Parameters are str, int, float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy
+reads the function's result: text unchanged, anything else as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
 _PARAMETER = re.compile(r"^( +)(\w+)(?: \([^)]*\))?: +(.+(?:\n\1 +\S.*)*)", re.MULTILINE)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What OpenAI's API allows as a tool's name."""
+"""Tool names that OpenAI's API allows."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Tool:
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """Raises `UserError`, naming function and parameter, for what a model cannot be told to give."""
+    """Turn a function into a tool. Raises `UserError`, naming function and parameter, if a model could not call it."""
     name = getattr(function, "__name__", type(function).__name__)
     if not NAME.fullmatch(name):
         raise UserError(f"tool {name!r}: a tool is a function with a name of letters, digits and _, at most 64 of them")
@@ -106,7 +106,7 @@ def _default(value: Any, what: str) -> Any:
 
 
 def _described(docstring: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first section, as one text; and of the section `Args`, the text of each parameter."""
+    """Return the text before the first section, and the text of each parameter in the section `Args`."""
     parts = _SECTION.split(docstring)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     listed = sections.get("Args") or sections.get("Arguments") or sections.get("Parameters") or ""

@@ -1,8 +1,8 @@
-"""Reports pods that end, for as long as a service runs: lists them, then follows every change from there.
+"""Report pods that end while a service runs: list them, then follow every change.
 
-`PodWatch` consumes the API's list and watch and produces each `PodEnd` once: that a pod is told to end, and that it has ended.
-It waits for the server; an outage is waited out, an expired watch begins with a new list, a refusal is tried again rarely. One
-line says that ends go unnoticed, and one that they no longer do. What an end means is for the caller.
+`PodWatch` consumes the API's list and watch, and produces each `PodEnd` once: when a pod is told to end, and when it has ended.
+It waits for the server: it retries through an outage, lists again after an expired watch, and retries a refusal rarely. One log
+line says that ends go unnoticed, and one that they are noticed again. The caller decides what an end means.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ENDED_PHASES = ("Succeeded", "Failed")
 
 @dataclass(frozen=True)
 class PodEnd:
-    """`still_running`: it was told to end and may take its grace period. Otherwise its processes are gone; `final` False: it
-    may be, instead, that the pod has lost the labels it is watched by."""
+    """End of a pod. `still_running`: it was told to end and may use its grace period; otherwise its processes are gone. `final`
+    False: the pod may instead have lost the labels by which it is watched."""
 
     name: str
     uid: str
@@ -32,7 +32,7 @@ class PodEnd:
 
 
 class PodWatch:
-    """`selector`: labels, as `kubectl get pods -l` takes them. `without`: what follows while it cannot watch, for the log."""
+    """`selector`: labels, as `kubectl get pods -l` takes them. `without`: consequence of not watching, for the log."""
 
     def __init__(self, client: KubeClient, selector: str, on_end: Callable[[PodEnd], None], *, without: str) -> None:
         self._client, self._selector, self._on_end, self._without = client, selector, on_end, without
@@ -49,7 +49,7 @@ class PodWatch:
                     pods, version = await self._client.list_pods(self._selector)
                     listed = {pod.uid for pod in pods}
                     for pod in [pod for uid, pod in self._pods.items() if uid not in listed]:
-                        self._deleted(pod)  # while nobody watched
+                        self._deleted(pod)  # it ended between two watches
                     for pod in pods:
                         self._present(pod)
                     self._resource_version = version
@@ -65,7 +65,7 @@ class PodWatch:
                 await asyncio.sleep(BACKOFF.first_s)
 
     async def _watch(self) -> None:
-        """Until the server ends the watch."""
+        """Report changes until the server ends the watch."""
         async with self._client.watch_pods(self._selector, self._resource_version) as changes:
             if self._logged:
                 log.info("the pods %s are watched again", self._selector)
@@ -94,7 +94,8 @@ class PodWatch:
             self._on_end(PodEnd(pod.name, pod.uid, reason, still_running=False, final=final))
 
     def _log_away(self, error: KubeError) -> None:
-        """Warns once, and once more when it is for another reason; not of a connection that the next try has again."""
+        """Warn once, and again for another reason. A connection failure that the next attempt may mend is only logged for
+        debugging."""
         why = (error.permission, error.status) if error.denied else (error.denied,)
         if why == self._logged or (self._failures == 1 and not error.denied):
             log.debug("%s", error)

@@ -1,7 +1,7 @@
-"""What a run leaves behind: metrics.jsonl, samples.jsonl, summary.json.
+"""The files that a run writes: metrics.jsonl, samples.jsonl, summary.json.
 
-Consumes one record per optimizer step, produces lines and, at the end, the summary. Lines are flushed as they are
-written, so that a killed run is complete up to its last step. Opens no socket and imports no torch.
+Consumes one record per optimizer step; produces lines and, at the end, the summary. Each line is flushed, so that a killed run
+is complete up to its last step. Opens no socket and imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ StepRecord = dict[str, Any]
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """One line of strict JSON: NaN and infinities, which JSON lacks, become null."""
+    """Return one line of strict JSON: NaN and infinities, which JSON lacks, become null."""
     return json.dumps(_finite(value), separators=(",", ":"))
 
 
@@ -42,15 +42,13 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class RunFiles:
-    """Appends to the run directory's files. Use as a context manager.
-
-    `keep_steps`: of a trainer that goes on: the last step that counts; lines of later ones move to `<name>-undone.jsonl`.
-    """
+    """Append to the run directory's files. Use it as a context manager. `keep_steps`: last step that counts in a resumed run;
+    lines of later steps move to `<name>-undone.jsonl`."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
         self.run_dir = run_dir
         self.kept: list[StepRecord] = []
-        """Records of the steps so far that count."""
+        """Records of all earlier steps that count."""
         run_dir.mkdir(parents=True, exist_ok=True)
         if keep_steps is not None:
             for name in (METRICS, SAMPLES):
@@ -67,18 +65,18 @@ class RunFiles:
             file.close()
 
     def append(self, name: str, value: Mapping[str, Any]) -> None:
-        """One line of `METRICS` or `SAMPLES`."""
+        """Append one line to `METRICS` or `SAMPLES`."""
         self._open[name].write(to_json(value) + "\n")
         self._open[name].flush()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Atomic: a crash leaves the previous one or none."""
+        """Replace the summary atomically: after a crash the previous one is left, or none."""
         write_json(self.run_dir / "summary.json", _finite(summary))
 
 
 def cut(path: Path, keep_steps: int) -> None:
-    """Leaves the lines of steps up to `keep_steps` in `path`; the others are appended to the file beside it whose name ends
-    with -undone. A line that was cut off is dropped."""
+    """Keep the lines of steps up to `keep_steps` in `path`, and append the others to the file beside it whose name ends in
+    -undone. A truncated last line is dropped."""
     if not path.is_file():
         return
     partial, undone = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.stem}-undone.jsonl")

@@ -1,9 +1,9 @@
 """A policy whose weights, gradients and optimizer state are spread over ranks (FSDP2, `torch.distributed.fsdp.fully_shard`).
 
-Rank 0 has loaded the model into host memory; the others have its shape only. Layer by layer the weights go from rank 0 to
-all, and each rank keeps its shard: no rank ever has more than one whole layer, or what lies outside the layers, on its device.
-Weights that are trained are kept in float32, computed with in the recipe's dtype, and their gradients summed in float32.
-Sums, not means: the terms of the loss carry their weight in the whole step already. One rank alone needs none of this.
+Rank 0 has loaded the model into host memory; the others have only its shape. The weights go from rank 0 to all ranks layer by
+layer, and each rank keeps its shard: no rank ever has more than one whole layer, or the part outside the layers, on its device.
+Trained weights are kept in float32, the computation uses the recipe's dtype, and gradients are summed in float32. They are
+sums, not means, because the terms of the loss already have their weight in the whole step. A single rank needs none of this.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from services.trainer.learn.model import decoder_layers
 from services.trainer.learn.policy import Policy
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the longest position of the call, of which a part of a row sees its own only."""
+"""Rotary embeddings that depend on the longest position of a call, but a part of a row sees only its own positions."""
 
 
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
-    """`policy` over the ranks of `world`; called by all of them. It computes in `dtype`.
+    """Shard `policy` over the ranks of `world`, all of which call this. It computes in `dtype`.
 
-    `reshard`: forget gathered weights after each forward pass and gather them again for the backward pass, which takes less
-    memory and more traffic. Raises `FieldError` when the model's heads do not divide among the ranks of a row.
+    `reshard`: drop gathered weights after each forward pass and gather them again for the backward pass, which takes less
+    memory and more traffic. Raises `FieldError` if the model's heads do not divide among the ranks of a row.
     """
     assert world.mesh is not None, "one rank alone has nothing to shard"
     model = policy.model
@@ -57,7 +57,8 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
 
 
 def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | None:
-    """This rank's part of each row; None when it has whole rows. Raises `FieldError` for a model that cannot share rows."""
+    """Return this rank's part of each row; None if it has whole rows. Raises `FieldError` for a model that cannot share
+    rows."""
     layout = world.layout
     if layout.sequence_ranks == 1:
         return None
@@ -75,11 +76,9 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
 
 
 def _bring(modules: Iterable[nn.Module], world: World) -> None:
-    """Brings rank 0's parameters and buffers of `modules` themselves, not of what is inside them, onto every rank's device.
-
-    Those that are tied among them stay tied. Nothing here keeps them: what is sharded next is free to go.
-    """
-    moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old one is kept, so that its id stays its own
+    """Move rank 0's parameters and buffers of `modules` themselves, without submodules, to every rank's device. Tied ones stay
+    tied. No reference is kept, so that sharding can free them."""
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept, so that its id is not reused
     for module in modules:
         for named in (module.named_parameters, module.named_buffers):
             for name, tensor in list(named(recurse=False, remove_duplicate=False)):
@@ -89,7 +88,7 @@ def _bring(modules: Iterable[nn.Module], world: World) -> None:
 
 
 def _from_first(tensor: Tensor, world: World) -> Tensor:
-    """Rank 0's `tensor` on this rank's device; a parameter where it is one."""
+    """Return rank 0's `tensor` on this rank's device; a parameter if it is one."""
     dtype = torch.float32 if tensor.requires_grad else tensor.dtype
     if world.is_first:
         here = tensor.detach().to(world.device, dtype)

@@ -1,6 +1,6 @@
-"""The clients of the experiment trackers. Each imports its library when it is made, so that none is needed without it.
+"""The clients of the experiment trackers. Each imports its library when it is made, so that unused libraries need not exist.
 
-A client is configured by its library's own environment variables. What the libraries log or print is silenced, since it may
+A client is configured by its library's own environment variables. The libraries' logs and output are silenced, since they may
 hold secrets. No code, console output, artifact or measurement of the machine is sent.
 """
 
@@ -26,8 +26,8 @@ STEP, HELDOUT_VERSION = "step", "heldout/version"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """`params`: the recipe's fields by dotted path. `version`: optimizer steps that count when the trainer starts, 0 for a
-    run that begins. `incarnation`: how many times its trainer has started, from 1."""
+    """A run for the trackers. `params`: the recipe's fields by dotted path. `version`: optimizer steps that count when the
+    trainer starts, 0 for a new run. `incarnation`: how many times its trainer has started, from 1."""
 
     name: str
     description: str
@@ -38,21 +38,22 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Called on one thread; each call may wait for a network and raise what its library raises."""
+    """Interface of a tracker. It is called on one thread; each call may wait for a network and raise its library's errors."""
 
     def start(self, run: TrackedRun) -> None:
-        """Opens the run, or goes on with it if an earlier trainer opened it. Called again when it raised."""
+        """Open the run, or continue it if an earlier trainer opened it. It is called again after an error."""
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """Figures at `position` of `axis`: `STEP` or `HELDOUT_VERSION`, the version of an evaluation, which may be older than
-        the last step. `time_s`: Unix time."""
+        """Log figures at `position` of `axis`: `STEP`, or `HELDOUT_VERSION`, the version of an evaluation, which may be older
+        than the last step. `time_s`: Unix time."""
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
-        """The run's summary at its last step, and all that is not sent yet. `finished`: to its last step, or stopped before."""
+        """Log the run's summary at its last step, and send everything left. `finished`: the run was not stopped before its last
+        step."""
 
 
 def open_tracker(name: str) -> Tracker:
-    """`name` as in the recipe's field `trackers`. Raises `MissingPackage` if its library cannot be imported."""
+    """Return the tracker `name` of the recipe's field `trackers`. Raises `MissingPackage` if its library cannot be imported."""
     clients: dict[str, type[Tracker]]
     clients = {"tensorboard": TensorBoardTracker, "mlflow": MlflowTracker, "wandb": WandbTracker}
     try:
@@ -62,8 +63,8 @@ def open_tracker(name: str) -> Tracker:
 
 
 def kept_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
-    """The identity that a run has at a tracker, kept in the run directory so that a later trainer goes on with the same run;
-    without one, what `make` gives. Raises `ValueError` or `KeyError` for a file that is not ours."""
+    """Return the run's identity at a tracker, kept in the run directory so that a later trainer continues the same run. Without
+    one, store and return the result of `make`. Raises `ValueError` or `KeyError` for a file that is not ours."""
     path = run_dir / "trackers" / f"{tracker}.json"
     if path.is_file():
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
@@ -80,7 +81,7 @@ def _silence(*loggers: str) -> None:
 
 
 class TensorBoardTracker:
-    """Event files in `<run dir>/tensorboard`, by TensorBoard's own writer: needs neither torch nor TensorFlow."""
+    """Event files in `<run dir>/tensorboard`, by TensorBoard's own writer, which needs neither torch nor TensorFlow."""
 
     def __init__(self) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
@@ -91,7 +92,7 @@ class TensorBoardTracker:
         self._tensor, self._shape = tensor_pb2, tensor_shape_pb2
 
     def start(self, run: TrackedRun) -> None:
-        """If a restart undid steps, readers leave out those from `run.version` on."""
+        """Open the run. If a restart undid steps, readers leave out those from `run.version` on."""
         self._writer = self._open(str(run.run_dir / "tensorboard"))
         if run.incarnation > 1:
             session = self._event.SessionLog(status=self._event.SessionLog.START)
@@ -111,7 +112,7 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def _recipe_table(self, params: Mapping[str, object]) -> Any:
-        """In Markdown, as the text plugin shows it."""
+        """Return the recipe in Markdown for the text plugin."""
         rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |".replace("\n", " ") for name, value in params.items()]
         text = "\n".join(["| field | value |", "|---|---|", *rows])
         shape = self._shape.TensorShapeProto(dim=[self._shape.TensorShapeProto.Dim(size=1)])
@@ -124,13 +125,13 @@ class TensorBoardTracker:
 
 
 class MlflowTracker:
-    """At `MLFLOW_TRACKING_URI`, or else in an SQLite file `<run dir>/mlflow.db`."""
+    """Logs to `MLFLOW_TRACKING_URI`, or else to an SQLite file `<run dir>/mlflow.db`."""
 
     _PARAMS_PER_CALL, _LONGEST_VALUE = 100, 6000
-    """What MLflow takes."""
+    """Limits of MLflow."""
 
     def __init__(self) -> None:
-        # It prints the run's address when a run ends, with the login that the tracking URI may have.
+        # At a run's end it would print the run's address, with any login in the tracking URI.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import entities
         from mlflow.tracking import MlflowClient
@@ -147,7 +148,7 @@ class MlflowTracker:
             return str(self._client.create_run(self._experiment(), run_name=run.name, tags=tags).info.run_id)
 
         self._run_id = kept_id(run.run_dir, "mlflow", create)
-        self._client.update_run(self._run_id, status="RUNNING")  # a trainer before this one may have ended it
+        self._client.update_run(self._run_id, status="RUNNING")  # an earlier trainer may have ended it
         self._log_params(run)
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
@@ -160,7 +161,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
 
     def _experiment(self) -> str:
-        """Its id; the experiment is made if there is none of its name."""
+        """Return the experiment's id; the experiment is made if there is none of its name."""
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
@@ -168,7 +169,7 @@ class MlflowTracker:
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def _log_params(self, run: TrackedRun) -> None:
-        """A parameter cannot be changed: a value that a later trainer was started with becomes a tag."""
+        """Log the recipe. A parameter cannot be changed, so a changed value of a later trainer becomes a tag."""
         known = self._client.get_run(self._run_id).data.params
         values = {name: str(value)[: self._LONGEST_VALUE] for name, value in run.params.items()}
         fresh = [self._entities.Param(name, value) for name, value in values.items() if name not in known]
@@ -180,10 +181,8 @@ class MlflowTracker:
 
 
 class WandbTracker:
-    """Project, team, key and mode are W&B's own variables (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...).
-
-    Its files are in `<run dir>/wandb`, from which `wandb sync` sends what could not be sent.
-    """
+    """Logs to W&B. Project, team, key and mode are W&B's own variables (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...).
+    Its files are in `<run dir>/wandb`, from which `wandb sync` sends the rest later."""
 
     def __init__(self) -> None:
         import wandb
@@ -195,7 +194,7 @@ class WandbTracker:
     def start(self, run: TrackedRun) -> None:
         self._incarnation = run.incarnation
         quiet = {"console": "off", "silent": True}
-        # Unless told otherwise, "Stop run" on W&B's page sends SIGINT to this process: a tracker does not stop a run.
+        # By default "Stop run" on W&B's page sends SIGINT to this process, but a tracker must not stop a run.
         unstoppable = {"stop_fn": lambda: None}
         figures_only = {"disable_git": True, "disable_code": True, "x_disable_stats": True}
         self._run = self._wandb.init(
@@ -215,7 +214,7 @@ class WandbTracker:
         self._run.define_metric("heldout/*", step_metric=HELDOUT_VERSION)
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """W&B's own step only ever grows, so the run's is a figure: a trainer that starts again takes some of them twice."""
+        """Log figures. The run's step is one of them: W&B's own step only grows, but a restarted trainer repeats some steps."""
         incarnation = {"incarnation": self._incarnation} if axis == STEP else {}
         self._run.log({axis: position, **incarnation, **figures})
 
