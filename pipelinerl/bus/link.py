@@ -176,8 +176,8 @@ def _reason(error: Exception) -> str:
     return str(error).removeprefix("nats: ") or type(error).__name__
 
 
-_REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"([^"]*)"', re.IGNORECASE)
 _ENDS_NOTHING = ("permissions violation", "stale connection")
+_REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"([^"]*)"', re.IGNORECASE)
 
 
 class Connection(Client):
@@ -205,7 +205,6 @@ class Connection(Client):
         self._tokens = map(str, itertools.count())
         self._answers = ""  # subjects of answers begin with it
         self._unanswered = False  # this user may not have answers (any more)
-        self._longest_message = self._max_payload
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
@@ -226,8 +225,7 @@ class Connection(Client):
 
     @property
     def max_payload(self) -> int:
-        """Bytes, of the newest server that has been logged in to."""
-        return self._longest_message
+        return self._max_payload
 
     async def wait_connected(self, timeout_s: float | None = None) -> None:
         """Raises `BusError` when there is no connection within `timeout_s`, by default `request_timeout_s`."""
@@ -376,20 +374,12 @@ class Connection(Client):
     async def _process_connect_init(self) -> None:
         try:
             await super()._process_connect_init()
-        except (OSError, ValueError, TypeError, AttributeError) as error:  # TLS errors are of the first
-            # asyncio gives a connection's end to the handshake, which keeps it when it fails: nats-py would wait for ever.
+        except OSError:
+            # asyncio never tells the end of a connection whose TLS handshake failed, and nats-py would wait for it for ever.
             if self._transport is not None:
                 self._transport.close()
                 self._transport = None
-            if isinstance(error, OSError):
-                raise
-            raise nats.errors.Error(f"what listens there does not greet as NATS does: {error}") from error  # nats-py would end
-        self._longest_message = self._max_payload
-        await super()._process_info(self._server_info)
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if not initial_connection:
-            await super()._process_info(info)
+            raise
 
     async def _process_err(self, err_msg: str) -> None:
         if self.is_connected and not any(harmless in err_msg.lower() for harmless in _ENDS_NOTHING):

@@ -36,11 +36,9 @@ PROBED = (HEALTH, "/readyz", "/metrics")
 """What a cluster asks for by the address of a pod. None of it is of what the run trains on."""
 BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
-_MOST_HEAD_BYTES = 1024**2
-REQUEST_WITHIN_S = 60.0
-"""For a request to come whole, on a connection from its beginning."""
+_MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Longer than most clients keep a connection: who asks on one that is just being closed has to ask again."""
+"""Longer than most clients keep a connection: a request on one that is just being closed has to be made again."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
@@ -145,69 +143,6 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _protocol() -> Any:
-    """uvicorn's choice, which waits for no request without end and gathers no endless head: httptools has no bound, and takes a
-    time that grows with its square. h11, which has one, takes twice as long for a request."""
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        return "h11"
-
-    class Bounded(HttpToolsProtocol):
-        head_bytes: int | None = 0
-        """Since the head began; None: it is complete."""
-        deadline: asyncio.TimerHandle | None = None
-        """While a request is awaited or comes."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._expect_request()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._received_request()
-            super().connection_lost(exc)
-
-        def on_message_begin(self) -> None:
-            self.head_bytes = 0
-            self._expect_request()
-            super().on_message_begin()
-
-        def on_message_complete(self) -> None:
-            self._received_request()
-            super().on_message_complete()
-
-        def on_headers_complete(self) -> None:
-            self.head_bytes = None
-            super().on_headers_complete()
-
-        def data_received(self, data: bytes) -> None:
-            self._expect_request()
-            super().data_received(data)
-            if self.head_bytes is not None:
-                self.head_bytes += len(data)
-                if self.head_bytes > _MOST_HEAD_BYTES:
-                    self.transport.close()
-
-        def _expect_request(self) -> None:
-            if self.deadline is None:
-                self.deadline = asyncio.get_running_loop().call_later(REQUEST_WITHIN_S, self._is_late)
-
-        def _is_late(self) -> None:
-            self.deadline = None
-            answers = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
-            if answers:  # one that came before
-                self._expect_request()
-            else:
-                self.transport.close()
-
-        def _received_request(self) -> None:
-            if self.deadline is not None:
-                self.deadline.cancel()
-                self.deadline = None
-
-    return Bounded
-
-
 class _EmbeddedServer(uvicorn.Server):
     """A uvicorn server that leaves the process's signals alone and tells the caller's loop when it is up."""
 
@@ -221,7 +156,8 @@ class _EmbeddedServer(uvicorn.Server):
                 timeout_graceful_shutdown=_GRACEFUL_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",
-                http=_protocol(),
+                http="h11",  # httptools, which takes half the time for a request, gathers a head without end
+                h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
             )
         )
         self._callers_loop = asyncio.get_running_loop()
