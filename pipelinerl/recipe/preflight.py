@@ -56,7 +56,7 @@ if not callable(found.get(name)):
     sys.exit(f"{{name}} {{what}} in {{module}}; {{fix}}")
 try:
     if sys.argv[2] == "task.tools":
-        from pipelinerl.episodes.tools import tool_of
+        from pipelinerl.episodes.environment import tool_of
         tool_of(found[name])
     elif sys.argv[2] == "task.name":
         from pipelinerl.episodes.environment import check_environment_class

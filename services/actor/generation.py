@@ -47,7 +47,7 @@ from services.actor.engine import (
     state_of,
     turn_seed,
 )
-from services.actor.episodes.running import EpisodeRunner, sequence_of_episode, verdict_of
+from services.actor.episodes.episode import EpisodeRunner, sequence_of_episode, verdict_of
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
 from services.actor.hand_over import HeldGroups, hand_back
 from services.actor.metrics import ActorMetrics

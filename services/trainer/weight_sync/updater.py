@@ -21,7 +21,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import MessageError, ServiceError, TransferError
-from pipelinerl.kube.pods import PodEnd
+from pipelinerl.kube.client import PodEnd
 from pipelinerl.messages.control import (
     Abort,
     Announce,
