@@ -3,9 +3,12 @@
 The server runs on a thread with a loop of its own, which still answers while the caller's is blocked. It installs no signal
 handlers and writes no access log. A service adds its own routes to the returned application.
 
-On a loopback interface a request is answered only where its Host header names this service. A browser lets a site read what
-comes from the site's own name, and that name may be made to lead to this machine (DNS rebinding); a name that such a site
-cannot have is proof enough. This is no login: whoever reaches the port may say any Host.
+On a loopback interface a request is answered only if its Host header names this service. A browser lets a site read answers
+from the site's own name, and that name may be made to lead to this machine (DNS rebinding); a site cannot have one of the names
+accepted here. This is not a login: a program that reaches the port may send any Host.
+
+The head of a request is bounded. The time that a request takes to arrive is not, since uvicorn has no setting for it: a client
+that sends nothing holds a connection until the process ends.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from pipelinerl.service.settings import host_port
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEALTH = "/healthz"
 PROBED = (HEALTH, "/readyz", "/metrics")
-"""What a cluster asks for by the address of a pod. None of it is of what the run trains on."""
+"""Paths that a cluster asks for by a pod's address. They show no training data."""
 BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
@@ -60,12 +63,12 @@ def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str
 
 
 def bracketed(host: str) -> str:
-    """A name or address as a Host header has it. Pure."""
+    """Return a name or address in the form of a Host header. Pure."""
     return f"[{host}]" if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an interface, by name or address, is reached from this machine alone."""
+    """Return whether only this machine reaches an interface, given by name or address."""
     if host == "localhost":
         return True
     try:
@@ -103,11 +106,11 @@ def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch:
 async def serve_http(
     app: Any, host: str, port: int, *, names: Collection[str] = (), on_this_loop: bool = False
 ) -> AsyncIterator[int]:
-    """Yields the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
+    """Serve `app` and yield the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
 
-    `names`: further hosts by which a request may call a loopback interface. `on_this_loop`: the application works on what
-    this event loop has; otherwise a thread of its own, on which it answers while this loop is busy. Raises `ServiceError` when
-    the port cannot be bound or the application does not start.
+    `names`: further hosts by which a request may call a loopback interface. `on_this_loop`: run the application on this event
+    loop, because it shares data with it; otherwise it has a thread, and answers even while this loop is busy. Raises
+    `ServiceError` if the port cannot be bound or the application does not start.
     """
     if is_loopback(host):
         app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})

@@ -41,7 +41,7 @@ def printable(text: str) -> str:
 
 @dataclass
 class LogContext:
-    """Who writes. A process whose policy version changes assigns `policy_version`; the next line carries it."""
+    """The process that writes. If its policy version changes, it assigns `policy_version`; the next line carries it."""
 
     run: str
     service: str
@@ -66,7 +66,7 @@ AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Passes one line of a kind every `AGGREGATE_S`, for lines that others can cause: of bad HTTP requests, and `AGGREGATED`.
+    """Passes one line of a kind every `AGGREGATE_S`, for lines that others can cause: bad HTTP requests, and `AGGREGATED`.
     The next one that passes says how many were left out. A kind is a logger and its text before values are filled in."""
 
     def __init__(self) -> None:
