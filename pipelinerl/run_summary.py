@@ -1,13 +1,15 @@
 """A run's figures out of its steps: the records of metrics.jsonl and the keys of summary.json (docs/run-directory.md).
 
 The trainer adds up its steps as they happen and writes the summary at its end; where it could not, the runner adds up what
-metrics.jsonl holds, with None for what that does not tell. Pure but for what reads files.
+metrics.jsonl holds, with None for figures that it does not tell. `RunFiles` flushes each line that it writes, so a killed run is
+complete up to its last step. The rest is pure, except for functions that read files.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.run_dir import write_json
 
 Record = Mapping[str, Any]
 """One optimizer step, as metrics.jsonl holds it."""
@@ -287,3 +290,86 @@ def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 def is_finished(summary: Record) -> bool:
     """Whether the run of that summary came to its own end; one without a summary did not."""
     return summary.get("interrupted") is False and "error" not in summary
+
+
+StepRecord = dict[str, Any]
+"""One optimizer step, as metrics.jsonl holds it. Keys: docs/run-directory.md."""
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    """One line of strict JSON: NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(_finite(value), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, np.generic):
+        return _finite(value.item())
+    return value
+
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+
+
+class RunFiles:
+    """Appends to the run directory's files. Use as a context manager.
+
+    `keep_steps`: of a trainer that goes on: the last step that counts; lines of later ones move to `<name>-undone.jsonl`.
+    """
+
+    def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
+        self.run_dir = run_dir
+        self.kept: list[StepRecord] = []
+        """Records of the steps so far that count."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if keep_steps is not None:
+            for name in (METRICS, SAMPLES):
+                cut(run_dir / name, keep_steps)
+            if (run_dir / METRICS).is_file():
+                self.kept = [json.loads(line) for line in (run_dir / METRICS).read_text(encoding="utf-8").splitlines()]
+        self._open = {name: (run_dir / name).open("a", encoding="utf-8") for name in (METRICS, SAMPLES)}
+
+    def __enter__(self) -> RunFiles:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def append(self, name: str, value: Mapping[str, Any]) -> None:
+        """One line of `METRICS` or `SAMPLES`."""
+        self._open[name].write(to_json(value) + "\n")
+        self._open[name].flush()
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Atomic: a crash leaves the previous one or none."""
+        write_json(self.run_dir / "summary.json", _finite(summary))
+
+
+def cut(path: Path, keep_steps: int) -> None:
+    """Leaves the lines of steps up to `keep_steps` in `path`; the others are appended to the file beside it whose name ends
+    with -undone. A line that was cut off is dropped."""
+    if not path.is_file():
+        return
+    partial, undone = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.stem}-undone.jsonl")
+    with path.open(encoding="utf-8") as lines, partial.open("w", encoding="utf-8") as kept:
+        for line in lines:
+            step = _step_of(line)
+            if step is not None and step <= keep_steps:
+                kept.write(line)
+            elif step is not None:
+                with undone.open("a", encoding="utf-8") as file:
+                    file.write(line)
+    os.replace(partial, path)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None

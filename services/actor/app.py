@@ -51,7 +51,7 @@ from pipelinerl.service.tls import server_credentials
 from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry
-from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
+from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import (
     UNFINISHED,

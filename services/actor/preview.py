@@ -1,7 +1,7 @@
 """Prompts of a recipe as its policy will see them: `python -m services.actor.preview`, before a run loads any model.
 
 Reads one JSON object from standard input: `recipe`; `source`, the tokenizer's folder or GGUF file; `problems`, one for each set
-of problems by its place. Prints the fields of a `pipelinerl.recipe.preview.Preview`, each mistake as field, value and fix.
+of problems by its place. Prints the fields of a `pipelinerl.recipe.rehearsal.Preview`, each mistake as field, value and fix.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.memory import GIB, Model, state_bytes, trainer_problem
 from pipelinerl.service.settings import RankSettings
-from services.trainer.checkpoint.export import load_value_head
+from services.trainer.checkpoint.checkpointer import load_value_head
 from services.trainer.checkpoint.state_files import restore
 from services.trainer.distributed.world import Message, RankLayout, World, agree, join_ranks, world_of_ranks
 from services.trainer.learn.context_parallel import RowPart, key_repeats

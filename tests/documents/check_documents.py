@@ -150,7 +150,7 @@ def test_every_outcome_and_reason_is_described() -> None:
 def span_names() -> set[str]:
     """Written out in files that make spans; the names of an update's orders are put together there."""
     files = [file for folder in ("pipelinerl", "services") for file in (ROOT / folder).rglob("*.py")]
-    texts = [text for file in files if "telemetry.spans import" in (text := file.read_text(encoding="utf-8"))]
+    texts = [text for file in files if "telemetry.tracing import" in (text := file.read_text(encoding="utf-8"))]
     name = re.compile(r'"((?:group|sequence|step|reward|weight_update|evaluation|episode)\.[a-z]+|weight_update|evaluation)"')
     return {found for text in texts for found in name.findall(text)} | {"weight_update.announce"}
 

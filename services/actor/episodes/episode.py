@@ -23,7 +23,7 @@ from pipelinerl.messages.verification import VerifierAway, VerifierClient, judge
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.retry import LOG_EVERY_S, Backoff
 from pipelinerl.tasks.source import Split, episode_seed
-from pipelinerl.telemetry.spans import Trace, headers_of
+from pipelinerl.telemetry.tracing import Trace, headers_of
 from pipelinerl.v1.actor_pb2 import GeneratePrompt
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_OK, EpisodeRequest, VerifyResult
 from services.actor.engine import EngineError, Generation, cut_at_stop, defect_of, nothing_yet, sequence_of

@@ -24,11 +24,11 @@ import numpy as np
 
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import LAG_BUCKETS, lag_bucket
+from pipelinerl.run_summary import StepRecord
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult
-from services.trainer.records import StepRecord
 from services.trainer.reporting.tracker_clients import HELDOUT_VERSION, STEP, TrackedRun, Tracker, open_tracker
 
 log = logging.getLogger(__name__)
