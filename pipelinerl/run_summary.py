@@ -1,8 +1,8 @@
 """A run's figures out of its steps: the records of metrics.jsonl and the keys of summary.json (docs/run-directory.md).
 
 The trainer adds up its steps as they happen and writes the summary at its end; where it could not, the runner adds up what
-metrics.jsonl holds, with None for figures that it does not tell. `RunFiles` flushes each line that it writes, so a killed run is
-complete up to its last step. The rest is pure, except for functions that read files.
+metrics.jsonl holds, with None for figures that it does not tell. `RunFiles` flushes each line that it writes, so a killed run
+is complete up to its last step. The rest is pure, except for functions that read files.
 """
 
 from __future__ import annotations
