@@ -1,6 +1,6 @@
-"""The `pipelinerl` command: reads arguments, hands them to a command module, turns errors into exit codes.
+"""The `pipelinerl` command: parse arguments, call a command module, turn errors into exit codes.
 
-Exit codes: 0 done, 1 failed, 2 the user's mistake (arguments, recipe, folder), 130 interrupted, 141 nobody reads the output.
+Exit codes: 0 done, 1 failed, 2 a user's mistake (arguments, recipe, folder), 130 interrupted, 141 the reader closed the output.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser, code = build_parser(), UNREAD
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what to complete a line to
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
         argcomplete.autocomplete(parser)
     args = parser.parse_args(argv)
     try:
         code = args.execute(args)
-        if sys.stdout is not None:  # it was closed before the start, by `>&-`
+        if sys.stdout is not None:  # `>&-` closed it before the start
             sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains once more at its end
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python prints a second error at exit
         return code
     except KeyboardInterrupt:
         return INTERRUPTED

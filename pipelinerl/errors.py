@@ -1,8 +1,8 @@
-"""The errors this project raises on purpose, as one tree.
+"""The errors that this project raises on purpose, as one tree.
 
-A user's mistake is a `UserError`: its text names the field, the value and the fix, and the command line prints it
-without a traceback. Everything else under `PipelineRLError` is a failure of something outside the process.
-Broken invariants of our own are `AssertionError`s and are not listed here.
+A user's mistake is a `UserError`: its text names the field, the value and the fix, and the command line prints it without a
+traceback. Every other `PipelineRLError` is a failure outside the process. A broken invariant of our own is an `AssertionError`,
+which is not listed here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ class UserError(PipelineRLError, ValueError):
 
 
 class FieldError(UserError):
-    """One field of a recipe, a setting or a request is wrong.
-
-    Attributes: `field` (dotted path), `value` (as given), `fix` (what is allowed).
-    """
+    """One field of a recipe, a setting or a request is wrong. Attributes: `field` (dotted path), `value` (as given), `fix`
+    (what is allowed)."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         self.field, self.value, self.fix = field, value, fix
@@ -63,7 +61,8 @@ class PayloadTooLarge(BusError):
 
 
 class NotPermitted(UserError):
-    """NATS does not let this user publish or subscribe to a subject. Not a `BusError`: no waiting mends it, so services end."""
+    """NATS does not let this user publish or subscribe to a subject. It is not a `BusError`, because waiting does not help:
+    services end."""
 
     def __init__(self, user: str, subject: str, action: str = "publish") -> None:
         self.user, self.subject, self.action = user, subject, action
@@ -89,22 +88,23 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def as_unicode(text: str) -> str:
-    """With U+FFFD for each half of a surrogate pair, which JSON and Python can write and no message or tokenizer takes."""
+    """Replace each half of a surrogate pair by U+FFFD. JSON and Python can represent such halves; messages and tokenizers
+    refuse them."""
     return _HALF_A_PAIR.sub("\ufffd", text)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its message that is not empty, or what kind of error it is."""
+    """Return the first line of the error's message that is not empty, or the name of its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def counted(count: int, what: str) -> str:
-    """`1 actor`, `2,048 actors`."""
+    """Return a count with its unit, such as `1 actor` or `2,048 actors`."""
     return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def one_of(names: Sequence[str]) -> str:
-    """`a, b or c`, of at least one."""
+    """Return `a, b or c`. At least one name is needed."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -114,10 +114,10 @@ _OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), name, "")
 
 
 def located(error: BaseException) -> str:
-    """Kind, first line and place of an error that a user's code raised: `KeyError: 'unit' at rewards.py:7`.
+    """Return type, first line and place of an error that a user's code raised, such as `KeyError: 'unit' at rewards.py:7`.
 
-    The place is the innermost one that is neither ours nor of a library; where there is none, the innermost one in an installed
-    package. Without one, as of a module that is not found, nothing is said of it.
+    The place is the innermost frame outside this project and all libraries, or else the innermost frame in an installed
+    package. It is left out if neither exists, as for a module that is not found.
     """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:

@@ -1,8 +1,8 @@
-"""The initial policy of a run: where it is found, and under which name those that a run unpacks or copies are kept.
+"""Find the initial policy of a run, and name the cache folders of models that a run unpacks or copies.
 
-A folder of the cache counts as complete when it has `config.json`, and is put there whole by a rename: nobody sees half a
-model. `services.trainer.initial_model` makes it, `services.actor.initial_model` fetches it from the trainer; nothing here needs
-torch or the network.
+A cache folder is complete when it has `config.json`. It is renamed into place as a whole, so that no process sees half a model.
+`services.trainer.initial_model` makes it, `services.actor.initial_model` fetches it from the trainer. Nothing here needs torch
+or the network.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pipelinerl.service.settings import PolicySettings
 COMPLETE = "config.json"
 CHUNK_BYTES = 1024**2
 MOST_FILES, MOST_BYTES = 1024, 4 * 1024**4
-"""Of a model that a trainer sends to an actor."""
+"""Limits for a model that a trainer sends to an actor."""
 _FORMAT = 2
-"""Part of the key: raised when the same source would give other weights."""
+"""Part of the key. It is raised when the same source would give other weights."""
 _ABANDONED_S = 24 * 3600
-"""A folder that somebody was filling and has not touched for so long belongs to a process that was killed."""
+"""A partial folder that was not modified for so long was left by a killed process."""
 
 
 def is_built(model: ModelConfig) -> bool:
-    """Whether the trainer puts this model into its cache before the run, and actors get it from there. Pure."""
+    """Return whether the trainer puts this model into its cache before the run and serves it to the actors. Pure."""
     return model.source in ("checkpoint", "smollm2")
 
 
@@ -47,7 +47,8 @@ def built_name(recipe: Recipe, run: str) -> str:
 
 
 def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
-    """Where the cache keeps what this run builds or copies, there or not. Raises `FieldError` when there is no cache."""
+    """Return the cache folder of the model that this run builds or copies; it may not exist yet. Raises `FieldError` without a
+    cache."""
     if cache is None:
         what = f"model.source = {recipe.model.source!r} is built or copied by the run"
         raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: name a folder for it, or PIPELINERL_MODEL_DIR")
@@ -55,17 +56,17 @@ def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
 
 
 COMPILED = "inductor"
-"""Folder of the cache for what torch compiles."""
+"""Cache folder for code that torch compiles."""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Of this machine: `PIPELINERL_CACHE`, else pipelinerl/ in the user's cache folder."""
+    """Return this machine's cache folder: `PIPELINERL_CACHE`, or pipelinerl/ in the user's cache folder."""
     given = environment.get("PIPELINERL_CACHE")
     return Path(given) if given else Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipelinerl"
 
 
 def why_unwritable(folder: Path) -> str:
-    """Why no file can be made in the folder, which may have to be made itself; empty when one can. Changes nothing."""
+    """Return why no file can be made in the folder, which need not exist yet; empty if one can be made. Changes nothing."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there} is not a folder"
@@ -77,7 +78,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def model_source(recipe: Recipe, settings: PolicySettings) -> str:
-    """What to load the initial policy from: a folder, or a hub id. Raises `FieldError` for a built model that is not there."""
+    """Return the folder or hub id to load the initial policy from. Raises `FieldError` if a built model is missing."""
     if settings.model_dir or not is_built(recipe.model):
         return settings.model_dir or str(model_folder(recipe.model) or recipe.model.name)
     folder = built_folder(recipe, settings.run, settings.model_cache)
@@ -92,10 +93,8 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `folder`, which takes its place at the block's end.
-
-    Where another process was faster, its folder stays. What an error leaves is removed, as is what killed ones left.
-    """
+    """Yield an empty folder beside `folder`, and rename it to `folder` at the end of the block. If another process finished
+    first, its folder stays. A partial folder is removed after an error, and so are those of killed processes."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}."
     for left in folder.parent.glob(f"{prefix}*"):

@@ -1,9 +1,9 @@
-"""How a problem becomes the tokens of a prompt: by the chat template that a recipe names, with text that stays text.
+"""Turn a problem into the tokens of a prompt by the recipe's chat template, without letting text become control tokens.
 
-A text that spells one of the tokenizer's control tokens, such as `<|im_end|>`, never becomes that token, be it in a row of a
-file, in a tool's result or in what an environment or agent writes. It is parted by a mark before the chat template writes it,
-and the tokenizer gets what stands before and after the mark by itself. Other texts become the tokens that they always were.
-Imports no library of models: a tokenizer is anything with the interface of Hugging Face's.
+A text that spells one of the tokenizer's control tokens, such as `<|im_end|>`, never becomes that token, whether it comes from
+a row of a file, a tool's result, an environment or an agent. A mark splits it before the chat template renders it, and the
+tokenizer encodes the parts before and after the mark separately. Other texts are tokenized as usual. No model library is
+imported: a tokenizer is any object with the interface of Hugging Face's.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pipelinerl.tasks.source import Problem
 log = logging.getLogger(__name__)
 
 _MARK = f"k{secrets.token_hex(12)}q"
-"""Letters and digits, which JSON and templates leave as they are; drawn for each process, so that no text can hold it."""
+"""Random letters and digits, which JSON and templates leave unchanged. Drawn per process, so that no text can contain them."""
 _PREFIX = 3
-"""Characters of a control token that a text is searched for first."""
+"""Length of the prefixes by which control tokens are first searched for."""
 
 
 def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
-    """Gives the tokenizer the recipe's chat template, with `chat_template_kwargs` as defaults of its variables: so rendering,
-    checkpoints and whoever serves these need no further setting. Raises `FieldError`."""
+    """Set the recipe's chat template on the tokenizer, with `chat_template_kwargs` as defaults of its variables, so that
+    rendering, checkpoints and servers of checkpoints need no further setting. Raises `FieldError`."""
     if model.chat_template:
         if not is_template(model.chat_template):
             raise no_template_file(model.chat_template)
@@ -52,31 +52,32 @@ def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
 
 
 def written(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, *, begins_turn: bool = True) -> str:
-    """By the chat template, in transformers' sandbox. Raises what the template does."""
+    """Render messages with the chat template, in transformers' sandbox. Raises what the template raises."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("tool_use" if tools and "tool_use" in template else "default")
-    # Given by name, since an engine's tokenizer writes with copies of itself, which have the model's own template.
+    # Passed explicitly: an engine's tokenizer renders with copies of itself, which have the model's own template.
     arguments = {"chat_template": template, "tokenize": False, "add_generation_prompt": begins_turn}
     return str(tokenizer.apply_chat_template(messages, tools=tools or None, **arguments))
 
 
 _ASK = {"role": "user", "content": "Question"}
 _ANSWER = "Answer7"
-"""Stands for an answer: a text that no template holds or trims."""
+"""Placeholder for an answer: a text that no template contains or trims."""
 _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
 def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
-    """What the chat template writes after an answer, up to the next question if there is one. Raises what the template does."""
+    """Return the text that the chat template writes after an answer, up to the next question if there is one. Raises what the
+    template raises."""
     messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
     return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
 
 
 class ControlTokens:
-    """A tokenizer for prompts, and the control tokens that no text in them may become: the special ones, and any other added
-    token with which the chat template begins or ends a message; in a tool's result, every added token. `has_own_encoder`: the
-    renderer does not use this tokenizer, and reads no control token in texts."""
+    """A tokenizer for prompts, with the control tokens that no text may become: all special tokens, and any other added token
+    with which the chat template begins or ends a message; in a tool's result, every added token. `has_own_encoder`: the
+    renderer uses another tokenizer, which reads no control tokens in texts."""
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -87,31 +88,31 @@ class ControlTokens:
         except Exception:  # noqa: BLE001 - there is no template, or it refuses this conversation
             ids = []
         self._all = Spellings({text for text, _ in added.values()})
-        # Thoughts are a part of answers, which a history may hold. By a bar, tokens of roles are told from other tags.
+        # Tags of thoughts occur in answers, also in a history. A bar distinguishes tokens of roles from other tags.
         frame = {text for token_id, (text, _) in added.items() if token_id in ids and "think" not in text}
         self.texts = frame | {text for text, special in added.values() if special or "|" in text or "｜" in text}
         self._control = Spellings(self.texts)
 
     def parted(self, value: Any) -> Any:
-        """Messages, tools or a text, with the mark in each control token that a text in it spells."""
+        """Return messages, tools or a text with the mark inserted into each control token that a text spells."""
         if isinstance(value, list | tuple):
             return [self.parted(item) for item in value]
         is_result = isinstance(value, Mapping) and value.get("role") == "tool"
         return (self._all if is_result else self._control).parted(value)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The tokens of a text, in which control tokens are those that stand there without a mark."""
+        """Encode a text. Only control tokens without a mark become control tokens."""
         first, *others = text.split(_MARK)
         token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
         if not others:
             return token_ids
-        # Behind a line end, which is taken away again: some tokenizers put a space before the first word of a text.
+        # Encoded after a line end, which is removed again, since some tokenizers put a space before a text's first word.
         line_end, *behind = self._tokenizer(["\n", *(f"\n{part}" for part in others)], add_special_tokens=False)["input_ids"]
         following = list[int]()
         for part, ids in zip(others, behind, strict=True):
             is_whole = ids[: len(line_end)] == line_end
             following += ids[len(line_end) :] if is_whole else self._tokenizer.encode(part, add_special_tokens=False)
-        # What the tokenizer puts at the end of a text comes after its last part.
+        # Tokens that the tokenizer adds at the end of a text come after the last part.
         bare = list(self._tokenizer.encode(first, add_special_tokens=False))
         end = next((at for at in range(len(token_ids), 0, -1) if token_ids[:at][-len(bare) :] == bare), len(token_ids))
         return [*token_ids[:end], *following, *token_ids[end:]]
@@ -119,22 +120,22 @@ class ControlTokens:
 
 @lru_cache(maxsize=8)
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Those of a tokenizer whose chat template does not change any more."""
+    """Return the control tokens of a tokenizer whose chat template no longer changes."""
     return ControlTokens(tokenizer)
 
 
 @lru_cache(maxsize=8)
 def answer_end(tokenizer: Any) -> int | None:
-    """The token with which the chat template ends an answer, be it the one that begins the next role's message: a base model's
-    generation config names another one. None where it is the tokenizer's own end token, which engines know, or where the
-    template ends answers with plain text. Raises `FieldError` when there is no template."""
+    """Return the token with which the chat template ends an answer, even if it also begins the next role's message; a base
+    model's generation config names another one. None if it is the tokenizer's own end token, which engines know, or if the
+    template ends answers with plain text. Raises `FieldError` without a template."""
     if not tokenizer.chat_template:
         fix = "this tokenizer has no chat template; use plain, or name one with model.chat_template"
         raise FieldError("task.prompt_style", "chat", fix)
     try:
         text = after_answer(tokenizer).lstrip() or after_answer(tokenizer, asked_again=True).lstrip()
     except Exception as error:  # noqa: BLE001 - a template calls raise_exception, or fails on a field that is not there
-        log.warning("the chat template says nothing of what ends an answer: %s", error)
+        log.warning("the chat template does not tell how an answer ends: %s", error)
         return None
     first = tokenizer.encode(text, add_special_tokens=False)[:1]
     known = (tokenizer.eos_token_id, *(token for token in first if token not in tokenizer.added_tokens_decoder))
@@ -142,7 +143,7 @@ def answer_end(tokenizer: Any) -> int | None:
 
 
 class Spellings:
-    """Finds tokens in texts, in a time that does not grow with their number."""
+    """Find tokens in texts, in time that does not grow with the number of tokens."""
 
     def __init__(self, tokens: set[str]) -> None:
         self._tokens = {token for token in tokens if len(token) > 1}
@@ -158,7 +159,7 @@ class Spellings:
                     break
 
     def first(self, text: str) -> str:
-        """The first token that the text spells; empty if none."""
+        """Return the first token that the text spells; empty if none."""
         return next((spelled for _, spelled in self.found(text)), "")
 
     def parted(self, value: Any) -> Any:
@@ -171,15 +172,15 @@ class Spellings:
 
 
 def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> tuple[str, list[int]]:
-    """The prompt as it is written, and its tokens: a chat template writes its own special tokens, so that the tokenizer adds
-    none. Raises `FieldError`."""
+    """Return the prompt's text and its tokens. A chat template writes its special tokens itself, so the tokenizer adds none.
+    Raises `FieldError`."""
     text = _prompt(problem, config, tokenizer, control)
     return text.replace(_MARK, ""), control.encode(text, add_special_tokens=config.prompt_style != "chat")
 
 
 def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> str:
-    """The instruction follows what is asked last. The system prompt comes first, unless the problem has one of its own. Only
-    what comes from a row is parted: instruction and system prompt are the recipe's."""
+    """Append the instruction to the last message, and put the system prompt first unless the problem has one. Only text from a
+    row is split by marks: instruction and system prompt belong to the recipe."""
     *before, last = control.parted(problem.messages or ({"role": "user", "content": problem.question},))
     asked = f"{last['content']}\n{config.instruction}" if config.instruction else last["content"]
     if config.prompt_style != "chat":
@@ -189,16 +190,17 @@ def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: Contr
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     try:
         return written(tokenizer, messages)
-    except Exception as error:  # a template calls raise_exception, is no Jinja, or fails on a field that is not there
+    except Exception as error:  # a template calls raise_exception, is not Jinja, or fails on a field that is not there
         raise refusal(problem, config, messages, error, lambda others: written(tokenizer, others)) from error
 
 
 def refusal(
     problem: Problem, config: TaskConfig, messages: list[Any], error: Exception, write: Callable[[list[Any]], object]
 ) -> FieldError:
-    """Why the chat template does not `write` a prompt: the system message, if it takes the other ones."""
+    """Return the error for a prompt that the chat template does not `write`; it blames the system message if the rest is
+    accepted."""
     if messages[0]["role"] == "system" and len(messages) > 1:
-        with contextlib.suppress(Exception):  # then the system message is not what is wrong
+        with contextlib.suppress(Exception):  # then the system message is not the cause
             write(messages[1:])
             fix = 'set task.system_prompt: "" and put its text into task.instruction'
             if problem.messages and problem.messages[0]["role"] == "system":

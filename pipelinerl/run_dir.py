@@ -1,7 +1,7 @@
-"""The folder of one run: which file is where, how a new folder is made, and whether a run can go on from what it holds.
+"""The folder of one run: where each file is, how a new folder is made, and whether a run can continue from its contents.
 
-Something that is missing must not look like a run that is new: the trainer asks `missing_from` before it starts, and
-`pipelinerl run --resume` before it starts anything. Says nothing of what the figures in the files mean.
+A folder with missing files must not look like that of a new run: the trainer calls `missing_from` before it starts, and
+`pipelinerl run --resume` before it starts anything. This module does not interpret the figures in the files.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pipelinerl.local.credentials import Credentials
 _RUN_NAME_LENGTH = 40
 _STAMP_LENGTH = len("-YYYYmmdd-HHMMSS")
 MOST_ACTORS = 64
-"""On one machine; more is a slip of the finger."""
+"""Limit on one machine; a larger number is probably a typing error."""
 LINEAGE, CHECKPOINTS = "lineage.json", "checkpoints"
 RUN_STATE = Path("resume", "run.json")
-"""Within a checkpoint: without it nothing can go on from there."""
+"""Path within a checkpoint. A run cannot continue from a checkpoint without it."""
 
 
 @dataclass
@@ -44,36 +44,37 @@ class RunDir:
         self.recipe = self.path / "recipe.yaml"
         """The resolved recipe."""
         self.identity = self.path / "run.json"
-        """`{"run": NAME, "recipe": NAME, "started": ISO time}`: what `--resume` and `audit` know the run by."""
+        """`{"run": NAME, "recipe": NAME, "started": ISO time}`, by which `--resume` and `audit` identify the run."""
         self.metrics = self.path / "metrics.jsonl"
         """One JSON object for each optimizer step."""
         self.samples = self.path / "samples.jsonl"
-        """Completions with their rewards and version spans, one JSON object a line."""
+        """Completions with their rewards and version spans, one JSON object per line."""
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
         self.pids = self.path / "pids.json"
-        """`{"trainer": pid, "verifier": pid, "actor-0": pid, "nats": pid}` of what runs now."""
+        """`{"trainer": pid, "verifier": pid, "actor-0": pid, "nats": pid}` of the running processes."""
         self.scale = self.path / "scale.json"
-        """`{"actors": N}`: how many there should be, once `pipelinerl scale` has been used."""
+        """`{"actors": N}`: the wanted number, once `pipelinerl scale` has been used."""
         self.checkpoint = self.path / "checkpoint"
         """Hugging Face safetensors and tokenizer of the last checkpoint."""
         self.checkpoints = self.path / CHECKPOINTS
-        """`step-<version>/` for each of the last ones."""
+        """`step-<version>/` for each of the newest checkpoints."""
         self.nats_store = self.path / "nats"
         """Streams of the embedded NATS server."""
         self.credentials = Credentials(self.path / "secrets")
-        """Of the newest start of a run on this machine."""
+        """Credentials of the newest start of a run on this machine."""
 
     def log(self, service: str) -> Path:
         return self.path / "logs" / f"{service}.log"
 
     def address(self, service: str) -> Path:
-        """Where a service writes `{grpc, http, pid}` once it serves."""
+        """Return the file to which a service writes `{grpc, http, pid}` once it serves."""
         return self.path / "addresses" / f"{service}.json"
 
 
 def stamped_name(recipe_name: str, now: datetime) -> str:
-    """`<recipe name>-<YYYYmmdd-HHMMSS>`, the recipe's name cut to 21 characters: a run's name has 40 at most."""
+    """Return `<recipe name>-<YYYYmmdd-HHMMSS>`. The recipe's name is cut to 21 characters, since a run's name has at most
+    40."""
     room = _RUN_NAME_LENGTH - _STAMP_LENGTH - len("-99")
     return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
 
@@ -81,11 +82,11 @@ def stamped_name(recipe_name: str, now: datetime) -> str:
 def create_run_dir(
     recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None, *, first_checkpoint_bytes: int = 0
 ) -> RunDir:
-    """Makes the folder of a new run: `path` if given, else `runs/<name>`, the name stamped with `now` unless given, and
-    writes into it which run it belongs to. Only its owner can read it, but one that was there keeps its mode.
+    """Make the folder of a new run and record in it which run it belongs to.
 
-    What a run left there that never came to training is removed. Raises `FieldError` when the name cannot be used, the folder
-    is not empty, or its disk has no room.
+    The folder is `path` if given, else `runs/<name>`; the name is stamped with `now` unless given. Only its owner can read a
+    new folder; one that existed keeps its mode. Files of a run whose trainer never started are removed. Raises `FieldError`
+    when the name cannot be used, the folder is not empty, or its disk is too full.
     """
     if name is not None:
         check_run_name(name, "--name")
@@ -105,11 +106,11 @@ def create_run_dir(
 
 
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
-"""What a run needs to start beside room for a checkpoint, and what it leaves free: other programs use the disk, too."""
+"""Space that a run needs to start beside a first checkpoint, and space that it leaves to other programs."""
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the disk that the folder is on, or will be."""
+    """Return the free bytes of the disk that the folder is on, or will be on."""
     folder = folder.resolve()
     while not folder.exists():
         folder = folder.parent
@@ -117,13 +118,13 @@ def free_bytes(folder: Path) -> int:
 
 
 def checkpoint_bytes(run: RunDir) -> int:
-    """Size of the newest complete checkpoint; 0 without one, and of one that the trainer is removing."""
+    """Return the size of the newest complete checkpoint; 0 without one, or if the trainer is removing it."""
     found = resumable(run.path)
     return _bytes_in(found[max(found)].parent.parent) if found else 0
 
 
 def checkpoint_under_way(run: RunDir) -> tuple[int, int] | None:
-    """Version and bytes so far of the checkpoint that is being written."""
+    """Return version and bytes so far of the checkpoint that is being written."""
     for folder in run.checkpoints.glob(".step-*.partial-*"):
         version = folder.name.removeprefix(".step-").partition(".")[0]
         return int(version), _bytes_in(folder)
@@ -138,33 +139,33 @@ def _bytes_in(folder: Path) -> int:
 
 
 def next_checkpoint_bytes(run: RunDir, keep: int, first_bytes: int = 0) -> int:
-    """Room that the next checkpoint takes, beside `keep` others: as much as the newest, or `first_bytes`. 0 while one is being
-    written, or an old one removed: as much is free again then."""
+    """Return the space that the next checkpoint needs beside `keep` others: the size of the newest, or `first_bytes`. 0 while
+    one is being written or an old one removed, since that frees the same space."""
     is_under_way = any(run.checkpoints.glob(".*")) or len(resumable(run.path)) > keep
     return 0 if is_under_way else checkpoint_bytes(run) or first_bytes
 
 
 def check_space(run: RunDir, option: str, first_checkpoint_bytes: int) -> None:
-    """Raises `FieldError` where the run's disk has too little room to begin."""
+    """Raise `FieldError` if the run's disk has too little space to begin."""
     free, needed = free_bytes(run.path), LEAST_FREE_BYTES + (checkpoint_bytes(run) or first_checkpoint_bytes)
     if free < needed:
         what = f"its disk has {free / 1e6:,.0f} MB free, and a run needs {needed / 1e6:,.0f} MB at least"
-        raise FieldError(option, str(run.path), f"{what}: free some, or give a folder on another disk")
+        raise FieldError(option, str(run.path), f"{what}: free some space, or give a folder on another disk")
 
 
 NAMED_IN = ("run.json", "lineage.json")
-"""Files of a run's folder that say what the run is called: of a run on this machine, and the trainer's."""
+"""Files that hold the name of a run: the local runner's, and the trainer's."""
 
 
 def check_folder(folder: Path, option: str = "RUN_DIR") -> None:
-    """Raises `FieldError` unless it is there."""
+    """Raise `FieldError` unless the folder exists."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "there is no such folder"
         raise FieldError(option, str(folder), f"{what}; give the folder of a run")
 
 
 def run_name(folder: Path, option: str = "RUN_DIR") -> str:
-    """What the run in this folder is called: `NAMED_IN` say so; without them, the folder's name. Raises `FieldError`."""
+    """Return the name of the run in this folder: from the files `NAMED_IN`, or else the folder's name. Raises `FieldError`."""
     check_folder(folder, option)
     name = folder.resolve().name
     for file in NAMED_IN:
@@ -194,14 +195,14 @@ _UNSTARTED = {
     *("run.json", "recipe.yaml", "pids.json", "scale.json", "summary.json", "report.html"),
     *(".running", "addresses", "logs", "models", "nats", "secrets"),
 }
-"""What the folder of a run holds whose trainer never started: nothing that anybody could go on with."""
+"""Entries of a run's folder if its trainer never started. Nothing could continue from them."""
 
 
 @contextmanager
 def locked(run_dir: RunDir, option: str = "--resume") -> Iterator[None]:
-    """Keeps a second command out of the folder. Raises `FieldError` when another one is at it; the kernel lets go when the
-    process ends, however it ends."""
-    # Whoever may read it could hold the lock.
+    """Lock the folder against a second command. Raises `FieldError` if another one uses it. The kernel releases the lock when
+    the process ends in any way."""
+    # Any user who can read the file could hold the lock.
     with open(run_dir.path / ".running", "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,7 +213,7 @@ def locked(run_dir: RunDir, option: str = "--resume") -> Iterator[None]:
 
 
 def open_to_others(run_dir: RunDir) -> FieldError | None:
-    """What a person should know of a folder that was there before the run: who else may read it, and so the run's texts."""
+    """Return a warning if other users can read the folder, which existed before the run, and so the run's texts."""
     state, value = run_dir.path.stat(), str(run_dir.path)
     if state.st_uid != os.geteuid():
         return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
@@ -223,7 +224,7 @@ def open_to_others(run_dir: RunDir) -> FieldError | None:
 
 
 def _make_empty(run: RunDir, option: str) -> None:
-    """Removes what a run left whose trainer never started. Raises `FieldError` naming the `option` that chose the folder."""
+    """Remove the files of a run whose trainer never started. Raises `FieldError` naming the `option` that chose the folder."""
     path, value = run.path, str(run.path)
     if path.exists() and not path.is_dir():
         raise FieldError(option, value, "is a file; give a folder that is new or empty")
@@ -232,20 +233,21 @@ def _make_empty(run: RunDir, option: str) -> None:
         held = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise FieldError(option, value, f"cannot be made: {error.strerror}; give another folder") from error
-    if set(held) <= _UNSTARTED and read_json(run.identity).keys() >= {"run", "recipe", "started"}:  # else it is not ours
+    if set(held) <= _UNSTARTED and read_json(run.identity).keys() >= {"run", "recipe", "started"}:  # else no run made it
         with locked(run, option):
             for entry in path.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     elif run.recipe.name in held:
-        fix = "go on with it (pipelinerl run --resume), give a new folder or --name, or remove this one"
+        fix = "resume it (pipelinerl run --resume), give a new folder or --name, or remove this one"
         raise FieldError(option, value, f"holds another run; {fix}")
     elif held:
         some = ", ".join([*held[:3], *(["..."] if held[3:] else [])])
-        raise FieldError(option, value, f"is not empty, and what it holds is no run ({some}); give a new or empty folder")
+        raise FieldError(option, value, f"is not empty, and does not hold a run ({some}); give a new or empty folder")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where none can be read. NaN and infinities, which some writers write, are None."""
+    """Return the object in a JSON file; empty if it cannot be read. NaN and infinities, which some writers produce, become
+    None."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except (OSError, ValueError):
@@ -254,12 +256,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Replaces a JSON file at once, so that a reader never sees half of it."""
+    """Replace a JSON file atomically, so that a reader never sees half of it."""
     write_whole(path, json.dumps(data, indent=2) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a text file at once."""
+    """Replace a text file atomically."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -270,19 +272,19 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def resumable(run_dir: Path) -> dict[int, Path]:
-    """run.json of each checkpoint that a run can go on from, by version, the newest last."""
+    """Return the run.json of each checkpoint that a run can continue from, by version, the newest last."""
     found = (run_dir / CHECKPOINTS).glob(f"step-*/{RUN_STATE}")
     names = {path.parent.parent.name.removeprefix("step-"): path for path in found}
     return dict(sorted((int(name), path) for name, path in names.items() if name.isdecimal()))
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
-    """Version of the newest checkpoint that a trainer can go on from."""
+    """Return the version of the newest checkpoint that a trainer can continue from."""
     return max(resumable(run_dir), default=None)
 
 
 def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
-    """run.json of the newest of them. Raises `ValueError` for one that is no JSON."""
+    """Return the run.json of the newest checkpoint. Raises `ValueError` if it is not JSON."""
     found = resumable(run_dir)
     if not found:
         return None
@@ -291,13 +293,13 @@ def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def trainer_starts(run_dir: Path) -> list[int]:
-    """The policy version that each of the run's trainers began at; empty where lineage.json cannot be read."""
+    """Return the policy version at which each of the run's trainers began; empty if lineage.json cannot be read."""
     starts = read_json(run_dir / LINEAGE).get("starts")
     return [start for start in starts if isinstance(start, int)] if isinstance(starts, list) else []
 
 
 def missing_from(run_dir: Path) -> str:
-    """What is missing, and what to do about it; empty for a folder that is whole, or new. Raises `ValueError`."""
+    """Return what is missing and how to fix it; empty for a complete or a new folder. Raises `ValueError`."""
     state, journal = newest_state(run_dir), run_dir / JOURNAL
     size = journal.stat().st_size if journal.is_file() else 0
     if not (run_dir / LINEAGE).is_file():
@@ -307,7 +309,7 @@ def missing_from(run_dir: Path) -> str:
     if state is not None and state["journal_bytes"] > size:
         return (
             f"{JOURNAL} has {size:,} bytes, and the checkpoint of version {state['policy_version']} was written when it had "
-            f"{state['journal_bytes']:,}: restore it; without it nobody knows which sequences are out"
+            f"{state['journal_bytes']:,}: restore it; only the journal tells which sequences are in flight"
         )
     written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
     if state is None and written:

@@ -1,4 +1,4 @@
-"""A run's figures out of its steps: the records of metrics.jsonl and the keys of summary.json (docs/run-directory.md).
+"""Compute a run's figures from its steps: from records of metrics.jsonl to the keys of summary.json (docs/run-directory.md).
 
 The trainer adds up its steps as they happen and writes the summary at its end; where it could not, the runner adds up what
 metrics.jsonl holds, with None for figures that it does not tell. `RunFiles` flushes each line that it writes, so a killed run
@@ -29,10 +29,10 @@ _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed"
 
 @dataclass
 class RunTotals:
-    """What the summary needs from the whole run. What was trained on counts steps that changed weights only."""
+    """Totals over the whole run that the summary needs. Figures of trained data count only steps that changed weights."""
 
     heldout: list[tuple[int, float, int | None, float | None, Mapping[str, Any] | None]] = field(default_factory=list)
-    """(version, accuracy, answers without a verdict, accuracy with these as wrong ones, `heldout_sets`) of each evaluation."""
+    """(version, accuracy, answers without a verdict, accuracy if these count as wrong, `heldout_sets`) of each evaluation."""
     heldout_tokens: int = 0
     commits_held_s: float = 0.0
     tokens_generated: int = 0
@@ -43,13 +43,13 @@ class RunTotals:
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
     largest_lag: int | None = None
-    """By the formula, as of the last step."""
+    """Largest lag by the formula, as of the last step."""
     ended_by_length: dict[str, list[int]] = field(default_factory=dict)
-    """Sequences [trained, dropped as stale] by the upper end of a bucket of lengths."""
+    """Sequences [trained, dropped as stale], keyed by the upper end of a length bucket."""
     ess: list[float] = field(default_factory=list)
     mismatch_kl: list[float] = field(default_factory=list)
     logprob_mismatch: list[float] = field(default_factory=list)
-    """Nats, of probes that could be compared."""
+    """Nats, for probes that could be compared."""
     parity_failures: int = 0
     update_bytes: int = 0
     transfer_s: list[float] = field(default_factory=list)
@@ -61,7 +61,7 @@ class RunTotals:
     known_s: float = 0.0
     """Compute seconds of the steps whose MFU is known."""
     utilized_s: float = 0.0
-    """Σ MFU · compute seconds: MFU's mean is over compute time, not over steps."""
+    """Σ MFU · compute seconds: the mean MFU is weighted by compute time, not by steps."""
     idle_s: float = 0.0
     idle_steps: int = 0
     memory_peak_gib: float | None = None
@@ -71,19 +71,20 @@ class RunTotals:
     steps_equal_rewards: int = 0
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able, with copies of the lists: these grow with the run, so that element by element would take its time."""
+        """Return a JSON-able state. Lists are copied as wholes: they grow with the run, and copying element by element would be
+        slow."""
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value.copy() if isinstance(value, list | dict) else value for name, value in own.items()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
-        """What `to_state` gave, perhaps by way of JSON."""
+        """Restore what `to_state` returned, possibly after a JSON round trip."""
         heldout = [tuple(one) for one in state["heldout"]]
         lags = {int(lag): tokens for lag, tokens in state["lag_histogram"].items()}
         return cls(**{**state, "heldout": heldout, "lag_histogram": lags})
 
     def add_step(self, record: Record) -> None:
-        """What the step itself took and trained on. A key that the record lacks adds 0."""
+        """Add a step's own work and training data. A key that the record lacks adds 0."""
         self.steps += 1
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
         self._add_work(record)
@@ -120,7 +121,8 @@ class RunTotals:
             self.memory_peak_gib = max(self.memory_peak_gib or 0.0, record["memory_peak_gib"])
 
     def add_events(self, record: Record) -> None:
-        """What arrived since the step before. The trainer counts it when it arrives, the runner from the record."""
+        """Add the events since the previous step. The trainer counts them as they happen, the runner reads them from the
+        record."""
         if record.get("heldout_accuracy") is not None:
             version = record.get("heldout_version", record.get("step"))
             unanswered, lower_bound = record.get("heldout_unanswered"), record.get("heldout_accuracy_lower_bound")
@@ -137,13 +139,13 @@ class RunTotals:
         self.join_s += [join["join_s"] for join in record.get("joins") or []]
 
     def add_update(self, num_bytes: int, transfer_s: float, stalls_s: Iterable[float]) -> None:
-        """One version that is served; `stalls_s`: seconds in which each actor generated nothing because of it."""
+        """Add a version that is served. `stalls_s`: seconds for which each actor stopped generating because of it."""
         self.update_bytes += num_bytes
         self.transfer_s.append(transfer_s)
         self.stall_s.extend(stalls_s)
 
     def summary(self, recipe: Recipe, sequences: Mapping[str, int]) -> dict[str, Any]:
-        """Every key of summary.json that the trainer writes; what the steps do not tell is None."""
+        """Return every key of summary.json that the trainer writes; figures that the steps do not tell are None."""
         return {
             "recipe": recipe.name,
             "mode": recipe.mode,
@@ -207,19 +209,19 @@ def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[
 
 
 def add_ended(ended: dict[str, list[int]], record: Record) -> None:
-    """Adds a record's `ended_by_length`: {longest: [trained, dropped as stale]}."""
+    """Add a record's `ended_by_length`: {longest: [trained, dropped as stale]}."""
     for longest, counts in (record.get("ended_by_length") or {}).items():
         ended[longest] = [known + more for known, more in zip(ended.get(longest, (0, 0)), counts, strict=True)]
 
 
 def stale_shares(ended: Mapping[str, list[int]]) -> dict[str, float]:
-    """Share of the sequences of each length that were dropped as stale, shortest first. A share that grows with the length says
-    that training sees too few long sequences."""
+    """Return the share of the sequences of each length that were dropped as stale, shortest first. If it grows with the length,
+    training sees too few long sequences."""
     return {longest: ended[longest][1] / sum(ended[longest]) for longest in sorted(ended, key=int)}
 
 
 def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:
-    """Token-weighted mean, 95th percentile (the smallest lag that 95% of the tokens do not exceed) and maximum."""
+    """Return the token-weighted mean, 95th percentile (the smallest lag that 95% of the tokens do not exceed) and maximum."""
     tokens = sum(histogram.values())
     if tokens == 0:
         return {"mean": None, "p95": None, "max": None}
@@ -237,13 +239,13 @@ def _ratio(amount: float, per: float) -> float | None:
 
 
 def _mean(values: list[float]) -> float | None:
-    """Of the finite ones."""
+    """Return the mean of the finite values."""
     finite = [value for value in values if math.isfinite(value)]
     return _ratio(sum(finite), len(finite))
 
 
 def _percentile(values: list[float], percent: int) -> float | None:
-    """Linear between neighbours."""
+    """Interpolate linearly between neighbours."""
     return float(np.percentile(values, percent)) if values else None
 
 
@@ -251,7 +253,7 @@ def _percentile(values: list[float], percent: int) -> float | None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file. A last line cut short by a crash is left out; no file is no objects."""
+    """Return the objects of a .jsonl file, without a last line that a crash cut short; empty if the file does not exist."""
     if not path.is_file():
         return []
     return list(_objects(path.read_text(encoding="utf-8", errors="replace").splitlines()))
@@ -261,10 +263,8 @@ _END_BYTES = 1 << 20
 
 
 def jsonl_ends(path: Path, each: int) -> list[dict[str, Any]]:
-    """The objects of the first and the last `each` lines of a .jsonl file, as far as they lie in the first and the last MiB.
-
-    Takes the same time however long the file is. No file is no objects.
-    """
+    """Return the objects of the first and the last `each` lines of a .jsonl file that lie in its first and last MiB. The time
+    does not depend on the length of the file. The list is empty if the file does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -272,7 +272,7 @@ def jsonl_ends(path: Path, each: int) -> list[dict[str, Any]]:
         read = sum(map(len, first))
         file.seek(max(read, path.stat().st_size - _END_BYTES))
         if file.tell() > read:
-            file.readline()  # begins in the middle of a line
+            file.readline()  # skip the rest of a partial line
         last = deque(file, maxlen=each)
     return list(_objects(line.decode(errors="replace") for line in (*first, *last)))
 
@@ -288,7 +288,7 @@ def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def is_finished(summary: Record) -> bool:
-    """Whether the run of that summary came to its own end; one without a summary did not."""
+    """Return whether the run of that summary came to its own end; False for an empty summary."""
     return summary.get("interrupted") is False and "error" not in summary
 
 

@@ -1,4 +1,4 @@
-"""Derives a run's ledger again, from its journal, its checkpoints and its streams, and says what does not add up.
+"""Derive a run's ledger again from its journal, checkpoints and streams, and report every contradiction.
 
-Reads only, trusts nothing that the trainer says about itself, and changes nothing.
+The audit only reads, and trusts no figure that the trainer states about itself.
 """

@@ -1,7 +1,7 @@
-"""A whole audit: files first, then streams, and a second look where a run that goes on may have moved between the two.
+"""A whole audit: first files, then streams, then a second look if a live run may have moved sequences between the two.
 
-The folder may belong to a run that goes on: what is judged is the journal as long as it was at the beginning. Of checkpoints,
-run.json and the ids in sequences.pb are read; tensors are the trainer's business. Nothing is written, taken or purged.
+The run may be live, so the journal is judged up to its length at the beginning. Of checkpoints, run.json and the ids in
+sequences.pb are read, but no tensors. Nothing is written, acknowledged or purged.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pipelinerl.v1 import sequence_pb2
 LOOK_AGAIN_S = 2.0
 OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
 _QUIET_S = 2.0
-"""Without a message for that long: was the rest purged meanwhile?"""
+"""After so long without a message, check whether the remaining ones were purged."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What one checkpoint says. `position`: of the last message of SEQUENCES that they know; `held`: sequences in flight that
-    it holds by itself, or knows to have failed."""
+    """Contents of one checkpoint. `position`: the last message of SEQUENCES that it covers. `held`: sequences in flight that it
+    stores itself or records as failed."""
 
     folder: Path
     version: int
@@ -50,8 +50,8 @@ class Checkpoint:
 
 
 def read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
-    """Those of the run, by their length of the journal. One that cannot be read is a finding; one that vanishes meanwhile
-    (another took its place) is left out, and so is one that holds weights alone."""
+    """Return the run's checkpoints, ordered by their journal length. An unreadable one becomes a finding. One that vanishes
+    while it is read (a newer one replaced it) or holds weights only is left out."""
     found = []
     for resume in sorted(folder.glob("step-*/resume")):
         try:
@@ -64,7 +64,7 @@ def read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
 
 
 def read_checkpoint(resume: Path) -> Checkpoint:
-    """Raises what reading a damaged file raises."""
+    """Read one checkpoint. Damaged files raise the errors of their readers."""
     content = json.loads((resume / "run.json").read_text(encoding="utf-8"))
     failed = [one["id"] for one in content["held"]["open"] if "failure" in one]
     held = []
@@ -83,7 +83,7 @@ def read_checkpoint(resume: Path) -> Checkpoint:
 
 
 def _differences(checkpoint: Checkpoint, replay: Replay) -> Iterator[str]:
-    """`replay`: at the checkpoint's length of the journal."""
+    """Yield the differences between a checkpoint and `replay`, which has stopped at the checkpoint's journal length."""
     ledger = checkpoint.ledger
     numbers: list[tuple[str, object, object]] = [
         ("version", checkpoint.version, replay.version),
@@ -92,10 +92,10 @@ def _differences(checkpoint: Checkpoint, replay: Replay) -> Iterator[str]:
     ]
     for outcome in Outcome:
         numbers += _pairs(f"{outcome.value}: ", ledger.reasons(outcome), replay.reasons[outcome])
-    yield from (f"{name} {told}, the journal {derived}" for name, told, derived in numbers if told != derived)
+    yield from (f"{name} {told}, the journal has {derived}" for name, told, derived in numbers if told != derived)
     told, derived = set(ledger.in_flight()), {f"{group}.{sample}" for group, sample in replay.in_flight()}
     if told != derived:
-        yield f"in flight there and not in the journal: {_some(told - derived)}; the other way round: {_some(derived - told)}"
+        yield f"in flight only in the checkpoint: {_some(told - derived)}; only in the journal: {_some(derived - told)}"
     elsewhere = checkpoint.held - told
     if elsewhere:
         yield f"holds sequences that are not in flight: {_some(elsewhere)}"
@@ -112,18 +112,18 @@ def _some(ids: set[str] | frozenset[str], most: int = 3) -> str:
 
 @dataclass
 class StreamLook:
-    """What was seen of SEQUENCES as `info` says it was. `durable`: position of the newest checkpoint, up to which messages may
-    be purged."""
+    """Contents of SEQUENCES at the moment of `info`. `durable`: position of the newest checkpoint, up to which messages may be
+    purged."""
 
     info: StreamInfo
     durable: int
     messages: int = 0
     positions: dict[str, int] = field(default_factory=dict)
-    """Of the first readable message of each sequence."""
+    """Position of the first readable message of each sequence."""
     repeated: int = 0
-    """Messages beyond the first of their sequence: an actor's repetition, which the trainer recognises."""
+    """Messages beyond the first of their sequence: repetitions by an actor, which the trainer recognises."""
     unreadable: dict[int, str] = field(default_factory=dict)
-    """By position: the id that it was published under. Nothing else of that sequence will come."""
+    """Message id by position. The sequence published under that id has no other message."""
     prompts: frozenset[str] = frozenset()
     """Groups on PROMPTS."""
     dead_letters: int = 0
@@ -133,7 +133,7 @@ class StreamLook:
         self.positions.setdefault(sequence_id, position)
 
     def trained_below(self, replay: Replay) -> int:
-        """Messages that may be purged: of sequences that were trained, up to the newest checkpoint's position."""
+        """Return how many messages may be purged: those of trained sequences, up to the newest checkpoint's position."""
         below = (name for name, position in self.positions.items() if position <= self.durable)
         return sum(replay.was_trained(*split_id(sequence_id)) for sequence_id in below)
 
@@ -144,16 +144,16 @@ class Audit:
     history: History
     replay: Replay
     checkpoint: Checkpoint | None = None
-    """The newest: a restart would go on from it."""
+    """The newest checkpoint, from which a restart would continue."""
     stepped: bool = False
-    """The last trainer that started has taken a step, or ended; before that it may not have taken over all that was left."""
+    """The last trainer has taken a step or ended. Before that it may not have taken over everything that was left."""
     run: str = ""
     at_work: bool = False
-    """A trainer may be moving things just now."""
+    """A live trainer may be moving sequences at this moment."""
     streams: StreamLook | None = None
-    """None: they were not looked at."""
+    """None if the streams were not read."""
     waiting: list[str] = field(default_factory=list)
-    """In flight, and published by the next trainer that starts, or just now."""
+    """Sequences in flight that the trainer publishes now or at its next start."""
 
     @property
     def restarts(self) -> list[Start]:
@@ -179,7 +179,7 @@ class Audit:
 
 
 def audit_files(run_dir: Path) -> Audit:
-    """Of what needs no streams. Raises `OSError` where a file is there and cannot be read."""
+    """Audit everything that needs no streams. Raises `OSError` if an existing file cannot be read."""
     findings, journal = Findings(), run_dir / JOURNAL
     audit = Audit(findings, read_history(journal, findings), Replay(findings))
     checkpoints = read_checkpoints(run_dir / "checkpoints", findings)
@@ -192,7 +192,7 @@ def audit_files(run_dir: Path) -> Audit:
 
 
 def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
-    """Applies every event that counts, and compares each checkpoint when its moment comes."""
+    """Apply every event that counts, and compare each checkpoint when the replay reaches its journal length."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
     waiting = deque(checkpoint for checkpoint in checkpoints if _counts(checkpoint, history, findings))
@@ -223,13 +223,14 @@ def _counts(checkpoint: Checkpoint, history: History, findings: Findings) -> boo
     if history.counts(checkpoint.journal_bytes):
         return True
     where = "is not there" if checkpoint.journal_bytes > history.size else "was undone"
-    problem = f"{checkpoint.folder.name}: byte {checkpoint.journal_bytes} of the journal, where it was taken, {where}"
+    problem = f"{checkpoint.folder.name}: byte {checkpoint.journal_bytes} of the journal, at which it was written, {where}"
     findings.add(Check.CHECKPOINTS, problem)
     return False
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
-    """Every start in the journal is one that lineage.json knows; one that died before it wrote there left none."""
+    """Check that lineage.json knows every start in the journal. A trainer that died before it wrote to the journal left no
+    start there."""
     history, findings, content = audit.history, audit.findings, read_json(path)
     if not content:
         if history.starts:
@@ -250,7 +251,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
 
 
 def _check_tokens(path: Path, audit: Audit) -> None:
-    """What the model was given at each step, by its record, is what the journal says was trained into that version."""
+    """Check that the tokens each step's record counts are those that the journal trained into that version."""
     known = audit.replay.tokens_by_version
     steps = [record for record in read_jsonl(path) if record.get("step") in known]
     if not steps:
@@ -258,11 +259,11 @@ def _check_tokens(path: Path, audit: Audit) -> None:
     for record in steps:
         version, told = record["step"], record.get("tokens_trained")
         if version <= audit.replay.version and told != known[version]:
-            audit.findings.add(Check.TOKENS, f"version {version}: {told} tokens, the journal {known[version]}")
+            audit.findings.add(Check.TOKENS, f"version {version}: {told} tokens, the journal has {known[version]}")
 
 
 def _check_summary(path: Path, audit: Audit) -> None:
-    """The trainer's own summary, once it has ended. One that the runner wrote in its place knows no reasons."""
+    """Check the trainer's own summary, once it has ended. A summary that the runner wrote instead has no reasons."""
     summary, replay = read_json(path), audit.replay
     if audit.history.end is None or summary.get("sequence_reasons") is None:
         audit.findings[Check.SUMMARY].skipped = "no trainer has ended and left one"
@@ -273,17 +274,15 @@ def _check_summary(path: Path, audit: Audit) -> None:
         ("policy_version", replay.version),
     ]:
         if summary.get(name) != derived:
-            audit.findings.add(Check.SUMMARY, f"{name} {summary.get(name)}, the journal {derived}")
+            audit.findings.add(Check.SUMMARY, f"{name} {summary.get(name)}, the journal has {derived}")
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
 async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
-    """`at_work()`: whether a trainer of the run lives. Without `open_streams` the files alone are judged.
-
-    What seems lost in a run that goes on is called so only when a second look finds it neither ended nor anywhere.
-    """
+    """Audit a run. `at_work()`: whether a trainer of the run is alive. Without `open_streams` only the files are judged. In a
+    live run, a sequence is reported as lost only if a second look neither finds it nor sees that it has ended."""
     audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
     if lost and audit.at_work:
         await asyncio.sleep(LOOK_AGAIN_S)
@@ -298,12 +297,12 @@ async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, a
 async def _audit_once(
     run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]
 ) -> tuple[Audit, list[str]]:
-    """The audit, and the sequences that seem lost."""
-    working = at_work()  # before the files are read: one that ends meanwhile has moved things
+    """Return the audit, and the sequences that seem lost."""
+    working = at_work()  # asked before reading: a trainer that ends meanwhile has moved sequences
     audit = await asyncio.to_thread(audit_files, run_dir)
     audit.run, audit.at_work = run, working and not audit.ended
     if open_streams is None:
-        _skip_streams(audit, "the streams were not looked at")
+        _skip_streams(audit, "the streams were not read")
         return audit, []
     try:
         async with open_streams() as bus:
@@ -315,7 +314,7 @@ async def _audit_once(
             audit.findings.add(Check.LOST, f"the streams cannot be read: {error}")
         return audit, []
     if _unknown_messages(audit, seen):
-        # What was reserved since the journal was read may be out there too.
+        # Groups reserved since the journal was read may be on the streams, too.
         audit.replay.reserve({"groups": await asyncio.to_thread(reserved_groups, run_dir / JOURNAL)})
     for sequence_id in _unknown_messages(audit, seen):
         audit.findings.add(Check.UNKNOWN, sequence_id)
@@ -329,7 +328,7 @@ def _skip_streams(audit: Audit, why: str) -> None:
 
 
 async def look(bus: Bus, durable: int) -> StreamLook:
-    """SEQUENCES up to its present end, and what is on PROMPTS before or after that. Raises `BusError`."""
+    """Read SEQUENCES up to its present end, and PROMPTS before and after that. Raises `BusError`."""
     prompts_before = await bus.pending_prompts()
     info = await bus.sequences_info()
     seen = StreamLook(info, durable)
@@ -345,7 +344,7 @@ async def look(bus: Bus, durable: int) -> StreamLook:
 
 
 async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
-    """What the log holds up to position `last`."""
+    """Yield the entries of the log up to position `last`."""
     if (await bus.sequences_info()).first_position > last:
         return
     async with bus.read_sequences(1) as entries:
@@ -364,8 +363,8 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 
 def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
-    """Sequences in the log that were never issued, nor could have been: what was reserved may be out there unless the run
-    came to its end."""
+    """Return sequences in the log that were never issued and could not have been: reserved groups may have been published,
+    unless the run came to its end."""
     replay, unknown = audit.replay, []
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:
@@ -377,11 +376,11 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
 
 
 def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str]]:
-    """Sequences in flight that are neither in the log, nor held by the newest checkpoint, nor on PROMPTS: (lost, yet to be
-    published).
+    """Return (lost, yet to be published): sequences in flight that are neither in the log, nor held by the newest checkpoint,
+    nor on PROMPTS.
 
-    The newest group may be on its way to PROMPTS. A trainer that starts publishes each group again of which the streams show
-    nothing, so that those only wait for it.
+    The newest group may be on its way to PROMPTS. A starting trainer publishes again each group of which the streams show
+    nothing, so those groups only wait for it.
     """
     lost: list[str] = []
     waiting: list[str] = []

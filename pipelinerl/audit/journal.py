@@ -1,20 +1,20 @@
-"""The run's journal, `ledger.jsonl`: every sequence issued and where it ended, one event a line, only ever appended to.
+"""The run's journal, `ledger.jsonl`: an append-only file with one event per line, from issue to end of every sequence.
 
-The trainer's books are state; this is their history, from which `pipelinerl audit` derives them again. Events (`event` names
-them):
+The trainer's ledger is state; the journal is its history, from which `pipelinerl audit` derives it again. The field `event`
+names the kind of event:
 
     start       incarnation, version, keep    a trainer started from `version`; `keep`: bytes of this file that still count,
-                                              what lies between them and this line was undone
-    reserve     groups                        groups numbered below this may have been published; on disk before any is
+                                              the part between them and this line was undone
+    reserve     groups                        groups numbered below this may have been published; written to disk first
     issue       group, samples, version
-    close       outcome, reason, ids          of those trained also the `version` that the step made of them, their `branches`,
-                                              and the sampled `tokens` of these
+    close       outcome, reason, ids          for trained ones also the `version` that the step made, their `branches`,
+                                              and the sampled `tokens` of these branches
     step        version, counts               the ledger's own counts after that step
-    checkpoint  version, position             on disk; SEQUENCES up to `position` may go
-    position    position                      the streams are new ones, and the log is read from there
+    checkpoint  version, position             on disk; SEQUENCES up to `position` may be purged
+    position    position                      the streams were recreated, and the log is read from there
     end         version, finished
 
-Knows files, no streams and no ledger. A last line that was cut off does not count.
+A last line that was cut off does not count.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from types import TracebackType
 from typing import IO, Any
 
 JOURNAL = "ledger.jsonl"
-"""Its name in a run directory."""
+"""File name in a run directory."""
 
 Event = dict[str, Any]
 
 
 class Journal:
-    """Appends events. A line is safe from this process's death once `flush` returned, from the machine's after `sync`."""
+    """Append events. A line survives the death of this process once `flush` has returned, and of the machine once `sync`
+    has."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[bytes] | None = None
         self.size = 0
-        """Bytes, those not yet flushed included: where the next event begins."""
+        """Size in bytes, with what is not flushed yet: the offset of the next event."""
 
     def __enter__(self) -> Journal:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self.size = sum(len(line) for _, line in read_lines(self._path))  # a line that was cut off is dropped
+        self.size = sum(len(line) for _, line in read_lines(self._path))  # a truncated last line is dropped
         self._file = self._path.open("ab")
         self._file.truncate(self.size)
         return self
@@ -60,7 +61,7 @@ class Journal:
         self._open.flush()
 
     def sync(self) -> None:
-        """Blocks for as long as the disk takes; any thread."""
+        """Flush to disk. Blocks for as long as the disk takes; may be called on any thread."""
         self._open.flush()
         os.fsync(self._open.fileno())
 
@@ -71,16 +72,16 @@ class Journal:
 
 
 def read_events(path: Path) -> Iterator[tuple[int, Event]]:
-    """(byte offset, event) in order. Raises `ValueError` for a whole line that is no event; nothing without a file."""
+    """Yield (byte offset, event) in order; nothing without a file. Raises `ValueError` if a whole line is not an event."""
     for offset, line in read_lines(path):
         event = parse_event(line)
         if event is None:
-            raise ValueError(f"{path.name}: no event at byte {offset}: {line[:80]!r}")
+            raise ValueError(f"{path.name}: line without an event at byte {offset}: {line[:80]!r}")
         yield offset, event
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(byte offset, line) of whole lines; the last one may have been cut off."""
+    """Yield (byte offset, line) of each whole line. The last line may have been cut off."""
     if not path.is_file():
         return
     offset = 0
@@ -93,7 +94,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """None for what is no event."""
+    """Return the event in a line, or None if it has none."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -102,5 +103,5 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def reserved_groups(path: Path) -> int:
-    """Groups numbered below this may be on the streams, of any incarnation."""
+    """Return the number below which groups of any incarnation may be on the streams."""
     return max((event["groups"] for _, event in read_events(path) if event["event"] == "reserve"), default=0)

@@ -1,8 +1,8 @@
-"""The ledger once more from a run's journal: which events still count, what they add up to, and every contradiction.
+"""Replay a run's journal: which events still count, what they add up to, and every contradiction.
 
-Every restart undid what came after the checkpoint that it went on from. One pass over the file finds the starts; a second
-gives the events one by one with what became of them, and `Replay` is stepped by those that count. Memory: a few numbers for
-each group. Nothing is taken from the trainer's own counts: those are only compared.
+Every restart undid the events after the checkpoint that it continued from. One pass over the file finds the starts; a second
+one yields each event with the start that undid it, and `Replay` applies the events that count. Memory: a few numbers per group.
+The trainer's own counts are only compared, never used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _EXAMPLES = 5
 
 
 class Check(StrEnum):
-    """What must hold, in the words of the audit's report."""
+    """Invariants that the audit checks, in the words of its report."""
 
     JOURNAL = "the journal can be read"
-    RESTARTS = "every start goes on from what it says it does"
+    RESTARTS = "every start continues from the version that it states"
     ISSUED_ONCE = "no sequence is issued twice"
     ISSUED_FIRST = "no sequence ends that was not issued"
     ENDED_ONCE = "no sequence ends twice"
@@ -34,16 +34,16 @@ class Check(StrEnum):
     VERSIONS = "every version was made once, in order"
     GROUPS = "group numbers have no gap, and each was reserved first"
     POSITIONS = "positions in the log do not go back"
-    CHECKPOINTS = "every checkpoint holds the ledger of its moment"
+    CHECKPOINTS = "every checkpoint holds the ledger of its time"
     TOKENS = "every step trained the sampled tokens of all branches of its sequences"
-    SUMMARY = "summary.json says the same"
+    SUMMARY = "summary.json has the same numbers"
     UNKNOWN = "the log holds no sequence that was never issued"
-    LOST = "every sequence in flight is somewhere"
+    LOST = "every sequence in flight can be found"
 
 
 @dataclass
 class CheckResult:
-    """`count` problems, of which `examples` are the first; `skipped`: why it was not looked at."""
+    """`count` problems, the first of them in `examples`. `skipped`: why the check was not made."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -69,21 +69,22 @@ _GROUP = re.compile(r"g(\d+)")
 
 
 class Replay:
-    """Stepped by `apply` for every event that counts, and by `reserve` for every reservation there ever was."""
+    """State of the ledger, stepped by `apply` for every event that counts and by `reserve` for every reservation, undone ones
+    included."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self._samples: dict[str, int] = {}  # of each group
+        self._samples: dict[str, int] = {}  # by group
         self._open: dict[str, int] = {}  # bit i: sample i is in flight
         self._trained: dict[str, int] = {}  # bit i: sample i was trained
         self._issued = 0
         self._closed = dict.fromkeys(Outcome, 0)
         self.reasons: dict[Outcome, Counter[str]] = {outcome: Counter() for outcome in Outcome}
         self.version = 0
-        """Steps taken."""
+        """Optimizer steps taken."""
         self.trained_by_version: dict[int, int] = {}
         self.tokens_by_version: dict[int, int] = {}
-        """Sampled ones of what was trained, of all branches."""
+        """Sampled tokens of all trained branches."""
         self.trained_branches = 0
         self.reserved = 0
         """Groups numbered below this may be on the streams."""
@@ -102,18 +103,18 @@ class Replay:
         return bool(self._trained.get(group, 0) >> sample & 1)
 
     def untouched(self, group: str) -> bool:
-        """Whether every sample of the group is in flight."""
+        """Return whether every sample of the group is in flight."""
         return self._open.get(group, 0) == (1 << self._samples.get(group, 0)) - 1
 
     def in_flight(self) -> Iterator[tuple[str, int]]:
-        """(group, sample) in order of issue."""
+        """Yield (group, sample) in order of issue."""
         for group, mask in self._open.items():
             for sample in range(self._samples[group]):
                 if mask >> sample & 1:
                     yield group, sample
 
     def apply(self, offset: int, event: Event) -> None:
-        """One event that counts; `offset` is for what is found. Events of other kinds change nothing."""
+        """Apply one event that counts. `offset` is quoted in findings. Events of other kinds change nothing."""
         kind = event["event"]
         try:
             if kind == "issue":
@@ -124,18 +125,18 @@ class Replay:
             elif kind == "step":
                 self._step(event["version"], event["counts"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} without what it needs: {error!r}")
+            self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """Of any incarnation: what was reserved may be out there for good."""
+        """Record a reservation. Those of undone incarnations count, too: their groups may still be on the streams."""
         groups = event.get("groups")
         if isinstance(groups, int):
             self.reserved = max(self.reserved, groups)
 
     def start(self, version: int, incarnation: int) -> None:
-        """A trainer goes on here."""
+        """Check that a starting trainer continues from the version reached here."""
         if version != self.version:
-            problem = f"incarnation {incarnation} says it goes on from version {version}, and the journal is at {self.version}"
+            problem = f"incarnation {incarnation} claims to continue from version {version}, the journal is at {self.version}"
             self._findings.add(Check.RESTARTS, problem)
 
     def _issue(self, group: str, samples: int) -> None:
@@ -177,7 +178,7 @@ class Replay:
             self.trained_branches += event["branches"]
 
     def _end(self, sequence_id: str, outcome: Outcome) -> int:
-        """1 when the sequence was in flight; else 0, and a finding."""
+        """Return 1 if the sequence was in flight; otherwise add a finding and return 0."""
         group, sample = split_id(sequence_id)
         mask, bit = self._open.get(group, 0), 1 << sample
         if not mask & bit:
@@ -202,7 +203,7 @@ class Replay:
         self.version = version
         self.trained_by_version.setdefault(version, 0)
         wrong = [
-            f"{name} {counts.get(name)} told, {count} derived"
+            f"{name} {counts.get(name)} stated, {count} derived"
             for name, count in self.counts.as_dict().items()
             if counts.get(name) != count
         ]
@@ -211,14 +212,14 @@ class Replay:
 
 
 def split_id(sequence_id: str) -> tuple[str, int]:
-    """Group and sample index; ("", 0), which is no group, for what names no sample."""
+    """Return group and sample index, or ("", 0), which is no group, if the id names no sample."""
     group, _, index = sequence_id.rpartition(".")
     named = index.isdecimal() and len(index) <= 5 and int(index) < MAX_SAMPLES
     return (group, int(index)) if named else ("", 0)
 
 
 def group_number(group: str) -> int:
-    """-1 for what has none."""
+    """Return the group's number, or -1 if it has none."""
     match = _GROUP.fullmatch(group)
     return int(match[1]) if match else -1
 
@@ -229,8 +230,8 @@ _OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
 
 @dataclass
 class Start:
-    """A trainer that started: which, from which version, the bytes of the journal that counted for it, and what it undid of the
-    ledger between these and `offset`: steps, groups issued, sequences that had ended."""
+    """A trainer's start: the version it began at, the bytes of the journal that counted for it (`keep`), and the number of
+    ledger events that it undid between these and `offset`: steps, groups issued, ended sequences."""
 
     offset: int
     keep: int
@@ -253,28 +254,28 @@ class History:
     starts: list[Start] = field(default_factory=list)
     size: int = 0
     end: Event | None = None
-    """The last event, if the last trainer left an `end`."""
+    """The last event, if it is an `end`."""
 
     def undone_by(self, offset: int) -> Start | None:
-        """The start that undid the byte at `offset`; None when it counts."""
+        """Return the start that undid the byte at `offset`; None if the byte counts."""
         return next((start for start in self.starts if start.keep <= offset < start.offset), None)
 
     def counts(self, num_bytes: int) -> bool:
-        """Whether the journal's first `num_bytes` bytes end in what counts."""
+        """Return whether the journal's first `num_bytes` bytes end in an event that counts."""
         return num_bytes == 0 or (0 < num_bytes <= self.size and self.undone_by(num_bytes - 1) is None)
 
 
 def read_history(path: Path, findings: Findings) -> History:
-    """Of the whole lines that the file has now. No file is an empty history."""
+    """Read the starts from the whole lines that the file has now. A missing file is an empty history."""
     history = History()
-    floor, positions = 0, dict[int, int]()  # in SEQUENCES; of the checkpoint that became durable last, by version
+    floor, positions = 0, dict[int, int]()  # in SEQUENCES: of the last durable checkpoint, and by version
     for offset, line in read_lines(path):
         match = _KIND.match(line)
         event = parse_event(line) if match is not None and match[1] in _OF_INTEREST else None
         history.end = None
         try:
             if event is None:
-                pass  # what is no event is found when it is replayed
+                pass  # the replay reports lines without an event
             elif event["event"] == "end":
                 history.end = event
             elif event["event"] == "checkpoint":
@@ -289,20 +290,20 @@ def read_history(path: Path, findings: Findings) -> History:
             else:
                 start = Start(offset, int(event["keep"]), int(event["incarnation"]), int(event["version"]))
                 if not history.counts(start.keep):
-                    ends = "which end in what was undone or not there yet"
+                    ends = "which end in an undone part or beyond the file"
                     findings.add(Check.RESTARTS, f"incarnation {start.incarnation} keeps {start.keep} bytes, {ends}")
                 floor = positions.get(start.version, 0)
                 history.starts.append(start)
         except (KeyError, TypeError, ValueError) as error:
             kind = event["event"] if event else ""
-            findings.add(Check.JOURNAL, f"byte {offset}: {kind} without what it needs: {error!r}")
+            findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
         history.size = offset + len(line)
     _check_line_ends(path, history.starts, findings)
     return history
 
 
 def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, Start | None]]:
-    """(offset, event, the start that undid it) of every event. A line that is none is a finding where it counts."""
+    """Yield (offset, event, the start that undid it) of every event. A line without an event is a finding if it counts."""
     first = history.starts[0].offset if history.starts else history.size
     for offset, line in read_lines(path):
         if offset >= history.size:

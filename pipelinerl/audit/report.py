@@ -1,4 +1,4 @@
-"""What a person reads of an audit, or a program: the equation with its numbers, outcomes, what restarts undid, the checks."""
+"""Render an audit as text or JSON: the equation with its numbers, outcomes, events that restarts undid, and the checks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipelinerl.rl.ledger import Outcome
 
 
 def trained_per_version(audit: Audit) -> dict[int, int]:
-    """Sequences trained into each version that counts."""
+    """Return the number of sequences trained into each version that counts."""
     trained = audit.replay.trained_by_version
     return {version: trained.get(version, 0) for version in range(1, audit.replay.version + 1)}
 
 
 def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
-    """`versions`: every version's count too."""
+    """Return the audit as JSON. `versions`: include the count of every version."""
     replay, trained = audit.replay, trained_per_version(audit)
     seen = audit.streams
     return {
@@ -63,7 +63,7 @@ _OUTLIERS = 10
 
 
 def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
-    """`versions`: every version's count instead of the unusual ones'."""
+    """Yield the lines of the report. `versions`: list every version's count instead of the unusual ones."""
     replay = audit.replay
     yield f"{audit.run}: {audit.state}, {counted(len(audit.history.starts), 'start')}, version {number(replay.version)}"
     yield ""
@@ -79,7 +79,7 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
             f"{one.undid['steps']} steps, {number(one.undid['trained'])} sequences trained, "
             f"{number(one.undid['ended_otherwise'])} ended otherwise, {number(one.undid['groups'])} groups issued"
         )
-        yield f"  incarnation {one.incarnation} went on from version {one.version} and undid {undid}"
+        yield f"  incarnation {one.incarnation} continued from version {one.version} and undid {undid}"
     yield from _versions(trained_per_version(audit), versions)
     yield from _streams(audit)
     yield ""
@@ -91,12 +91,13 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     if failed:
         yield f"{failed} of {len(audit.findings)} checks FAILED"
     else:
-        told = f"what was looked at adds up; {skipped} of {len(audit.findings)} checks could not be made"
+        told = f"all checks that were made passed; {skipped} of {len(audit.findings)} checks were skipped"
         yield told if skipped else "everything adds up"
 
 
 def equation(counts: Mapping[str, int]) -> str:
-    """`issued 24 = trained 16 + dropped stale 0 + dropped filtered 0 + failed 0 + in flight 8`"""
+    """Return the ledger's equation, such as `issued 24 = trained 16 + dropped stale 0 + dropped filtered 0 + failed 0 + in
+    flight 8`."""
     ended = " + ".join(f"{name.replace('_', ' ')} {number(count)}" for name, count in counts.items() if name != "issued")
     return f"issued {number(counts['issued'])} = {ended}"
 
@@ -125,7 +126,7 @@ def _streams(audit: Audit) -> Iterator[str]:
     )
     unreadable = ", ".join(map(str, list(seen.unreadable)[:_OUTLIERS]))
     for count, what in [
-        (seen.repeated, "of them repeat a sequence: recognised, and trained once"),
+        (seen.repeated, "of them repeat a sequence, which is trained once"),
         (len(seen.unreadable), f"of them cannot be read: positions {unreadable}"),
         (seen.trained_below(audit.replay), "of them may be purged"),
         (seen.dead_letters, "prompt groups are in the dead-letter stream"),

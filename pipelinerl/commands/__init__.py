@@ -1,6 +1,6 @@
-"""What `pipelinerl <command>` does, by module. Importing them is light; executing may not be.
+"""The commands behind `pipelinerl <command>`, one module each. Importing them is light; executing one may not be.
 
-Here: what a command is, the arguments of those that take a recipe, and what a shell completes them to.
+This module defines a command, the arguments of commands that take a recipe, and their shell completion.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Command(NamedTuple):
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """`recipe` and `overrides`."""
+    """Add `recipe` and `overrides`."""
     recipe = parser.add_argument("recipe", metavar="RECIPE", nargs=nargs, help="recipe file, or the name of one under recipes/")
     override = parser.add_argument(
         "--set", dest="overrides", metavar="a.b=c", action="append", default=[],

@@ -1,5 +1,5 @@
-"""`pipelinerl cache`: lists what runs on this machine have built and kept for the next one: initial models, and programs that
-torch has compiled. `--clear` removes it."""
+"""`pipelinerl cache`: list the initial models and compiled code that runs on this machine keep for the next run. `--clear`
+removes them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipelinerl.errors import FieldError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     clear = parser.add_argument(
         "--clear", metavar="NAME", nargs="*",
-        help="remove these, or all of them; a run that goes on needs its own for restarts",
+        help="remove these entries, or all; a running run needs its own for restarts",
     )  # fmt: skip
     clear.completer = lambda **_: list(_kept())  # type: ignore[attr-defined]
 
 
 def _kept() -> dict[str, Path]:
-    """Folders by name."""
+    """Return the folders by name."""
     import os
 
     from pipelinerl.initial_model import COMPILED, cache_folder
@@ -31,7 +31,8 @@ def _kept() -> dict[str, Path]:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Exit code 0. Raises `FieldError` for what is not there, with nothing removed, or cannot be removed."""
+    """Return exit code 0. Raises `FieldError` for a missing entry, before anything is removed, or for one that cannot be
+    removed."""
     import os
     import shutil
 
@@ -41,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
     chosen = args.clear or list(kept)
     for name in chosen:
         if name not in kept:
-            raise FieldError("--clear", name, f"is not in {folder}; pipelinerl cache lists what is")
+            raise FieldError("--clear", name, f"is not in {folder}; pipelinerl cache lists its entries")
     sizes = {name: _bytes_in(kept[name]) for name in chosen}
     for name, size in sizes.items():
         built = datetime.fromtimestamp(kept[name].stat().st_mtime).isoformat(" ", "minutes")
@@ -49,7 +50,7 @@ def execute(args: argparse.Namespace) -> int:
             try:
                 shutil.rmtree(kept[name])
                 if name == COMPILED:
-                    kept[name].mkdir()  # where engines of a run that goes on look for it
+                    kept[name].mkdir()  # engines of a running run look for it there
             except OSError as error:
                 raise FieldError("--clear", name, f"cannot be removed: {error.strerror}") from error
         print(f"{'removed  ' if args.clear is not None else ''}{size / 2**20:9,.1f} MiB  {built}  {name}")
@@ -61,4 +62,4 @@ def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-COMMAND = Command("cache", "list what is kept for the next run, such as initial models, or remove it", add_arguments, execute)
+COMMAND = Command("cache", "list or remove files kept for the next run, such as initial models", add_arguments, execute)

@@ -1,4 +1,4 @@
-"""`pipelinerl plan RECIPE`: how to share accelerators between actors and trainer, with what to expect and why.
+"""`pipelinerl plan RECIPE`: divide accelerators between actors and trainer, and print expected figures with reasons.
 
 Everything is modelled (`pipelinerl/rl/planner.py`); nothing is started or measured.
 """
@@ -28,8 +28,8 @@ _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
-    parser.add_argument("--parameters", metavar="SIZE", required=True, help="of the model with all its experts, such as 7.6B")
-    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="for actors and trainer together")
+    parser.add_argument("--parameters", metavar="SIZE", required=True, help="model size with all its experts, such as 7.6B")
+    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="number for actors and trainer together")
     parser.add_argument(
         "--accelerator", metavar="NAME|FILE", default="H100",
         help="A100, H100, H200, ..., or a JSON file of measured speeds (docs/planning.md); default H100",
@@ -40,16 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or the folder of a run to learn them from",
     )  # fmt: skip
     parser.add_argument(
-        "--sequences-in-progress", metavar="H", type=int, help="on each actor; otherwise the best number is found"
+        "--sequences-in-progress", metavar="H", type=int, help="number on each actor; by default the best one is found"
     )
     parser.add_argument(
-        "--kv-kib-per-token", metavar="KIB", type=float, help="of the model; otherwise what models of its size usually need"
+        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache; by default that of usual models of this size"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Exit code 0. Raises `UserError` for what cannot be planned."""
+    """Return exit code 0. Raises `UserError` if no plan can be made."""
     from pipelinerl.recipe.loading import RecipeError, load_recipe
     from pipelinerl.rl.memory import Model
     from pipelinerl.rl.planner import counted, make_plan, misfits
@@ -81,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def size_of(text: str) -> float:
-    """Parameters. Raises `FieldError`."""
+    """Return the number of parameters. Raises `FieldError`."""
     found = _SIZE.fullmatch(text)
     if not found or not 0 < float(found[1]) < math.inf:
         raise FieldError("--parameters", text, "give a number with M, B or T, such as 7.6B")
@@ -89,7 +89,7 @@ def size_of(text: str) -> float:
 
 
 def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
-    """Completion lengths from bars of a histogram or a run directory, and where they come from. Raises `FieldError`."""
+    """Return completion lengths from bars of a histogram or a run directory, and their source. Raises `FieldError`."""
     from pipelinerl.rl.throughput import Lengths
 
     max_tokens = recipe.max_tokens
@@ -109,10 +109,10 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
-    """Of a run's completions in the second half of its steps, those dropped as stale included, and how many these are.
+    """Return the lengths of a run's completions in the second half of its steps, stale ones included, and their number.
 
-    metrics.jsonl counts them by power-of-two bucket; where in its bucket a length lies is taken from samples.jsonl, where that
-    has any of the bucket. Raises `FieldError`.
+    metrics.jsonl counts lengths by power-of-two bucket. Within a bucket, lengths are those in samples.jsonl, if it has any of
+    that bucket. Raises `FieldError`.
     """
     from pipelinerl.rl.groups import length_bucket
     from pipelinerl.rl.throughput import Lengths
@@ -134,7 +134,7 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
             if sample.get("spans") and not sample.get("heldout"):
                 seen.setdefault(length_bucket(sample["spans"][-1][2]), []).append(sample["spans"][-1][2])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        fix = f"what stands in it is no run's metrics.jsonl and samples.jsonl ({error}); give bars"
+        fix = f"its metrics.jsonl and samples.jsonl are not those of a run ({error}); give bars"
         raise FieldError("--lengths", str(run_dir), fix) from None
     if not any(counts.values()):
         raise FieldError("--lengths", str(run_dir), "its metrics.jsonl has no step with ended_by_length; give bars")
@@ -190,7 +190,7 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
 
 
 def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
-    """What a person wants to see of a plan, as (name, value) rows. Pure."""
+    """Return a plan's summary as (name, value) rows. Pure."""
     from pipelinerl.rl.planner import counted
     from pipelinerl.run_summary import lag_summary
 
@@ -216,7 +216,8 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
 
 
 def settings(split: Split) -> str:
-    """What to give `pipelinerl run` for it; on a cluster the replicas of the chart's actors and its trainer's GPUs decide."""
+    """Return the `pipelinerl run` options for it. On a cluster, the replicas of the chart's actors and its trainer's GPUs
+    decide."""
     changes = {
         "actor.count": split.num_generators,
         "actor.sequences_in_progress": split.sequences_in_progress,
@@ -226,7 +227,7 @@ def settings(split: Split) -> str:
 
 
 def _stale(plan: Plan) -> str:
-    """The share of the sequences that are dropped, and of which lengths, as far as the figures show."""
+    """Return the share of sequences that are dropped, with the shares of the lengths that lose most."""
     played = plan.played
     shares = [
         f"{stale / played.finished_by_length[bucket]:.1%} of those up to {bucket:,} tokens"
@@ -238,7 +239,7 @@ def _stale(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data; seconds, tokens, GiB, optimizer steps."""
+    """Return the plan as plain data: seconds, tokens, GiB, optimizer steps."""
     from pipelinerl.run_summary import lag_summary
 
     split, played = plan.split, plan.played

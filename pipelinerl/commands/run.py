@@ -1,4 +1,4 @@
-"""`pipelinerl run RECIPE`: trains on this machine, with live progress, into a run directory; `--resume DIR` goes on in one."""
+"""`pipelinerl run RECIPE`: train on this machine, with live progress, into a run directory; `--resume DIR` continues a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", metavar="NAME", help="name of the run (default: <recipe>-<date>-<time>)")
     parser.add_argument(
         "--reward-rows", metavar="N", type=int, default=2,
-        help="before anything is started, call each reward on so many of its problems (default: 2; 0: none, where calls cost)",
+        help="before the start, call each reward on this many of its problems (default: 2; 0: none, if calls cost money)",
     )  # fmt: skip
     page = parser.add_mutually_exclusive_group()
     page.add_argument("--page-port", metavar="PORT", type=int, default=0, help="port of the live page (default: any free one)")
@@ -40,10 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Exit code: 0 trained, 1 failed, 2 failed of what a service calls a user's mistake, 130 interrupted.
-
-    Raises `UserError` for what is wrong before anything is started.
-    """
+    """Return the exit code: 0 trained, 1 failed, 2 failed by a user's mistake, 130 interrupted. Raises `UserError` for a
+    mistake that is found before anything is started."""
     import asyncio
 
     from pipelinerl.local.ending import finish
@@ -58,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
         recipe, run_dir, notes = make(args, overrides, stack)
         with open_display() as display:
             configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
-            with suppress(OSError):  # the run finds out too when nobody reads, and stops in order
+            with suppress(OSError):  # if the output is closed, the run notices as well and stops cleanly
                 display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
             local = LocalRun(recipe, run_dir, display, page_port=page_port, metrics_port=metrics_port)
             ending = asyncio.run(local.run())
@@ -66,7 +64,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
-    """Of the live page (None: there is none) and of the runner's metrics; 0 is any free one. Raises `FieldError`."""
+    """Return the ports of the live page (None: no page) and of the runner's metrics; 0 is any free one. Raises `FieldError`."""
     page_port = None if args.no_page else free_port("--page-port", args.page_port)
     metrics_port = free_port("--metrics-port", args.metrics_port)
     if metrics_port and metrics_port == page_port:
@@ -75,7 +73,7 @@ def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
 
 
 def free_port(option: str, port: int) -> int:
-    """The same port. Raises `FieldError` when it is not a port, or another process listens there."""
+    """Return the same port. Raises `FieldError` if it is no port number, or another process listens there."""
     from pipelinerl.local.processes import why_taken
 
     if not 0 <= port <= 65535:
@@ -96,7 +94,7 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     from pipelinerl.run_dir import create_run_dir, locked, open_to_others
 
     if args.recipe is None:
-        raise FieldError("RECIPE", "", "name a recipe, or go on with a run by --resume DIR")
+        raise FieldError("RECIPE", "", "name a recipe, or continue a run with --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
     doubtful = [*doubts(recipe, check_environment(recipe, args.reward_rows))]
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))

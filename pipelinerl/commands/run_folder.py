@@ -1,12 +1,12 @@
-"""What a run left, or holds while it goes on: `pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`.
+"""Read a run, finished or not: `pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`.
 
-`report` writes report.html again from what the run directory holds. `audit` derives the run's ledger again and says whether
-everything adds up. `dead-letters` lists the prompt groups that were given up, with the reason. None of them changes a stream,
-starts a run or puts a group back.
+`report` writes report.html again from the run directory. `audit` derives the run's ledger again and says whether everything
+adds up. `dead-letters` lists the prompt groups that were given up, with the reason. None of them changes a stream, starts a run
+or puts a group back.
 
-A command names the folder of a local run, or a NATS server and a run's name; in a pod of a run neither need be given, since the
-environment of its service names the NATS server. A local run that goes on has its own nats-server. The stored streams of a
-run that has ended are copied and served by a temporary nats-server, so that the run directory stays as it was.
+A command names the folder of a local run, or a NATS server and a run's name. In a pod of a run neither is needed, since the
+service's environment names the NATS server. A running local run has its own nats-server. The stored streams of a run that has
+ended are copied and served by a temporary nats-server, so that the run directory stays unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Prints the report's path. Raises `FieldError` when the folder is not a run's."""
+    """Print the report's path. Raises `FieldError` if the folder is not a run's."""
     from pipelinerl.local.ending import write_report
 
     print(write_report(args.run_dir))
@@ -51,10 +51,8 @@ def _add_audit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _audit(args: argparse.Namespace) -> int:
-    """Exit code: 0 all adds up, 1 something does not. Raises `FieldError` for a folder that is not a run's.
-
-    Where neither the folder nor the environment says anything of streams, the files alone are judged.
-    """
+    """Return the exit code: 0 everything adds up, 1 something does not. Raises `FieldError` if the folder is not a run's. If
+    neither the folder nor the environment names streams, only the files are judged."""
     import asyncio
     import json
 
@@ -85,13 +83,13 @@ def _add_dead_letters_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _dead_letters(args: argparse.Namespace) -> int:
-    """Raises `FieldError` for a place without streams, `BusError` when NATS does not answer."""
+    """Print the dead letters. Raises `FieldError` for a place without streams, `BusError` when NATS does not answer."""
     import asyncio
     import json
 
     letters, unreadable = asyncio.run(_read(args))
     if unreadable:
-        print(f"{unreadable} messages are no dead letters of this run and are left out", file=sys.stderr)
+        print(f"{unreadable} messages are not dead letters of this run and are left out", file=sys.stderr)
     if args.json:
         for letter in letters:
             print(json.dumps(letter))
@@ -103,7 +101,7 @@ def _dead_letters(args: argparse.Namespace) -> int:
 
 
 async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Each dead letter as JSON, the oldest first, and how many messages cannot be read."""
+    """Return each dead letter as JSON, the oldest first, and the number of messages that cannot be read."""
     from pipelinerl.errors import MessageError
     from pipelinerl.messages.sequences import decode_dead_letter
 
@@ -126,7 +124,7 @@ async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
 
 
 def _described(letter: DeadLetter) -> dict[str, Any]:
-    """As JSON, with what its prompt group says where that can be read. Pure."""
+    """Return a dead letter as JSON, with the contents of its prompt group if they can be read. Pure."""
     import base64
 
     from pipelinerl.bus.protocol import group_id_of
@@ -159,7 +157,7 @@ def _described(letter: DeadLetter) -> dict[str, Any]:
 
 
 def _date(at_s: float) -> str:
-    """UTC; "?" beyond what a calendar holds."""
+    """Return the time in UTC, or "?" if it lies beyond the calendar."""
     from datetime import UTC, datetime
 
     try:
@@ -169,13 +167,13 @@ def _date(at_s: float) -> str:
 
 
 def _row(letter: dict[str, Any]) -> tuple[str, ...]:
-    prompt = _cut(letter.get("prompt_text", f"({letter['bytes']} bytes that are no prompt group)"), _PROMPT_CHARACTERS)
+    prompt = _cut(letter.get("prompt_text", f"({letter['bytes']} bytes, unreadable)"), _PROMPT_CHARACTERS)
     reason = _cut(letter["reason"], _REASON_CHARACTERS)
     return (letter["time"], letter["group_id"] or "?", str(letter["deliveries"]), letter["actor"], reason, prompt)
 
 
 def _cut(text: str, length: int) -> str:
-    """One line of at most `length` characters."""
+    """Return one line of at most `length` characters."""
     from pipelinerl.service.logs import printable
 
     line = printable(" ".join(text.split()))
@@ -183,7 +181,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    """Columns as wide as their longest entry. Pure."""
+    """Return a table with columns as wide as their longest entry. Pure."""
     lines = [_COLUMNS, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
@@ -195,7 +193,7 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 OpenStreams = Callable[[], AbstractAsyncContextManager["Bus"]]
 """A connected bus; raises `BusError` when NATS does not answer."""
 _STORE = "jetstream"
-"""What nats-server calls the folder of its streams."""
+"""Name of the folder in which nats-server keeps its streams."""
 
 
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +201,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--nats",
         metavar="URL",
         default="",
-        help="NATS server of a run elsewhere: nats://host:4222; in a pod of the run: that pod's",
+        help="NATS server of a run elsewhere, such as nats://host:4222 (default in a pod of the run: the pod's own setting)",
     )
     parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
     parser.add_argument(
@@ -212,8 +210,8 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
-    """Of `run`: on the server that the arguments name, else in the folder, else on the environment's server. None where none of
-    them says where they are. Raises `FieldError` for what is no run's name."""
+    """Return how to open the streams of `run`: on the server that the arguments name, else in the folder, else on the
+    environment's server; None if none of them names one. Raises `FieldError` for an invalid run name."""
     from pipelinerl.bus.jetstream import connect
     from pipelinerl.bus.protocol import check_run_name
     from pipelinerl.service.settings import StreamsSettings
@@ -230,13 +228,13 @@ def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
 
 
 def _holds_streams(run_dir: Path) -> bool:
-    """Whether it is the folder of a run on this machine, which keeps its streams there."""
+    """Return whether it is the folder of a run on this machine, which keeps its streams there."""
     return (run_dir / "nats" / _STORE).is_dir()
 
 
 @asynccontextmanager
 async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
-    """A connected bus. Raises `FieldError` when the folder does not say where they are."""
+    """Yield a connected bus. Raises `FieldError` if the folder does not tell where the streams are."""
     import asyncio
     import json
     import shutil

@@ -1,4 +1,4 @@
-"""`pipelinerl scale actors N --run-dir DIR`: adds or removes actors of a run that goes on."""
+"""`pipelinerl scale actors N --run-dir DIR`: add or remove actors of a running run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LOOK_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["actors"], help="what to scale")
+    parser.add_argument("what", choices=["actors"], help="service to scale")
     parser.add_argument("count", metavar="N", type=int, help="the wanted number")
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the run")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="how long to wait for them (300 s)")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="maximum wait for them (300 s)")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Waits until N actors serve. Raises `FieldError` for a wrong count or folder, `ServiceError` after the timeout."""
+    """Wait until N actors serve. Raises `FieldError` for a wrong count or folder, `ServiceError` after the timeout."""
     import asyncio
 
     from pipelinerl.local.processes import running_pids
@@ -40,7 +40,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
-    """Raises `FieldError` when the run has ended meanwhile."""
+    """Wait until `count` actors serve, printing their phases. Raises `FieldError` if the run ends meanwhile."""
     import asyncio
 
     from pipelinerl.local.following import ask_actor

@@ -1,8 +1,8 @@
-"""`pipelinerl validate RECIPE`: says whether a recipe can be used, listing everything that is wrong with it.
+"""`pipelinerl validate RECIPE`: check a recipe, and list everything that is wrong with it.
 
-Judges the recipe and what it names (files, folders, functions), so that one meant for a cluster validates on a laptop;
-what this machine lacks for running it, such as a GPU, is printed as a note and does not change the verdict. Told how much
-memory the GPUs have that it is meant for, it adds up what has to fit there.
+The recipe is judged with the files, folders and functions that it names, so that a recipe for a cluster validates on a laptop.
+If this machine lacks something to run it, such as a GPU, a note says so and the verdict stays. Given the memory of the GPUs
+that it is meant for, the command adds up the memory needed there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
 _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
-"""As in 17B-16E, whose size is that of what one token visits."""
+"""A name such as 17B-16E gives the size that one token visits, not that of all experts."""
 _ROUNDED = 1.1
-"""Names round down: a "7B" has 7.6."""
+"""Names round down: a "7B" has 7.6 billion parameters."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 120
 
@@ -35,26 +35,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument(
         "--fields-only", action="store_true",
-        help="leave out what the recipe names (files, folders, functions), which may be elsewhere",
+        help="do not check the files, folders and functions that the recipe names, which may be elsewhere",
     )  # fmt: skip
     parser.add_argument(
         "--reward-rows", metavar="N", type=int, default=20,
-        help="call each reward on so many of its problems, with the reference answer for a completion (default: 20; 0: none)",
+        help="call each reward on this many of its problems, with the reference answer as completion (default: 20; 0: none)",
     )  # fmt: skip
     parser.add_argument(
         "--gpu-memory", metavar="SIZE",
-        help="of each GPU, such as 80GiB: say what has to fit there, and what to set. Of a trainer on several nodes, give the "
-        "number of all ranks by --set trainer.nproc=N",
+        help="memory of each GPU, such as 80GiB: print the memory needed, and advice. For several trainer nodes, give "
+        "the number of ranks of all nodes by --set trainer.nproc=N",
     )  # fmt: skip
     parser.add_argument(
         "--parameters", metavar="SIZE",
-        help="of the model with all its experts, such as 7.6B, for --gpu-memory; otherwise what the folder of a model holds, "
+        help="size of the model with all its experts, such as 7.6B, for --gpu-memory; by default that of the model's folder, "
         "or the number in its name and a tenth more",
     )  # fmt: skip
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Exit code 0; raises `UserError` with everything that is wrong otherwise."""
+    """Return exit code 0. Otherwise raises `UserError` with everything that is wrong."""
     from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
     from pipelinerl.recipe.preflight import Examination, doubts, examine
     from pipelinerl.recipe.rehearsal import rehearsed
@@ -94,7 +94,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:
-    """What the user's files hold, as (name, value) rows, and warnings of too long prompts and files without any."""
+    """Return (name, value) rows about the user's files, and warnings about too long prompts and files without problems."""
     from pipelinerl.recipe.model_folder import token_counter
     from pipelinerl.recipe.preflight import files_in
     from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
@@ -128,7 +128,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
 
 
 def outline(recipe: Recipe) -> list[tuple[str, str]]:
-    """What a person wants to see of a recipe at a glance, as (name, value) rows. Pure."""
+    """Return a summary of a recipe as (name, value) rows. Pure."""
     lag = recipe.algorithm.max_lag
     model = recipe.model
     answers = f", {recipe.evaluation.samples} answers to each," if recipe.evaluation.samples > 1 else ""
@@ -156,7 +156,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What each is about, and what scores it; of several, its part of the prompts too."""
+    """Yield rows that describe each task and its scorer; with several tasks, also its share of the prompts."""
     total = sum(share.weight for share in recipe.mixture.values())
     for place, share in recipe.tasks_by_place.items():
         task = share.task
@@ -173,7 +173,7 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _largest_lag(recipe: Recipe) -> str:
-    """By the formula; how long completions are in the mean is not known before a run."""
+    """Return the largest lag by the formula, for two assumed mean lengths: the actual mean is not known before a run."""
     from pipelinerl.rl.throughput import recipe_lag
 
     longest, actors = recipe.max_tokens, recipe.actor.count
@@ -205,7 +205,7 @@ def _ranks(recipe: Recipe) -> str:
 
 
 def gib_of(text: str) -> float:
-    """Memory in GiB. Raises `FieldError`."""
+    """Return memory in GiB. Raises `FieldError`."""
     found = _MEMORY.fullmatch(text)
     if not found or not float(found[1]) > 0:
         raise FieldError("--gpu-memory", text, "give a number with GiB or GB, such as 80GiB")
@@ -213,7 +213,7 @@ def gib_of(text: str) -> float:
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
-    """The recipe's model of so many parameters; None: as its files or its name say. Raises `FieldError`."""
+    """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
     from pipelinerl.commands.plan import size_of
     from pipelinerl.recipe.model_folder import known_parameters
     from pipelinerl.rl.memory import Model
@@ -231,7 +231,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
-    """What is in the memory of a GPU, as (name, value) rows: an actor's, and one of the trainer. Pure."""
+    """Return the contents of GPU memory as (name, value) rows, for one GPU of an actor and one of the trainer. Pure."""
     from pipelinerl.rl.memory import ENGINE_GIB, GIB, kv_cache_gib, state_bytes, update_gib
 
     engine, trainer = recipe.actor.engine, recipe.trainer
@@ -251,7 +251,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
         (
             "trainer GPU",
             f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}; {memory_gib - state_gib:.1f} for "
-            f"activations and what is gathered (trainer.nproc = {trainer.nproc}: set it to the ranks of all nodes)",
+            f"activations and gathered weights (trainer.nproc = {trainer.nproc}: set it to the ranks of all nodes)",
         ),
     ]
 

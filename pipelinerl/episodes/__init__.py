@@ -1,4 +1,4 @@
-"""What users write for episodes of several turns: environments and tools. Needs neither torch nor vLLM."""
+"""Interfaces with which users write episodes of several turns: environments and tools. Needs neither torch nor vLLM."""
 
 from pipelinerl.episodes.environment import Done, Environment, Messages, Tool, ToolCall, Turn, tool_of
 

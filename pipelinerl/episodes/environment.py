@@ -48,19 +48,19 @@ from typing import Any, Literal, Protocol, Union
 from pipelinerl.errors import UserError
 
 Messages = list[dict[str, Any]]
-"""In OpenAI's form: `{"role": "user", "content": "..."}`, and for a tool's answer also `tool_call_id`."""
+"""Messages in OpenAI's form: `{"role": "user", "content": "..."}`; a tool's answer also has `tool_call_id`."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy asked for. `arguments_json` is its own text, which need not be JSON."""
+    """A call that the policy asked for. `arguments_json` is the policy's own text, which need not be JSON."""
 
     id: str
     name: str
     arguments_json: str
 
     def arguments(self) -> dict[str, Any]:
-        """Raises `ValueError` for what is not a JSON object."""
+        """Return the parsed arguments. Raises `ValueError` unless they are a JSON object."""
         arguments = json.loads(self.arguments_json or "{}")
         if not isinstance(arguments, dict):
             raise ValueError(f"the arguments are {self.arguments_json!r:.200}, not a JSON object")
@@ -69,7 +69,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy sampled in one go. `messages`: the whole conversation so far, this turn included."""
+    """One turn that the policy sampled. `messages`: the whole conversation so far, this turn included."""
 
     text: str
     tool_calls: tuple[ToolCall, ...]
@@ -80,11 +80,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an episode.
-
-    `correct` decides whether a held-out problem counts as solved; None: by the reward, from `reward.correct` on. `metrics` are
-    averaged over episodes.
-    """
+    """The end of an episode. `correct` decides whether a held-out problem counts as solved; None: solved if the reward reaches
+    `reward.correct`. `metrics` are averaged over episodes."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -92,26 +89,26 @@ class Done:
 
 
 Start = Messages | str
-"""A text is one message of the user."""
+"""A text stands for one message of the user."""
 Reply = Messages | str | Done
 
 
 class Environment(Protocol):
-    """A class of the user's own: `task: {source: environment, name: "package.module:Class"}`. `task.config` goes to its
-    constructor. Both methods may be async. It may have an attribute `tools`: what the policy may call, functions or schemas in
-    OpenAI's form; it answers the calls itself."""
+    """Interface of the user's class in `task: {source: environment, name: "package.module:Class"}`. `task.config` goes to its
+    constructor. Both methods may be async. The class may have an attribute `tools`, functions or schemas in OpenAI's form that
+    the policy may call; the environment answers the calls itself."""
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
-        """The first messages. `row`: the problem's line of `task.path`, or `{}`."""
+        """Return the first messages. `row`: the problem's line of `task.path`, or `{}`."""
         ...
 
     def reply(self, turn: Turn) -> Reply | Awaitable[Reply]:
-        """What the policy reads next, or the end."""
+        """Return what the policy reads next, or `Done`."""
         ...
 
 
 def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any]) -> None:
-    """Raises `UserError` for a class without the methods of an `Environment`, or that does not take `config`. Makes none."""
+    """Raise `UserError` if a class lacks the methods of an `Environment` or does not take `config`. Creates no instance."""
     wanted = {"start": ("row", "seed"), "reply": ("turn",)} if isinstance(kind, type) else {}
     for method, parameters in wanted.items():
         if not callable(getattr(kind, method, None)):
@@ -125,7 +122,7 @@ def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any])
 def _bind(name: str, function: Callable[..., Any], arguments: tuple[str, ...] = (), config: Mapping[str, Any] = {}) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # as of a class in C; the call will tell
+    except (TypeError, ValueError):  # as for a class in C; then the call itself reports the error
         return
     try:
         signature.bind(*arguments, **config)

@@ -1,4 +1,4 @@
-"""What the trainer asks of the Kubernetes API: to watch pods and, at a run's end, to scale it away.
+"""The trainer's use of the Kubernetes API: it watches pods and, at a run's end, scales the release to zero.
 
-Nothing here decides what a pod's end means for a run.
+This package does not decide what a pod's end means for a run.
 """

@@ -1,4 +1,4 @@
-"""Calls to the Kubernetes API from inside a pod, by the official asyncio client: bounded in time, with one typed error.
+"""Calls to the Kubernetes API from inside a pod, through the official asyncio client, with bounded times and one typed error.
 
 What the trainer asks is data here: the chart's Role grants exactly this, and a refusal names it. Address, token and CA come
 from where the kubelet puts them. The library reads the token again every minute; one that the API no longer accepts is read
@@ -30,7 +30,7 @@ from pipelinerl.service.settings import TrainerSettings
 
 @dataclass(frozen=True, order=True)
 class Permission:
-    """One verb on one resource, in the pod's own namespace. `group`: of the API; empty = the core group."""
+    """One verb on one resource, in the pod's own namespace. `group`: API group; empty = the core group."""
 
     resource: str
     verb: str
@@ -49,24 +49,21 @@ SCALE_ACTORS = Permission("deployments/scale", "patch", "apps")
 SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps")
 
 TRAINER = frozenset({LIST_PODS, WATCH_PODS})
-"""Nobody else has a token."""
+"""Permissions of the trainer, the only service with a token."""
 KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
-"""An earlier end of the run may have taken its actors."""
+"""Every completion needs these: an earlier end of the run may have scaled its actors to zero."""
 COMPLETION = {"keep": KEEP, "release": (*KEEP, PATCH_REPORT, SCALE_TRAINER), "exit": (*KEEP, SCALE_TRAINER)}
-"""What the trainer may do besides by `on_completion`: each on the one object of its release."""
+"""Further permissions by `on_completion`, each for a single object of the trainer's release."""
 _SCALE = {SCALE_ACTORS: "patch_namespaced_deployment_scale", SCALE_TRAINER: "patch_namespaced_stateful_set_scale"}
 _MERGE = "application/merge-patch+json"
 ASK_RIGHTS = Permission("selfsubjectaccessreviews", "create", "authorization.k8s.io")
-"""Every ServiceAccount has it, unless somebody took it away."""
+"""Every ServiceAccount has this permission unless an administrator removed it."""
 _GROUPS = {"apps": "AppsV1Api", ASK_RIGHTS.group: "AuthorizationV1Api"}
 
 
 class KubeError(PipelineRLError):
-    """The API refused, or gave no answer.
-
-    Attributes: `permission` (what was asked for), `status` (of HTTP; 0 = no answer), `detail` (the server's words or the
-    connection's error).
-    """
+    """The API refused, or gave no answer. Attributes: `permission` (what was asked for), `status` (of HTTP; 0 = no answer),
+    `detail` (the server's words or the connection's error)."""
 
     def __init__(self, permission: Permission, status: int, detail: object) -> None:
         self.permission, self.status, self.detail = permission, status, str(detail)[:DETAIL_CHARACTERS]
@@ -83,20 +80,20 @@ class KubeError(PipelineRLError):
 
     @property
     def denied(self) -> bool:
-        """It will be refused again, until somebody changes a Role or a token."""
+        """True if the API will refuse again until somebody changes a Role or a token."""
         return self.status in (401, 403)
 
 
 @dataclass(frozen=True)
 class KubeBackoff(Backoff):
-    """Delays between tries at the API: `denied_s` after a refusal, which only a person can end."""
+    """Delays between attempts at the API. After a refusal, which only a person can end, the delay is `denied_s`."""
 
     first_s: float = 0.5
     most_s: float = 30.0
     denied_s: float = 300.0
 
     def after(self, error: KubeError, failures: int) -> float:
-        """Seconds; `failures`: in a row, this one included."""
+        """Return seconds. `failures`: number of failures in a row, this one included."""
         return self.denied_s if error.denied else self.delay_s(failures)
 
 
@@ -105,8 +102,8 @@ BACKOFF = KubeBackoff()
 
 @dataclass(frozen=True)
 class Pod:
-    """`terminating`: its deletion was asked for. `deleted`: it is gone, or no longer selected. `cause`: why its phase is what
-    it is, where the API says so."""
+    """`terminating`: its deletion was requested. `deleted`: it is gone, or no longer selected. `cause`: reason for its phase,
+    if the API gives one."""
 
     name: str
     uid: str
@@ -129,24 +126,22 @@ class Pod:
 
 
 REQUEST_S = 5.0
-"""For a call and its answer."""
+"""Limit for a call and its answer."""
 WATCH_S = 300
-"""The server ends a watch then, and the next one goes on where it was."""
+"""The server ends a watch after that time, and the next watch continues from there."""
 SILENCE_S = 120.0
-"""A watch that says nothing for so long is taken for broken: bookmarks come every minute."""
+"""A watch that sends nothing for so long counts as broken, since bookmarks come every minute."""
 DETAIL_CHARACTERS = 300
 
 
 PodChange = tuple[Pod | None, str]
-"""A pod as it is now, and the resource version from which the next watch goes on. None: a bookmark, which tells the version
-alone."""
+"""A pod's present state, and the resource version from which the next watch continues. None: a bookmark, which has only the
+version."""
 
 
 class KubeClient:
-    """One namespace, by the rights of the pod's ServiceAccount; `close` must follow the last call.
-
-    `service_account`: folder with `token` and `ca.crt`.
-    """
+    """Access to one namespace with the rights of the pod's ServiceAccount. `close` must follow the last call.
+    `service_account`: folder with `token` and `ca.crt`."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S) -> None:
         self.namespace = namespace
@@ -154,33 +149,34 @@ class KubeClient:
         self._api: Any = None
 
     async def close(self) -> None:
-        """Closes the connections. A later call opens new ones."""
+        """Close the connections. A later call opens new ones."""
         api, self._api = self._api, None
         if api is not None:
             await api.api_client.close()
 
     async def patch_config(self, name: str, data: Mapping[str, str | None]) -> dict[str, str]:
-        """Sets these keys of a ConfigMap, removes those that are None, leaves its others. Returns all. Raises `KubeError`."""
+        """Set these keys of a ConfigMap, remove those that are None, keep the others. Returns all keys. Raises `KubeError`."""
         body = {"data": dict(data)}
         raw = await self._ask(PATCH_CONFIG, "patch_namespaced_config_map", name=name, body=body, _content_type=_MERGE)
         return dict(raw.get("data") or {})
 
     async def patch_secret(self, name: str, data: Mapping[str, bytes]) -> None:
-        """Sets these keys of a Secret, which holds 1 MiB at most; leaves its others. Raises `KubeError`."""
+        """Set these keys of a Secret, which holds at most 1 MiB, and keep the others. Raises `KubeError`."""
         body = {"data": {key: base64.b64encode(value).decode() for key, value in data.items()}}
         await self._ask(PATCH_REPORT, "patch_namespaced_secret", name=name, body=body, _content_type=_MERGE)
 
     async def count_actors(self, name: str) -> int:
-        """The replicas that are asked for, of a Deployment. Raises `KubeError`."""
+        """Return the wanted replicas of a Deployment. Raises `KubeError`."""
         raw = await self._ask(COUNT_ACTORS, "read_namespaced_deployment_scale", name=name)
         return int(raw["spec"].get("replicas", 0))  # the API leaves a zero out
 
     async def scale(self, permission: Permission, name: str, replicas: int) -> None:
-        """As `kubectl scale`. `permission`: that for the kind of `name`. Raises `KubeError`."""
+        """Scale like `kubectl scale`. `permission`: the one for the kind of `name`. Raises `KubeError`."""
         await self._ask(permission, _SCALE[permission], name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
 
     async def may(self, permission: Permission, name: str = "") -> bool:
-        """Whether the ServiceAccount has this right, in its namespace; on the object `name`, or on all. Raises `KubeError`."""
+        """Return whether the ServiceAccount has this permission in its namespace, on the object `name` or on all. Raises
+        `KubeError`."""
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
@@ -188,15 +184,15 @@ class KubeClient:
         return bool((raw.get("status") or {}).get("allowed"))
 
     async def list_pods(self, selector: str) -> tuple[list[Pod], str]:
-        """The pods, and the resource version where a watch goes on from. Raises `KubeError`."""
+        """Return the pods, and the resource version from which a watch continues. Raises `KubeError`."""
         raw = await self._ask(LIST_PODS, "list_namespaced_pod", label_selector=selector)
         return [Pod.from_json(item) for item in raw.get("items") or ()], _resource_version(raw)
 
     @asynccontextmanager
     async def watch_pods(self, selector: str, resource_version: str) -> AsyncIterator[AsyncIterator[PodChange]]:
-        """Changes after `resource_version`, as they happen. The iterator ends when the server ends the watch, or raises a
-        `KubeError` of status 410 when it no longer keeps that version: list again.
-        Both raise `KubeError`; leaving the block closes the connection."""
+        """Yield changes after `resource_version` as they happen. The iterator ends when the server ends the watch. It raises a
+        `KubeError` of status 410 if the server no longer keeps that version: then list again. Both raise `KubeError`; leaving
+        the block closes the connection."""
         with _as_kube_error(WATCH_PODS):
             async with asyncio.timeout(self._request_s):
                 response = await self._respond(
@@ -220,8 +216,8 @@ class KubeClient:
             return _parsed(permission, await response.read())
 
     async def _respond(self, permission: Permission, method: str, **arguments: Any) -> ClientResponse:
-        """The response to a call that was accepted, of `CoreV1Api` or the API of the permission's group. With a token that is
-        refused the call is made again, once, with the token that the file holds now."""
+        """Return the response to an accepted call of `CoreV1Api` or the API of the permission's group. If the token is refused,
+        the call is made once more with the token that the file holds now."""
         if self._api is None:
             api = await asyncio.to_thread(_core_api, self._service_account)
             self._api = self._api or api
@@ -245,12 +241,12 @@ class KubeClient:
 
 
 def in_cluster(settings: TrainerSettings) -> KubeClient | None:
-    """None outside Kubernetes. Calls nobody yet."""
+    """Return a client, or None outside Kubernetes. Sends nothing yet."""
     return KubeClient(settings.pod_namespace, settings.service_account_dir) if settings.pod_namespace else None
 
 
 def _core_api(service_account: Path) -> Any:
-    """`CoreV1Api`. Importing it takes about a second of CPU time, too long for an event loop."""
+    """Make a `CoreV1Api`. Importing it takes about a second of CPU time, too long for an event loop."""
     from kubernetes.aio import client
 
     configuration = client.Configuration()
@@ -259,7 +255,7 @@ def _core_api(service_account: Path) -> Any:
 
 
 def _load_account(service_account: Path, configuration: Any) -> None:
-    """Reads the token as it is now. Raises `ConfigException` outside a pod."""
+    """Read the current token. Raises `ConfigException` outside a pod."""
     from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
     loader = InClusterConfigLoader(str(service_account / "token"), str(service_account / "ca.crt"))
@@ -289,7 +285,7 @@ def _resource_version(raw: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _as_kube_error(permission: Permission) -> Iterator[None]:
-    """Raises `KubeError` for what the client, aiohttp and the sockets raise."""
+    """Convert errors of the client, aiohttp and the sockets into `KubeError`."""
     try:
         yield
     except KubeError:
@@ -314,7 +310,7 @@ def _parsed(permission: Permission, body: bytes) -> dict[str, Any]:
 
 
 def _message(body: bytes) -> str:
-    """Of a Status object; empty for anything else."""
+    """Return the message of a Status object; empty for anything else."""
     try:
         return str(json.loads(body)["message"])
     except (ValueError, TypeError, KeyError):

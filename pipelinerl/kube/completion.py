@@ -1,9 +1,9 @@
-"""The end of a run, for a cluster: a state that others can wait for, GPUs that are free again, and a report that stays.
+"""The end of a run on a cluster: publish a state that others can wait for, free the GPUs, and keep the report.
 
-The state is a ConfigMap of the release, `data.phase` of which is `Running`, `Finished` or `Failed`. A run that is finished is
-scaled away: its actors, whose number stays in that ConfigMap until the run goes on, and then the trainer itself. Scaled to zero
-through their subresource, replicas have no manager in the API, so that the manifest of an upgrade sets them again without a
-conflict. Whoever is stopped amid this begins again: each step may be taken twice. Nothing here decides that a run is finished.
+The state is a ConfigMap of the release, whose `data.phase` is `Running`, `Finished` or `Failed`. A finished run is scaled to
+zero: first its actors, whose number is stored in that ConfigMap until the run continues, then the trainer. Replicas that are
+scaled through the subresource have no field manager, so that the manifest of an upgrade sets them again without a conflict. A
+process that is stopped meanwhile begins again: each step may run twice. Nothing here decides that a run is finished.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 RUNNING, FINISHED, FAILED = "Running", "Finished", "Failed"
 REPORT = "report.html.gz"
 MOST_REPORT_BYTES = 1_000_000
-"""A Secret holds 1 MiB."""
+"""Limit that leaves room for keys and encoding, since a Secret holds 1 MiB."""
 SEEN_WITHIN_S = 30.0
-"""The trainer stays for as long after the end: alerts and open pages hear of it."""
+"""Seconds that the trainer stays after the end, so that alerts and open pages notice it."""
 FAILURE_TOLD_WITHIN_S = 30.0
 _MOST_REASON = 2000
 _ACTORS = "actors"
@@ -37,23 +37,21 @@ _Answer = TypeVar("_Answer")
 
 
 async def run_goes_on(settings: TrainerSettings, version: int) -> None:
-    """Says that the run is running, and gives it back the actors that it had when it was finished before. Waits for the API."""
+    """Publish that the run is running, and restore the actors that an earlier end scaled to zero. Waits for the API."""
     async with _cluster(settings) as client:
         if client is None:
             return
         state = await _tell_phase(client, settings, RUNNING, version)
         if actors := int(state.get(_ACTORS) or 0):
             name = f"{settings.release}-actor"
-            if await _insist(lambda: client.count_actors(name)) == 0:  # else Helm was faster, by a number of the values
+            if await _insist(lambda: client.count_actors(name)) == 0:  # otherwise Helm has already set the number of the values
                 await _insist(lambda: client.scale(SCALE_ACTORS, name, actors))
             await _insist(lambda: client.patch_config(f"{settings.release}-run", {_ACTORS: None}))
 
 
 async def complete(settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]]) -> None:
-    """Frees what a finished run of `version` holds, as `on_completion` says, and says that it is finished. Waits for the API.
-
-    The trainer itself goes last, once `uploaded` returns: whoever scales it to zero ends this process.
-    """
+    """Free the resources of a finished run, as `on_completion` says, and publish that it has finished. Waits for the API. The
+    trainer goes last, once `uploaded` returns: scaling it to zero ends this process."""
     async with _cluster(settings) as client:
         if client is None:
             return
@@ -72,8 +70,8 @@ async def complete(settings: TrainerSettings, version: int, uploaded: Callable[[
 
 @asynccontextmanager
 async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
-    """Says that the run failed where the user's mistake ends the block: the trainer that starts again would end by it again.
-    Anything else may heal."""
+    """Publish that the run failed if the user's mistake ends the block, since a restarted trainer would fail again. Other
+    errors may not recur."""
     try:
         yield
     except Exception as error:
@@ -87,8 +85,8 @@ async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
 
 
 def packed_report(run_dir: Path) -> bytes:
-    """The report of a run's folder, compressed, with as many samples as there is room for: without any it may still be larger
-    than `MOST_REPORT_BYTES`. Raises what `report_of` raises."""
+    """Return a run's report, compressed, with as many samples as fit. Even without samples it may exceed `MOST_REPORT_BYTES`.
+    Raises what `report_of` raises."""
     for samples in (SAMPLES_READ, 4, 1, 0):
         packed = gzip.compress(report_of(run_dir, samples).encode())
         if len(packed) <= MOST_REPORT_BYTES:
@@ -97,15 +95,15 @@ def packed_report(run_dir: Path) -> bytes:
 
 
 async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
-    """On the volume, and where `release` says so beside it."""
+    """Write the report to the volume and, with `release`, to a Secret."""
     try:
         await asyncio.to_thread(write_report, settings.run_dir)
         report = await asyncio.to_thread(packed_report, settings.run_dir)
-    except Exception:  # whatever is wrong with the records: no GPU is kept for them
+    except Exception:  # bad records must not keep GPUs allocated
         log.exception("the run has no report")
         return
     if settings.on_completion == "release" and len(report) > MOST_REPORT_BYTES:
-        log.error("the report is on the volume alone: its %d bytes, compressed, are more than a Secret holds", len(report))
+        log.error("the report is only on the volume: with %d compressed bytes it does not fit into a Secret", len(report))
     elif settings.on_completion == "release":
         await _insist(lambda: client.patch_secret(f"{settings.release}-report", {REPORT: report}))
 

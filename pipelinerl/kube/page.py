@@ -1,9 +1,9 @@
-"""A release's page at one address: the trainer's while there is one, then the report that it left.
+"""Serve a release's page at one address: the trainer's while it runs, then the report that it left.
 
     python -m pipelinerl.kube.page --trainer HOST:PORT --report FILE --names runs.example.com
 
-Beside the verifier's code in its image, with neither token, login nor volume of the run: whoever reaches this server reaches no
-more of the trainer than its page. It asks for no login, as the page asks for none: an Ingress has to.
+It runs from the verifier's image, with no token, login or volume of the run: a visitor of this server reaches nothing of the
+trainer but its page. It asks for no login, since the page asks for none: an Ingress has to.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _REPORT_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-"""The report is one file, with its scripts in it."""
+"""Policy for the report, which is one file with its scripts inside."""
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-AWAY = "The trainer does not answer, and has left no report that is here yet: try again in a minute.\n"
+AWAY = "The trainer does not answer, and its report is not here yet: try again in a minute.\n"
 
 
 def page_app(trainer: str, report: Path) -> FastAPI:
-    """`trainer`: host:port of its HTTP server; `report`: a file that may come later, compressed by gzip."""
+    """Build the app. `trainer`: host:port of its HTTP server. `report`: a gzip file that may appear later."""
     app = health_app(Readiness(""), CollectorRegistry())
 
     @app.get("/")
@@ -55,7 +55,7 @@ def page_app(trainer: str, report: Path) -> FastAPI:
 
 
 def _of_the_trainer(trainer: str, path: str, query: str) -> Response | None:
-    """Its answer, whatever it is. None where it does not answer."""
+    """Return the trainer's answer, with any status; None if it does not answer."""
     url = f"http://{trainer}{path}" + (f"?{query}" if query else "")
     try:
         try:

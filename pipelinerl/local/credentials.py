@@ -1,7 +1,7 @@
-"""What keeps other users of the machine out of a local run: logins for NATS, a certificate, a key for the live page.
+"""Credentials that keep other users of the machine out of a local run: NATS logins, a certificate, a key for the live page.
 
-Made anew at each start, in a folder that only its owner can read. A password is never an argument of a command, a variable of
-the environment, or part of a message. It protects from no process of the same user.
+They are made at each start, in a folder that only its owner can read. A password is never a command argument, an environment
+variable, or part of a message. Processes of the same user are not kept out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 
 _KEY_BYTES = 16
 _HANDSHAKE_S = 10
-"""NATS's own 2 s are too short for a client on a machine that is busy."""
+"""NATS's default of 2 s is too short on a busy machine."""
 _VALID = timedelta(days=3650)
-"""A run that goes on longer asks for a new start."""
+"""A run that lasts longer needs a new start."""
 
 
 class Credentials:
@@ -28,20 +28,20 @@ class Credentials:
 
     def __init__(self, folder: Path) -> None:
         self.tls_dir = folder / "tls"
-        """As `pipelinerl.service.tls` reads it: one certificate for NATS and all services, which is its own CA."""
+        """Folder in the layout of `pipelinerl.service.tls`: one certificate for NATS and all services, which is its own CA."""
         self._folder = folder
 
     def nats(self, user: str) -> Path:
-        """`user:password`."""
+        """Return the file with `user:password`."""
         return self._folder / f"nats-{user}"
 
     @property
     def page_key(self) -> Path:
-        """What the live page's path begins with."""
+        """Return the file with the key that begins the live page's path."""
         return self._folder / "page-key"
 
     def make(self, run: str) -> dict[str, Any]:
-        """Writes all of them. Returns what nats-server's configuration needs to know, with the passwords."""
+        """Write all files. Returns the part of nats-server's configuration with the passwords and the certificate."""
         from pipelinerl.service.tls import CA, CERTIFICATE, KEY
 
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -60,14 +60,14 @@ class Credentials:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replaces a file by one that only its owner can read, from its first byte on."""
+    """Replace a file by one that from its first byte only its owner can read."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
 
 def _self_signed() -> tuple[bytes, bytes]:
-    """Certificate and key, PEM, of this machine by its loopback names."""
+    """Return a certificate and its key, as PEM, for this machine's loopback names."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -81,7 +81,7 @@ def _self_signed() -> tuple[bytes, bytes]:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))  # clocks are set back
+        .not_valid_before(now - timedelta(days=1))  # clocks may be set back
         .not_valid_after(now + _VALID)
         .add_extension(x509.SubjectAlternativeName([*hosts, x509.DNSName("localhost")]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -1,9 +1,9 @@
-"""Becomes another program that gets a signal when its parent dies: `python die_with_parent.py PARENT_PID SIGNAL COMMAND ...`
+"""Run a program that gets a signal when its parent dies: `python die_with_parent.py PARENT_PID SIGNAL COMMAND ...`
 
-So a killed runner leaves nothing behind. A program of its own, because the alternative, Python code between fork and
-exec, can deadlock in a process that has threads (gRPC's). Imports nothing but the standard library. Linux only
-(`PR_SET_PDEATHSIG`); elsewhere it only execs. The kernel watches the *thread* that started the program: start it from
-one that lives as long as the program should, never from a pool's worker. It does not reach grandchildren.
+A killed runner thus leaves no processes. This is a separate program, because the alternative, Python code between fork and
+exec, can deadlock in a process with threads (such as gRPC's). It imports only the standard library. On Linux it uses
+`PR_SET_PDEATHSIG`; elsewhere it only execs. The kernel watches the *thread* that started the program, so start it from a thread
+that lives as long as the program should, never from a pool's worker. Grandchildren get no signal.
 """
 
 import os
@@ -15,12 +15,12 @@ _CANNOT_RUN = 127
 
 
 def guarded(command: tuple[str, ...] | list[str], death_signal: int = signal.SIGTERM) -> list[str]:
-    """The command that runs `command` so, as a child of this process. It keeps its pid through exec. Pure but for the pid."""
+    """Return the command that runs `command` this way as a child of this process. Its pid stays the same after exec."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(death_signal)), *command]
 
 
 def become(parent_pid: int, death_signal: int, command: list[str]) -> None:
-    """Replaces this process by `command`; the signal survives exec. Exits at once when the parent is gone already."""
+    """Replace this process by `command`; the signal survives exec. Exits at once if the parent has already died."""
     if sys.platform == "linux":
         import ctypes
 

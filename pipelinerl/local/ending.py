@@ -1,7 +1,7 @@
-"""What remains of a run when its processes are gone: summary.json, report.html, the last lines on the terminal.
+"""Write the results of a run that has ended: summary.json, report.html, and the last lines on the terminal.
 
-The report is one self-contained page that needs no network. Model output is data in it, never markup: it stands in a JSON block
-without `<`, and the page sets it as text only.
+The report is one self-contained page that needs no network. Model output in it is data, never markup: it stands in a JSON block
+without `<`, and the page inserts it as text.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
 SAMPLES_READ = 64
-"""Of the first samples, and as many of the last: the page chooses eight of each."""
+"""Number of first and of last samples that are read; the page chooses eight of each."""
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `run_dir`/report.html and returns its path. Raises `FieldError` when the folder is not a run's."""
+    """Write `run_dir`/report.html and return its path. Raises `FieldError` if the folder is not a run's."""
     report = run_dir / "report.html"
     write_whole(report, report_of(run_dir))
     return report
 
 
 def report_of(run_dir: Path, samples_read: int = SAMPLES_READ) -> str:
-    """The report, of at most 2 · `samples_read` samples. Raises `FieldError` when the folder is not a run's."""
+    """Return the report, with at most 2 · `samples_read` samples. Raises `FieldError` if the folder is not a run's."""
     recipe_file = run_dir / "recipe.yaml"
     check_folder(run_dir)
     if not recipe_file.is_file():
@@ -65,20 +65,20 @@ def report_html(data: Mapping[str, Any]) -> str:
 
 
 def script_json(data: Mapping[str, Any]) -> str:
-    """JSON that can stand inside a <script> element: nothing in it can end the element or start another."""
+    """Return JSON that can stand inside a <script> element: nothing in it can end the element or start another."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 _REASONS_SHOWN = 3
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
-"""Beside `EXIT_USER_ERROR`: a service ended with that, and so does the run."""
+"""Exit codes beside `EXIT_USER_ERROR`, which a run returns when a service ended with it."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended. `wall_s`: since its last start, in which it went on from version `begun`; `restarts`: by service, those
-    that had any; `error`: what it failed of; `unread`: it was interrupted since nobody reads its output any more."""
+    """End of a run. `wall_s`: since its last start, which continued from version `begun`; `restarts`: by service, without
+    zeros; `error`: why it failed; `unread`: it was interrupted because its output was closed."""
 
     wall_s: float
     restarts: Mapping[str, int] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Ending:
 
 
 def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
-    """Completes the run directory, says what came of the run (on standard output and error), returns the exit code."""
+    """Complete the run directory, print the result of the run, and return the exit code."""
     if ending.error is not None:
         print(f"pipelinerl: the run failed: {ending.error}", file=sys.stderr, flush=True)
     summary = complete_summary(recipe, run_dir, ending)
@@ -109,15 +109,15 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
         write_json(run_dir.summary, summary)
         write_report(run_dir.path)
     except OSError as error:
-        fix = "free some room, and run pipelinerl report on the folder"
+        fix = "free some space, and run pipelinerl report on the folder"
         print(f"pipelinerl: summary and report in {run_dir.path} are not written ({error.strerror}): {fix}", file=sys.stderr)
-    with contextlib.suppress(OSError):  # nobody reads it; how the run ended stands
+    with contextlib.suppress(OSError):  # the output is closed; the exit code stays
         print("\n".join(closing_lines(summary, run_dir, ending)), flush=True)
     return ending.exit_code
 
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
-    """The trainer's summary, or one out of metrics.jsonl where it left none, and what only the runner knows."""
+    """Return the trainer's summary, or one from metrics.jsonl if it left none, with the figures that only the runner knows."""
     summary = read_json(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
@@ -136,20 +136,20 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
         lines.append(f"  report             {run_dir.report}")
     if run_dir.checkpoint.is_dir():
         lines.append(f"  checkpoint         {run_dir.checkpoint}")
-    # of a user's mistake nothing goes on before it is put right
+    # after a user's mistake the run cannot continue before it is corrected
     if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED) and run_dir.identity.is_file():
-        lines.append(f"  go on with         pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
+        lines.append(f"  continue with      pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
         version, steps = newest_checkpoint(run_dir.path), summary.get("steps") or 0
         if version is None:
-            lines.append("  no checkpoint was written: --resume would begin at version 0")
+            lines.append("  no checkpoint was written: --resume begins at version 0")
         else:
-            again = f"; {counted(steps - version, 'step')} after it would be taken again" if steps > version else ""
-            lines.append(f"  --resume goes on from the checkpoint of version {version}{again}")
+            again = f"; {counted(steps - version, 'step')} after it will be taken again" if steps > version else ""
+            lines.append(f"  --resume continues from the checkpoint of version {version}{again}")
     return lines
 
 
 def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What became of sequences that were not trained on: of each outcome the most frequent reasons."""
+    """Yield the most frequent reasons for which sequences were not trained on, by outcome."""
     for outcome, reasons in (summary.get("sequence_reasons") or {}).items():
         for reason, count in sorted(reasons.items(), key=lambda one: -one[1])[:_REASONS_SHOWN]:
             meaning = MEANINGS.get(reason, "the trainer's log says more")
@@ -157,7 +157,7 @@ def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each known figure: a run may end before its first step."""
+    """Yield a line for each known figure. A run may end before its first step."""
     lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     multi, broken = summary.get("sequences_multi_version_fraction"), summary.get("parity_failures")
@@ -184,7 +184,7 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"  cut short          {percent(truncated)} of the sequences, at sampling.max_tokens or model.max_context"
     if 2 * (summary.get("steps_clipped") or 0) > (summary.get("steps") or 0):
         share = f"{summary['steps_clipped']} of {counted(summary['steps'], 'step')}"
-        yield f"  GRADIENT           cut in {share}, so that all are equally long: raise trainer.max_grad_norm"
+        yield f"  GRADIENT           clipped in {share}, which makes all equally long: raise trainer.max_grad_norm"
     if 0 < (summary.get("steps") or 0) == summary.get("steps_equal_rewards"):
         check = "check the rewards and reasons in samples.jsonl, the reward and its pattern, sampling.max_tokens, the problems"
         yield f"  REWARD             all completions of each prompt earned the same, so nothing could be learned: {check}"

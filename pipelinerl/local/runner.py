@@ -1,10 +1,9 @@
-"""One run on this machine, from NATS to the trainer's end: starts the services in order, keeps them going, stops them in order.
+"""One run on this machine, from NATS to the trainer's end: start the services in order, restart them, stop them in order.
 
-Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: the trainer, which writes its checkpoint, for
-minutes where that is large; meanwhile the actors, then the verifier; NATS, which all of them need, at the end. Like the pods of
-a Deployment, a process that ends is started again, a bounded number of times in a row, each time later, and an exit code of 0
-is no reason to stay away; only the trainer's summary is, which says that the run is finished. Trains nothing itself, and
-writes nothing of how the run went: `ending` does.
+Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: the trainer, which writes its checkpoint
+(minutes, if that is large); meanwhile the actors, then the verifier; last NATS, which all of them need. Like the pods of a
+Deployment, a process that ends is restarted, even after exit code 0: a bounded number of times in a row, with growing delays.
+Only the trainer's summary says that the run is finished. `ending` writes the run's results.
 """
 
 from __future__ import annotations
@@ -78,41 +77,40 @@ from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
 STOP_WITHIN_S = 12.0
-"""For all that has nothing to save, after Ctrl-C; and for the trainer beyond its checkpoint."""
+"""Limit for everything that has nothing to save, after Ctrl-C, and for the trainer beyond its checkpoint."""
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
-"""What must be left, of `STOP_WITHIN_S`, for those that stop later."""
+"""Part of `STOP_WITHIN_S` that must be left for the services that stop later."""
 _NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
 _REFRESH_S = 0.5
 _DISK_S = 1.0
-"""Between two looks at how much of the disk is free."""
+"""Seconds between two checks of the free disk space."""
 _UNLEARNED_STEPS = 5
-"""So many steps without any signal are worth a warning."""
+"""Number of steps without any learning signal after which a warning is printed."""
 _HUNG_AFTER = 10
-"""Times `STOP_WITHIN_S` in which a trainer that stops has to give a sign of life."""
+"""Multiple of `STOP_WITHIN_S` within which a stopping trainer must answer or write."""
 _SCALED_GRACE_S = 15.0
-"""For an actor that is scaled away: it hands over what is finished."""
+"""Grace period of an actor that is scaled away, in which it hands over finished sequences."""
 _ENDED_GRACE_S = 1.0
-"""For what a process that ended by itself left behind: the clock of the orderly stop does not start for that."""
+"""Grace period for children of a process that ended by itself. It does not start the clock of an orderly stop."""
 _LONGEST_FOLDER = 70
-"""Characters of the folder for temporary files: in it vLLM's sockets have paths of 107, the most there may be."""
+"""Longest path of the folder for temporary files. vLLM's sockets are in it, and a socket's path has at most 107 characters."""
 TRAINER = "trainer"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
-    """Seconds that `actor`, `verifier`, `nats`, `model`, or a trainer without anything to save, gets before it is killed:
-    what is left of the `within_s` that all share, less what those that stop later need. Pure."""
+    """Return the seconds before `actor`, `verifier`, `nats`, `model`, or a trainer with nothing to save is killed: the rest of
+    the `within_s` that all share, less the time reserved for those that stop later. Pure."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
 @dataclass
 class LocalRun:
-    """The processes of one run. `run` starts all of them and ends all of them, whatever happens.
+    """The processes of one run. `run` starts all of them and always ends all of them.
 
-    An actor that cannot be kept running is given up with a note; the run ends when all of them are. With zero actors asked for
-    the trainer waits. `environment` is what the services inherit; `commands` and `restarts` are for tests that put other
-    programs in place.
+    An actor that cannot be kept running is given up with a note; the run ends when all of them are. With zero actors the
+    trainer waits. `environment` is inherited by the services; `commands` and `restarts` let tests replace the programs.
     """
 
     recipe: Recipe
@@ -121,17 +119,17 @@ class LocalRun:
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: COMMANDS)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     restarts: Restarts = field(default_factory=Restarts)
-    """Of each service: a copy."""
+    """Each service gets a copy."""
     page_port: int | None = 0
     """See `ServiceLaunches`."""
     metrics_port: int = 0
-    """Where the runner answers /metrics and /targets on this machine; 0 = any free port."""
+    """Port of /metrics and /targets on this machine; 0 = any free port."""
     refresh_s: float = _REFRESH_S
-    """Between two looks at how many actors are asked for, and between two drawings of the progress."""
+    """Seconds between two checks of the wanted number of actors, and between two updates of the display."""
     reserve_bytes: int = RESERVE_BYTES
-    """Beside room for a checkpoint: with less free on the run's disk, the run ends in order."""
+    """With less than this free on the run's disk, beside space for a checkpoint, the run stops cleanly."""
     stop_within_s: float = STOP_WITHIN_S
-    """After the first Ctrl-C."""
+    """Time to stop after the first Ctrl-C."""
 
     def __post_init__(self) -> None:
         self._started_s = time.monotonic()
@@ -141,12 +139,12 @@ class LocalRun:
         self._processes: dict[str, ServiceProcess] = {}
         """The newest process of each name, ended or not."""
         self._actors: dict[int, Service] = {}
-        """Those asked for, by number; they may be starting or given up."""
+        """The wanted actors by number; they may be starting or given up."""
         self._given_up: set[int] = set()
         self._kept: dict[int, asyncio.Task[None]] = {}
-        """What restarts each actor."""
+        """Tasks that restart the actors, by number."""
         self._told: set[str] = set()
-        """What was warned of."""
+        """Warnings that were printed."""
         self._interrupts, self._unread = 0, False
         self._stop_by_s: float | None = None
         self._writing_since: tuple[int, float] | None = None
@@ -171,7 +169,7 @@ class LocalRun:
         )
 
     async def run(self) -> Ending:
-        """Waits for the run's end and says how it ended; by then every process is gone. Raises only for our own bugs."""
+        """Wait for the run's end and return how it ended; by then every process is gone. Raises only for our own bugs."""
         begun = newest_checkpoint(self.run_dir.path) or 0
         for record in read_jsonl(self.run_dir.metrics) if begun else ():
             if (record.get("step") or 0) <= begun:
@@ -187,7 +185,7 @@ class LocalRun:
             except (PipelineRLError, OSError, ExceptionGroup) as raised:
                 error = self._only_ours(raised)
         ending = Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error, begun, self._unread)
-        for record in read_jsonl(self.run_dir.metrics):  # steps that the trainer could no longer tell of
+        for record in read_jsonl(self.run_dir.metrics):  # steps that the trainer could no longer report
             if (record.get("step") or 0) > self._state.step:
                 self._state.on_step(record, ending.wall_s)
         self._state.on_end(ending.how)
@@ -221,7 +219,8 @@ class LocalRun:
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
-        """Waits for the run's end. Raises `ServiceError` when a service is gone for good, or the trainer ended in an error."""
+        """Wait for the run's end. Raises `ServiceError` when a service cannot be restarted, or the trainer ended with an
+        error."""
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(follow_trainer(trainer, self._certificates, self._state, self._elapsed_s, self._trainer_up)),
@@ -242,7 +241,7 @@ class LocalRun:
             raise trainer.process.died()
 
     async def _watch_disk(self) -> None:
-        """Runs until cancelled. Raises `ServiceError` when the disk has no room left for one more checkpoint."""
+        """Check the disk until cancelled. Raises `ServiceError` when it has too little space for one more checkpoint."""
         while True:
             needed = self.reserve_bytes + next_checkpoint_bytes(
                 self.run_dir, self.recipe.checkpoint.keep, self._first_checkpoint
@@ -251,15 +250,15 @@ class LocalRun:
             if free < needed:
                 raise ServiceError(
                     f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, and the next checkpoint needs "
-                    f"{needed / 1e6:,.0f} MB: the run ends before the disk is full; free some, and go on"
+                    f"{needed / 1e6:,.0f} MB: the run ends before the disk is full; free some space and resume it"
                 )
             await asyncio.sleep(_DISK_S)
 
     # Starting and stopping.
 
     async def _start_nats(self) -> Service:
-        """Comes back on its port, with its streams. While it is away the services wait and reconnect; what they hold they
-        keep. The address file says where it is, for as long as it runs."""
+        """Start NATS, which restarts on the same port with its streams. Meanwhile the services keep their data, wait and
+        reconnect. The address file exists while it runs."""
         self._set_phase("starting nats-server")
         store, log_file = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve()
         server = NatsServer(store, extra=self._nats_security, log_file=log_file)
@@ -275,7 +274,7 @@ class LocalRun:
         return service
 
     def _announce_nats(self) -> None:
-        """Once it is known where it is: its port stays."""
+        """Write the address file once the address is known; the port stays the same."""
         if self._launches.nats_url:
             write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
 
@@ -289,13 +288,14 @@ class LocalRun:
         return service
 
     def _prepare_trainer(self) -> Launch:
-        """Each start is one from the newest checkpoint, and waits for as many actors as there are then."""
-        self.run_dir.summary.unlink(missing_ok=True)  # of the process before
+        """Return the launch of a trainer, which continues from the newest checkpoint and waits for the present number of
+        actors."""
+        self.run_dir.summary.unlink(missing_ok=True)  # the previous trainer's
         return self._launches.trainer(len(self._actors), self._trainer_address)
 
     @asynccontextmanager
     async def _process(self, launch: Launch) -> AsyncIterator[ServiceProcess]:
-        """A process that is not restarted: what builds the initial model."""
+        """Run a process that is not restarted, such as the builder of the initial model."""
         try:
             yield await self._start(Service(launch.name, lambda: launch, self.restarts))
         finally:
@@ -311,15 +311,15 @@ class LocalRun:
         await asyncio.gather(self._stop(TRAINER), beside_the_checkpoint())
 
     async def _stop(self, kind: str) -> None:
-        """Terminates the processes of that kind, those that are being scaled away included."""
+        """Terminate the processes of that kind, including those that are being scaled away."""
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
         within_s, beside = _ENDED_GRACE_S, AsyncExitStack()
         if any(process.returncode is None for process in running):
-            stop_by_s = self._begin_to_stop()  # unless Ctrl-C has
+            stop_by_s = self._begin_to_stop()  # unless Ctrl-C began it
             if kind == NATS:  # the trainer's checkpoint may have taken its time
                 stop_by_s = max(stop_by_s, time.monotonic() + self.stop_within_s / 4)
             within_s = grace_s(kind, stop_by_s - time.monotonic(), self.stop_within_s)
-            if kind == TRAINER and self.run_dir.address(TRAINER).is_file():  # before, it has nothing to save
+            if kind == TRAINER and self.run_dir.address(TRAINER).is_file():  # before that, it has nothing to save
                 within_s = self._checkpoint_within_s + self.stop_within_s
                 await beside.enter_async_context(background(self._kill_hung(running[0])))
         async with beside:
@@ -328,7 +328,7 @@ class LocalRun:
             self.run_dir.address(NATS).unlink(missing_ok=True)
 
     async def _kill_hung(self, trainer: ServiceProcess) -> None:
-        """Waits while the trainer answers or writes its checkpoint. One that does neither would hold the stop for an hour."""
+        """Kill a trainer that neither answers nor writes its checkpoint. Otherwise it would delay the stop for an hour."""
         address, written, seen_s = read_address(trainer.launch.address_file).http, None, time.monotonic()
         while (quiet_s := time.monotonic() - seen_s) < _HUNG_AFTER * self.stop_within_s:
             now = checkpoint_under_way(self.run_dir)
@@ -339,7 +339,7 @@ class LocalRun:
         trainer.kill()
 
     def _begin_to_stop(self) -> float:
-        """When all that has nothing to save has to be gone."""
+        """Return the time by which everything with nothing to save has to end."""
         if self._stop_by_s is None:
             self._stop_by_s = time.monotonic() + self.stop_within_s
             trainer = self._processes.get(TRAINER)
@@ -349,7 +349,7 @@ class LocalRun:
         return self._stop_by_s
 
     def _show_stopping(self) -> None:
-        """Shows what the stop waits for: a checkpoint's bytes, or the step before it."""
+        """Show what the stop waits for: the bytes of a checkpoint, or the step before it."""
         assert self._stop_by_s is not None, "it stops"
         now_s, trainer = time.monotonic(), self._processes.get(TRAINER)
         phase, passed_s = "stopping", now_s - self._stop_by_s + self.stop_within_s
@@ -371,7 +371,7 @@ class LocalRun:
         return Service(name, prepare, replace(self.restarts), follows_run)
 
     async def _start(self, service: Service) -> ServiceProcess:
-        """Raises `ServiceError` when the command cannot be executed."""
+        """Start a service. Raises `ServiceError` if its command cannot be executed."""
         if service_of(service.name) in ("actor", TRAINER):
             await self._restore_cache()
         process = await service.start()
@@ -382,20 +382,18 @@ class LocalRun:
         return process
 
     async def _restore_cache(self) -> None:
-        """Makes what a service needs of the cache again, if somebody has removed it. Raises `ServiceError` where that fails."""
+        """Recreate the parts of the cache that a service needs, if they were removed. Raises `ServiceError` if that fails."""
         async with self._making_model:  # several services may start at once
             restore_compiled(self._launches.environment)
             model = Path(self._launches.model_dir)
             if is_built(self.recipe.model) and not is_complete(model):
-                self._note(f"{model} has been removed: the initial model is made again, which a service needs to start")
+                self._note(f"{model} has been removed: the initial model is made again, since a service needs it to start")
                 make = initial_model(self.recipe, self._launches, self._process, self._set_phase)
                 self._launches.model_dir = await make
 
     async def _keep(self, service: Service) -> None:
-        """Waits for the process to end and starts the next one, until the run is finished.
-
-        Raises the last `ServiceDied`, or the `ServiceError` of a start that failed, when there is to be no further restart.
-        """
+        """Wait for the process to end and start the next one, until the run is finished. Raises the last `ServiceDied`, or the
+        `ServiceError` of a failed start, when there is no further restart."""
         served = False
         while True:
             assert service.process is not None, "it has been started"
@@ -403,7 +401,7 @@ class LocalRun:
             code = await process.wait()
             if self._finished():
                 return
-            await process.kill_and_wait()  # what it left behind would hold its ports and its cores
+            await process.kill_and_wait()  # its remaining children would hold its ports and cores
             served = served or process.launch.address_file.is_file()
             reached = self._state.furthest if service.follows_run else 0
             delay_s = service.restarts.next_delay_s(time.monotonic() - started_s, code, served, reached)
@@ -437,21 +435,20 @@ class LocalRun:
         self._note(f"{died}\n{died.name} is started again in {delay_s:g} s{where}")
 
     def _finished(self) -> bool:
-        """By the trainer's summary: after it the trainer changes nothing, and needs no other service."""
+        """Return whether the trainer's summary ends the run. After that the trainer changes nothing and needs no other
+        service."""
         return is_finished(read_json(self.run_dir.summary))
 
-    # Actors: as many as asked for, more or fewer of them while the run goes on.
+    # Actors: their number can change while the run is running.
 
     def _actors_wanted(self) -> int:
-        """By `pipelinerl scale`; by the recipe when it was not used, or the file is not one of its own."""
+        """Return the number that `pipelinerl scale` set, or the recipe's if there is none or the file is invalid."""
         asked = read_json(self.run_dir.scale).get("actors")
         return asked if isinstance(asked, int) and 0 <= asked <= MOST_ACTORS else self.recipe.actor.count
 
     async def _keep_actors(self) -> None:
-        """Restarts the actors that end, and brings them to the number that `pipelinerl scale` asks for.
-
-        Runs until cancelled. Raises the last `ServiceDied` when every actor is given up.
-        """
+        """Restart actors that end, and scale them to the number that `pipelinerl scale` sets. Runs until cancelled. Raises the
+        last `ServiceDied` when every actor is given up."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)
@@ -476,11 +473,11 @@ class LocalRun:
             self._note(f"{died.name} is given up: {died}")
 
     async def _scale(self, count: int) -> None:
-        """Starts or stops actors until there are `count`: those given up go first, then the highest numbers; the lowest
-        free ones come.
+        """Start or stop actors until there are `count`. Given up actors are removed first, then the highest numbers; new actors
+        get the lowest free numbers.
 
-        Returns when those to be stopped have ended and the others are started, which is not yet serving. Raises `ServiceError`
-        when one cannot be executed.
+        Returns when removed actors have ended and new ones are started, though not yet serving. Raises `ServiceError` if one
+        cannot be executed.
         """
         if count == 0:
             self._note("no actors are wanted: nothing is generated until you run `pipelinerl scale actors 1`, or more")
@@ -501,7 +498,7 @@ class LocalRun:
         await self._processes[name].terminate(_SCALED_GRACE_S)
         self._forget(name)
 
-    # What is written down and shown while the run goes on.
+    # Files and display of a running run.
 
     def _write_pids(self) -> None:
         write_json(self.run_dir.pids, {name: process.pid for name, process in self._processes.items()})
@@ -511,7 +508,7 @@ class LocalRun:
         self._write_pids()
 
     def _trainer_up(self, address: ServiceAddress) -> None:
-        """Its page is where this says from now on, also after restarts that can have the same port."""
+        """Record the trainer's address and note that of its page, also after a restart on the same port."""
         key = self.run_dir.credentials.page_key.read_text()
         self._trainer_address, link = address, f"http://{address.http}/{key}/"
         if self.page_port is not None and link != self._state.page:
@@ -533,7 +530,8 @@ class LocalRun:
             await asyncio.sleep(self.refresh_s)
 
     def _tell_once(self) -> None:
-        """Of each setting that costs something, as the trainer's log does, and of each reason for which sequences fail."""
+        """Print each warning once: about settings with a cost, as the trainer's log does, and about the reasons for which
+        sequences fail."""
         last, problems = self._state.last, dict[str, FieldError | str | None]()
         log = self.run_dir.log(TRAINER)
         for reason, failure in self._state.failures.items():
@@ -542,7 +540,7 @@ class LocalRun:
         if newest == [1.0] * _UNLEARNED_STEPS and self.recipe.algorithm.advantage != "value":
             problems["equal rewards"] = (
                 f"in {_UNLEARNED_STEPS} steps, all completions of each prompt earned the same reward, so nothing is learned; "
-                f"see rewards and reasons in {self.run_dir.samples}, and correct the reward, or take other problems"
+                f"see rewards and reasons in {self.run_dir.samples}, and correct the reward or choose other problems"
             )
         if last.get("max_lag_too_small"):
             problems["max_lag"] = too_small_max_lag(self.recipe, last["largest_lag"])
@@ -562,7 +560,7 @@ class LocalRun:
 
     @contextmanager
     def _perhaps_unread(self) -> Iterator[None]:
-        """A run whose output nobody reads any more, as after `| head`, stops in order; one whose terminal is gone goes on."""
+        """Stop the run cleanly if its output is closed, as after `| head`. If the terminal is gone, the run goes on."""
         try:
             yield
         except BrokenPipeError:
@@ -591,7 +589,8 @@ class LocalRun:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
-        """The first stops the run in order (or is too late: it is stopping already), the second kills what is left."""
+        """Stop the run cleanly at the first signal (unless it is stopping already), and kill the remaining processes at the
+        second."""
         self._interrupts += 1
         if self._interrupts > 1:
             for process in self._processes.values():
@@ -601,7 +600,8 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """The first of our own errors, or the full disk, in what was raised. Raises that when it is another, a bug."""
+        """Return the first of our own errors, or an error for a full disk, in `raised`. Raises any other, which is a
+        bug."""
         group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
         ours, others = group.split(lambda error: isinstance(error, PipelineRLError) or _tells_of_a_full_disk(error))
         if ours is None or others is not None:
@@ -611,7 +611,7 @@ class LocalRun:
             leaf = leaf.exceptions[0]
         if isinstance(leaf, PipelineRLError):
             return leaf
-        return ServiceError(f"{self.run_dir.path} is on a disk that is full ({leaf}); free some room, and go on")
+        return ServiceError(f"{self.run_dir.path} is on a disk that is full ({leaf}); free some space and resume it")
 
 
 def _tells_of_a_full_disk(error: BaseException) -> bool:

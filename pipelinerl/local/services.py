@@ -1,9 +1,9 @@
-"""How each service of a local run is started: its command, its environment (the settings that a pod gets), its share of the
-cores, and the folder of the initial policy, which is built once and kept in a cache for the next run.
+"""Start parameters of each service of a local run: its command, its environment (the settings that a pod gets), its share of
+the cores, and the folder of the initial policy, which is built once and cached for the next run.
 
-Trainer and actors compute at the same time in pipeline mode: more threads than cores makes both slower, because a parallel
-region waits for its slowest thread. In conventional mode they take turns on all cores. Says nothing about GPUs, where these
-threads only feed kernels.
+In pipeline mode trainer and actors compute at the same time. More threads than cores would slow both down, because a parallel
+region waits for its slowest thread. In conventional mode they take turns on all cores. The plan is for CPUs: with GPUs these
+threads only launch kernels.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from pipelinerl.service.settings import ServiceAddress, split_host_port
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _POLL_S = 0.2
 PROGRESS = "initial model: "
-"""How the builder marks what a person should see as it goes. Its errors are told once, at its end."""
+"""Marks progress lines of the builder that users should see. Its errors are reported once, at its end."""
 
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """Compute threads of the trainer and of each actor's engine (of each rank of it)."""
+    """Compute threads of the trainer and of each rank of an actor's engine."""
 
     trainer: int
     engine: int
 
     def actor_env(self) -> dict[str, str]:
-        """`nobind`: vLLM would otherwise pin every actor to the same first cores, under the trainer's feet."""
+        """Return an actor's variables. `nobind`: otherwise vLLM would pin every actor to the same first cores, which the
+        trainer uses, too."""
         return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Half of the cores (rounded down) to the trainer, the rest shared by the actors, nobody below 1. `take_turns`: while one
-    side computes the other does not. Then the trainer gets all cores, and so do the actors; one core of each actor's share is
-    for the process that feeds its engine.
+    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. `take_turns`:
+    the two sides never compute at the same time, so that the trainer gets all cores, and so do the actors together; each actor
+    leaves one core of its share to the process that feeds its engine.
 
-    `trainer_threads` and `engine_threads` above 0 are the recipe's own numbers and are taken as they are; what the
-    recipe leaves open is filled from the cores that remain.
+    `trainer_threads` and `engine_threads` above 0 are the recipe's own numbers and are used unchanged; the others are divided
+    from the remaining cores.
     """
     actors = max(1, num_actors)
     if take_turns:
@@ -70,14 +71,14 @@ def _thread_env(threads: int) -> dict[str, str]:
 
 
 def available_cores() -> int:
-    """Cores this process may use: its CPU affinity and, in a container, the cgroup's CPU quota (rounded up)."""
+    """Return the cores this process may use, by its CPU affinity and, in a container, the cgroup's CPU quota (rounded up)."""
     allowed, quota = _allowed_cores(), _quota_cores()
     return max(1, min(allowed, quota)) if quota else allowed
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Sets OMP_NUM_THREADS for so many processes in a container whose CPU quota is below the cores that they see: torch would
-    start a thread for each of those. What is set already stays."""
+    """Set OMP_NUM_THREADS for that many processes if the container's CPU quota is below its visible cores: torch would start a
+    thread for each visible core. A value that is set already stays."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 
@@ -87,7 +88,7 @@ def _allowed_cores() -> int:
 
 
 def _quota_cores() -> int:
-    """Of cgroup v2's `cpu.max` (`quota period`, microseconds), rounded up; 0 = no limit, and where there is no cgroup v2."""
+    """Return the limit in cgroup v2's `cpu.max` (`quota period`, microseconds), rounded up; 0 = no limit, or no cgroup v2."""
     if not _CGROUP_QUOTA.is_file():
         return 0
     quota, _, period = _CGROUP_QUOTA.read_text().strip().partition(" ")
@@ -96,20 +97,20 @@ def _quota_cores() -> int:
 
 def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Return `environment` with the services' temporary files in `folder` and Gloo's ports on loopback. In /tmp other users
-    could read some of these files, and replace what torch compiles and keeps there; that is now in the user's cache."""
-    # Nothing can be written there, it may be another's, or the user has neither name nor home: then it is compiled each time.
+    could read some of these files, and replace torch's compiled code, which is now in the user's cache."""
+    # Without a cache that this user owns and can write to, or without the user's name or home, torch compiles each time.
     with contextlib.suppress(OSError, KeyError, RuntimeError):
         compiled = cache_folder(environment).absolute() / COMPILED
         compiled.mkdir(0o700, parents=True, exist_ok=True)
         about = compiled.stat()
         if about.st_uid == os.getuid() and not about.st_mode & 0o022 and not why_unwritable(compiled):
             (folder / f"torchinductor_{getpass.getuser()}").symlink_to(compiled)
-    # By itself Gloo listens on the address of the machine's name, which may be one of its network.
+    # By default Gloo listens on the address of the host name, which may be reachable from the network.
     return {**environment, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
 
 
 def restore_compiled(environment: Mapping[str, str]) -> None:
-    """Makes the folder anew that `private_files` links to, if it has been removed. Torch cannot make it through the link."""
+    """Recreate the folder that `private_files` links to, if it was removed. Torch cannot make it through the link."""
     for link in Path(environment["TMPDIR"]).glob("torchinductor_*"):
         with contextlib.suppress(OSError):
             link.readlink().mkdir(0o700, parents=True, exist_ok=True)
@@ -121,12 +122,12 @@ COMMANDS = {
     "actor": (sys.executable, "-m", "services.actor"),
     "model": (sys.executable, "-m", "services.trainer.initial_model"),
 }
-"""What the containers run, as commands of this interpreter; `model` unpacks or copies the initial model."""
+"""Commands of the containers, for this interpreter; `model` unpacks or copies the initial model."""
 
 
 @dataclass
 class ServiceLaunches:
-    """Launches of one run's services. `environment` is what they inherit from the runner."""
+    """Launches of one run's services, which inherit `environment` from the runner."""
 
     recipe: Recipe
     run_dir: RunDir
@@ -134,34 +135,34 @@ class ServiceLaunches:
     environment: Mapping[str, str]
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: COMMANDS)
     page_port: int | None = 0
-    """Of the trainer's live page; 0 = any free port, None = no page."""
+    """Port of the trainer's live page; 0 = any free port, None = no page."""
     nats_url: str = ""
     """This and the next two are set when they are known, before actors and trainer are started."""
     verifier_address: str = ""
     model_dir: str = ""
-    """Of the initial policy; empty = a hub model, which the services fetch."""
+    """Folder of the initial policy; empty = a hub model, which the services fetch."""
 
     def nats(self, command: tuple[str, ...]) -> Launch:
-        """Its address file holds `{"url": ...}`, and is the runner's to write."""
+        """Return NATS's launch. The runner writes its address file, which holds `{"url": ...}`."""
         log, address_file = self.run_dir.log(NATS).resolve(), self.run_dir.address(NATS).resolve()
         return Launch(NATS, command, self.environment, log, address_file)
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
-        """`again`: where it listened before a restart; actors keep that address."""
+        """`again`: its address before a restart, which it keeps, since actors use it."""
         own = self.run_dir.path.resolve()
-        private = own.parent if own.parent.name == "runs" else own  # by default, other runs and their secrets are beside it
+        private = own.parent if own.parent.name == "runs" else own  # by default, runs/ holds other runs with their secrets
         settings = {"workers": "2", "private_dir": str(private)}
         if again is not None:
             settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
         launch = self._launch("verifier", settings, _thread_env(1))
         if not (code := self.recipe.user_code):
             return launch
-        suspect = f"its processes run {', '.join(code)}, which may have sent that; with reward.sandbox: true it cannot"
+        suspect = f"its processes run {', '.join(code)}, which may have sent that; reward.sandbox: true prevents it"
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """`actors`: how many there are. `again`: where it listened before a restart; pages that are open keep that address, if
-        nobody else has taken its port meanwhile."""
+        """`actors`: their number. `again`: its address before a restart, which it keeps for open pages unless the port was
+        taken meanwhile."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)
@@ -179,7 +180,7 @@ class ServiceLaunches:
         return self._launch(f"actor-{index}", self._of_policy(ACTOR), self.threads.actor_env())
 
     def initial_model(self, cache: Path) -> Launch:
-        """The process that makes the initial model in that folder. Nothing else runs beside it."""
+        """Return the process that makes the initial model in that folder. No other service runs beside it."""
         settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve())}
         return self._launch("model", {**settings, "model_dir": "", "verifier": ""}, {})
 
@@ -208,16 +209,16 @@ def _port(address: str) -> str:
 
 
 RunProcess = Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]]
-"""Starts a process and stops it at the block's end."""
+"""Starts a process, and stops it at the end of the block."""
 
 
 async def initial_model(
     recipe: Recipe, launches: ServiceLaunches, run_process: RunProcess, report: Callable[[str], None]
 ) -> str:
-    """Folder of the initial policy; "" for a hub model, which the services fetch. Builds it where the recipe says so, in a
-    process of its own, since that needs torch and this does not.
+    """Return the folder of the initial policy; "" for a hub model, which the services fetch. If needed, it is built in a
+    separate process, since that needs torch and this process does not.
 
-    `report` is called with each line of progress. Raises `ServiceDied` when the building fails.
+    `report` is called with each line of progress. Raises `ServiceDied` if the building fails.
     """
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
@@ -238,7 +239,7 @@ async def initial_model(
 
 
 async def _report_progress(log: Path, report: Callable[[str], None]) -> None:
-    """Reports what the log's last line says after `PROGRESS`, whenever that is something new."""
+    """Report each new progress line at the end of the log."""
     reported = ""
     while True:
         await asyncio.sleep(_POLL_S)

@@ -1,8 +1,8 @@
 """The control channel's messages: membership and the weight-update protocol.
 
 They are the protobuf classes of `control.proto`, which documents the fields; docs/architecture.md draws the exchange.
-`decode_control` checks a message where it enters a process. Whether its epoch or version is the current one is for the state
-machines to judge. The weights' manifest is in `pipelinerl.transfer.manifest`.
+`decode_control` checks a message where it enters a process; the state machines judge whether its epoch or version is current.
+The weights' manifest is in `pipelinerl.transfer.manifest`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = [
 _Control = TypeVar("_Control", bound=Control)
 
 _MAX_RANKS = 1023
-"""Of one actor: far above any use, and a broken number does no harm."""
+"""Limit for one actor: far above any use, and small enough that a corrupt number does no harm."""
 _REQUIRED = {
     *("actor", "process", "grpc_address", "store_address", "manifest_id"),
     *("incarnation", "ranks", "first_rank", "world_size", "deadline_s"),
 }
-"""Fields that are neither empty nor 0, wherever they occur but here."""
+"""Fields that must be neither empty nor 0, except in the messages of `_MAY_BE_EMPTY`."""
 _MAY_BE_EMPTY = {("Abort", "actor"), ("Abort", "incarnation"), ("Registration", "manifest_id"), ("Registration", "incarnation")}
 _CHOICES = {"backend": get_args(Backend), "phase": get_args(Phase)}
 
 
 def decode_control(data: bytes, message_type: type[_Control]) -> _Control:
-    """Raises `MessageError` when the bytes do not parse or a field cannot be meant."""
+    """Parse and check a message. Raises `MessageError` if the bytes do not parse or a field has an impossible value."""
     kind = message_type.__name__
     message = parse(message_type(), data, kind)
     _check_fields(message, kind)
@@ -66,12 +66,13 @@ def _check_fields(message: Control | EpochMember, kind: str, prefix: str = "") -
             raise MessageError(kind, prefix + name, f"{value!r} is not one of {', '.join(map(repr, _CHOICES[name]))}")
         if name == "ranks" and value > _MAX_RANKS:
             raise MessageError(kind, prefix + name, f"{value} is not in [1, {_MAX_RANKS}]")
-        if isinstance(value, float):  # all of them are seconds
+        if isinstance(value, float):  # every float is in seconds
             check_finite(value, kind, prefix + name, at_least=0.0)
 
 
 def _check_ranks(start: EpochStart) -> None:
-    """The members' ranks and the trainer's rank 0 fill [0, world_size), each once; no actor is there twice."""
+    """Check that the members' ranks and the trainer's rank 0 fill [0, world_size), each once, and that no actor is listed
+    twice."""
     taken = [0]
     for member in start.members:
         _check_fields(member, "EpochStart", "members.")

@@ -1,9 +1,9 @@
-"""Prompt groups, sequences and dead letters: what travels between services beside control messages.
+"""Prompt groups, sequences and dead letters: the messages between services, apart from control messages.
 
-Algorithms work on the dataclasses here, whose arrays are NumPy: decoding makes them read-only views of the message, without a
-copy. What an actor makes is checked when it is encoded, so that it can be published as a failure with its reason, and every
-message is checked where it enters a process. Every problem is a `MessageError` that names the message, the field and what is
-wrong with it. Whether a version exists or a group was issued is the trainer's to judge.
+Algorithms work on the dataclasses here, with NumPy arrays that are read-only views of the decoded message, without a copy. An
+actor's messages are checked when they are encoded, so that an invalid one can be published as a failure with its reason; every
+message is checked where it enters a process. Every problem is a `MessageError` that names the message, the field and the fault.
+The trainer judges whether a version exists or a group was issued.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class PolicyVersion:
-    """A version is known by the incarnation of the trainer that made it and its number (optimizer steps taken)."""
+    """A policy version: the incarnation of the trainer that made it, and its number (optimizer steps taken)."""
 
     incarnation: int
     number: int
@@ -66,11 +66,8 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are sampled; μ is the distribution after all of it.
-
-    A completion ends with the model's end-of-sequence token, with one of `stop_token_ids`, or with the token that completes one
-    of the texts `stop`.
-    """
+    """Settings for sampling completions; μ is the distribution after all of them. A completion ends with the model's
+    end-of-sequence token, with one of `stop_token_ids`, or with the token that completes one of the texts `stop`."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -80,7 +77,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Turn:
-    """Completion tokens [start, end) that the policy sampled in one go. `finish_reason` None: it was interrupted."""
+    """Completion tokens [start, end) that the policy sampled in one turn. `finish_reason` None: the turn was interrupted."""
 
     start: int
     end: int
@@ -89,11 +86,11 @@ class Turn:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Branch:
-    """Tokens of an episode that extend each other: a prompt, and turns with the observations of an environment between them.
+    """Tokens of an episode that extend each other: a prompt, then turns with an environment's observations between them.
 
-    prompt_token_ids int32[prompt]: what its first turn saw. completion_token_ids int32[completion]: from the first turn to the
+    prompt_token_ids int32[prompt]: input of its first turn. completion_token_ids int32[completion]: from the first turn to the
     last. behaviour_logprobs float32[sampled]: log μ of each sampled token, nats. `spans` cover the turns without gap or
-    overlap, in completion tokens. `turns` empty: the whole completion is one.
+    overlap, in completion tokens. Without `turns`, the whole completion is one turn.
     """
 
     prompt_token_ids: TokenIds
@@ -104,7 +101,7 @@ class Branch:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Observations included."""
+        """Number of tokens after the prompt, observations included."""
         return len(self.completion_token_ids)
 
     @property
@@ -118,11 +115,11 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class PartialSequence:
-    """What an actor that left had generated of one sample. `completion_token_ids`, `behaviour_logprobs`: [tokens].
+    """Tokens of one sample that an actor had generated when it left. `completion_token_ids`, `behaviour_logprobs`: [tokens].
 
-    `finish_reason` None: to be continued. Otherwise it is complete and lacks only its reward and publication. Of an episode
-    there are `branches` and nothing else: their turns are served again where its environment asks the same, and a turn whose
-    `finish_reason` is None is continued.
+    `finish_reason` None: the sample is to be continued. Otherwise it is complete and lacks only its reward and publication. An
+    episode has only `branches`: their turns are served again if its environment asks the same, and a turn whose `finish_reason`
+    is None is continued.
     """
 
     sample_index: int
@@ -140,10 +137,10 @@ class PartialSequence:
 
 @dataclass(frozen=True, eq=False)
 class PromptGroup:
-    """One prompt and how many samples of it are wanted. `episodic`: each is an episode, whose environment makes the prompt.
+    """One prompt, with the number of samples wanted. `episodic`: each sample is an episode, whose environment makes the prompt.
 
-    `done_samples` are not asked for here: they are published already, or another message of this group asks for them.
-    `partials` are samples to go on with; all others start from the prompt.
+    `done_samples` are not requested here: they are published already, or another message of this group requests them.
+    `partials` are samples to continue; all others start from the prompt.
     """
 
     run: str
@@ -161,7 +158,7 @@ class PromptGroup:
     done_samples: tuple[int, ...] = ()
     episodic: bool = False
     token: bytes = b""
-    """Its sequences carry it back, as proof that their actor was handed the group."""
+    """Proof that an actor was handed the group: its sequences carry the token back."""
 
     def sequence_id(self, sample_index: int) -> str:
         return f"{self.group_id}.{sample_index}"
@@ -169,10 +166,8 @@ class PromptGroup:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequence(Branch):
-    """One finished sequence, which is its own first branch; only an episode has further `branches`.
-
-    `failure` is empty for a good one. `finish_reason`: of the last turn in time.
-    """
+    """One finished sequence, which is its own first branch; only an episode has further `branches`. `failure` is empty if the
+    sequence succeeded. `finish_reason`: that of the latest turn."""
 
     run: str
     sequence_id: str
@@ -183,15 +178,15 @@ class Sequence(Branch):
     reward: float
     reward_components: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    """What an episode's environment counted besides."""
+    """Further metrics that an episode's environment reports."""
     answer: str = ""
-    """For people: what the reward took for the answer."""
+    """For people: the part that the reward took as the answer."""
     reason: str = ""
-    """For people: what the reward says of its value."""
+    """For people: the reward's explanation of its value."""
     finish_reason: FinishReason = FinishReason.STOP
     failure: str = ""
     group_token: bytes = b""
-    """Of its group."""
+    """Token of its group."""
     actor: str = ""
     completion_text: str = ""
     prompt_text: str = ""
@@ -214,7 +209,7 @@ class Sequence(Branch):
 
     @property
     def reported(self) -> dict[str, float]:
-        """By name, the numbers that its environment and its reward report; of an episode, `turns` too."""
+        """Return the numbers that its environment and its reward report, by name; for an episode, `turns` too."""
         turns = {"turns": float(self.num_turns)} if self.turns else {}
         return {**turns, **self.metrics, **self.reward_components}
 
@@ -224,7 +219,7 @@ class Sequence(Branch):
 
 
 MAX_SAMPLES = 65_536
-"""Samples of one group at most: far above any use, and small enough that a broken count does no harm."""
+"""Limit for the samples of one group: far above any use, and small enough that a corrupt count does no harm."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
 FINISH_REASON_TO_PROTO = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items()}
@@ -240,7 +235,7 @@ _SAME_IN_GROUP = (
 
 
 def encode_sequence(sequence: Sequence) -> bytes:
-    """Raises `MessageError` for what `decode_sequence` would refuse: the caller turns it into a failure."""
+    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it: the caller turns it into a failure."""
     _check_sequence(sequence)
     fields = vars(sequence)
     with building(_SEQUENCE):
@@ -261,7 +256,7 @@ def encode_sequence(sequence: Sequence) -> bytes:
 
 
 def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
-    """Arrays are read-only views of the message. Raises `MessageError`; `expected_run` "" = any."""
+    """Decode a sequence, whose arrays are read-only views of the message. Raises `MessageError`; `expected_run` "" = any."""
     message = parse(pb.Sequence(), data, _SEQUENCE)
     unfinished = message.failure and message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
     sequence = Sequence(
@@ -281,7 +276,8 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
 
 
 def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
-    """Id and group token in a sequence message of `run`, although `decode_sequence` may refuse it; empty when it names none."""
+    """Return id and group token of a sequence message of `run`, even if `decode_sequence` refuses it; empty if it names
+    none."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:
@@ -290,7 +286,7 @@ def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
 
 
 def encode_group(group: PromptGroup) -> bytes:
-    """Raises `MessageError` for what `decode_group` would refuse."""
+    """Encode a group. Raises `MessageError` if `decode_group` would refuse it."""
     check_group(group)
     with building(_GROUP):
         return pb.PromptGroup(
@@ -303,7 +299,7 @@ def encode_group(group: PromptGroup) -> bytes:
 
 
 def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
-    """Arrays are read-only views of the message. Raises `MessageError`; `expected_run` "" = any."""
+    """Decode a group, whose arrays are read-only views of the message. Raises `MessageError`; `expected_run` "" = any."""
     message = parse(pb.PromptGroup(), data, _GROUP)
     group = PromptGroup(
         **{name: getattr(message, name) for name in _SAME_IN_GROUP},
@@ -317,8 +313,8 @@ def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
 
 
 def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
-    """What names the samples of a group that `decode_group` refuses: a group of `run` without a prompt. None when the
-    message does not say that much. Not to be generated from: it accounts for samples that nobody can generate."""
+    """Return the identity of a group that `decode_group` refuses, as a group of `run` without a prompt; None if the message
+    does not contain that much. It serves to account for samples that cannot be generated, not to generate them."""
     try:
         message = parse(pb.PromptGroup(), data, _GROUP)
     except MessageError:
@@ -343,7 +339,7 @@ def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
 
 
 def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
-    """The message that was given up is not looked into. Raises `MessageError`; `expected_run` "" = any."""
+    """Decode a dead letter, but not the message inside it. Raises `MessageError`; `expected_run` "" = any."""
     letter = parse(DeadLetter(), data, "DeadLetter")
     check_run(letter.run, expected_run, "DeadLetter")
     check_finite(letter.at_s, "DeadLetter", "at_s", at_least=0.0)
@@ -351,7 +347,7 @@ def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Not checked. What is a float32 on the wire becomes the shortest decimal that it stands for: 0.7 comes back as 0.7."""
+    """Convert without checks. A float32 becomes the shortest decimal that it stands for: 0.7 comes back as 0.7."""
     return SamplingParams(
         temperature=float(str(np.float32(message.temperature))),
         max_tokens=message.max_tokens,
@@ -365,12 +361,12 @@ def spans_to_proto(spans: Iterable[VersionSpan]) -> list[pb.VersionSpan]:
 
 
 def spans_from_proto(messages: Iterable[pb.VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Not checked: that needs the number of tokens."""
+    """Convert without checks, which need the number of tokens."""
     return tuple(VersionSpan(span.version, span.start, span.end, span.incarnation) for span in messages)
 
 
 def _finish_reason(number: int, kind: str) -> FinishReason:
-    """Raises `MessageError` for a number that names no reason (0, or one of a newer version)."""
+    """Convert a finish reason. Raises `MessageError` for an unknown number (0, or one of a newer version)."""
     reason = _FROM_PROTO.get(number)
     if reason is None:
         raise MessageError(kind, "finish_reason", f"{number} names no finish reason")
@@ -413,7 +409,7 @@ def branch_to_proto(branch: Branch) -> pb.Branch:
 
 
 def branch_from_proto(message: pb.Branch, kind: str) -> Branch:
-    """Not checked but for the lengths of its arrays. Raises `MessageError`."""
+    """Convert a branch, checking only the lengths of its arrays. Raises `MessageError`."""
     return Branch(
         prompt_token_ids=token_ids_from_bytes(message.prompt_token_ids, kind, "branches.prompt_token_ids"),
         completion_token_ids=token_ids_from_bytes(message.completion_token_ids, kind, "branches.completion_token_ids"),
@@ -433,7 +429,7 @@ def _turn_from_proto(message: pb.Turn) -> Turn:
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
-    """A sequence with a `failure` may lack its tokens."""
+    """Check a sequence. Its tokens may be missing if it has a `failure`."""
     check_run(sequence.run, expected_run, _SEQUENCE)
     check_text(sequence.group_id, _SEQUENCE, "group_id")
     check_text(sequence.task, _SEQUENCE, "task")
@@ -452,7 +448,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
             field = "completion_token_ids" if len(branch.prompt_token_ids) else "prompt_token_ids"
             raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, and the sequence names no failure")
         if any(turn.finish_reason is None for turn in branch.turns):
-            raise MessageError(_SEQUENCE, f"{prefix}turns", "one is unfinished: only a sequence handed back may have such")
+            raise MessageError(_SEQUENCE, f"{prefix}turns", "one is unfinished, as only in a sequence handed back")
     check_reward(sequence.reward, _SEQUENCE, "reward")
     for name, value in sequence.reward_components.items():
         check_reward(value, _SEQUENCE, f"reward_components[{name}]")
@@ -462,7 +458,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
 
 
 def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
-    """Raises `MessageError`. `expected_run` "" = any."""
+    """Check a group. Raises `MessageError`; `expected_run` "" = any."""
     check_run(group.run, expected_run, _GROUP)
     check_text(group.group_id, _GROUP, "group_id")
     check_text(group.task, _GROUP, "task")
@@ -509,7 +505,7 @@ def _check_num_samples(number: int, kind: str, field: str) -> None:
 
 
 def check_sampling(sampling: SamplingParams, kind: str, prefix: str = "") -> None:
-    """Raises `MessageError`."""
+    """Check sampling settings. Raises `MessageError`."""
     check_finite(sampling.temperature, kind, f"{prefix}temperature", at_least=0.0)
     check_uint(sampling.max_tokens, kind, f"{prefix}max_tokens", at_least=1)
     for token_id in sampling.stop_token_ids:
@@ -538,7 +534,7 @@ def _check_tokens(tokens: Branch | PartialSequence, kind: str, prefix: str, turn
 
 
 def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: str, field: str) -> None:
-    """They cover the turns in order, without gap or overlap."""
+    """Check that the spans cover the turns in order, without gap or overlap."""
     number, covered = 0, 0
     for span in spans:
         if covered == turns[number].end and number + 1 < len(turns):

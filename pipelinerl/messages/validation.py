@@ -1,4 +1,4 @@
-"""What every decoder of a message does: parse bytes within a bound, check one field or array, name what is wrong."""
+"""Common parts of the message decoders: parse bytes, check one field or array, name the fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
 def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
-    """Fills `message` from `data` and returns it. Raises `MessageError` when it does not parse."""
+    """Fill `message` from `data` and return it. Raises `MessageError` if it does not parse."""
     try:
         message.ParseFromString(data)
     except DecodeError as error:
@@ -29,7 +29,7 @@ def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
 
 
 class building:
-    """`with building(kind):` turns protobuf's refusal of a value (a number out of range, text that is not Unicode) into a
+    """Context manager that turns protobuf's errors for a value (out of range, or text that is not Unicode) into
     `MessageError`."""
 
     __slots__ = ("_kind",)
@@ -46,7 +46,7 @@ class building:
 
 
 def check_uint(value: int, kind: str, field: str, *, at_least: int = 0, bits: int = 32) -> None:
-    """Raises `MessageError` unless `value` is in [at_least, 2**bits)."""
+    """Raise `MessageError` unless `value` is in [at_least, 2**bits)."""
     if not at_least <= value < 1 << bits:
         raise MessageError(kind, field, f"{value} is not in [{at_least}, 2**{bits})")
 
@@ -58,7 +58,7 @@ def check_finite(value: float, kind: str, field: str, *, at_least: float = -math
 
 
 def check_reward(value: float, kind: str, field: str) -> None:
-    """The last guard: who scored it has held it to the recipe's `reward.max_abs`."""
+    """Check a reward against the global limit. The scorer has already applied the recipe's `reward.max_abs`."""
     check_finite(value, kind, field)
     if abs(value) > MOST_REWARD:
         raise MessageError(kind, field, f"{value} is beyond {MOST_REWARD:g}")
@@ -76,12 +76,12 @@ def check_run(run: str, expected_run: str, kind: str) -> None:
 
 
 def token_ids_from_bytes(data: bytes, kind: str, field: str) -> NDArray[np.int32]:
-    """int32[tokens], read-only. Raises `MessageError` when the length is no multiple of 4 bytes."""
+    """Return int32[tokens], read-only. Raises `MessageError` if the length is no multiple of 4 bytes."""
     return _from_bytes(data, _INT32, kind, field)
 
 
 def logprobs_from_bytes(data: bytes, kind: str, field: str) -> NDArray[np.float32]:
-    """float32[tokens], read-only. Raises `MessageError` when the length is no multiple of 4 bytes."""
+    """Return float32[tokens], read-only. Raises `MessageError` if the length is no multiple of 4 bytes."""
     return _from_bytes(data, _FLOAT32, kind, field)
 
 
@@ -94,7 +94,7 @@ def _from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDArray:
 def check_token_ids(token_ids: NDArray[np.int32], kind: str, field: str) -> None:
     _check_array(token_ids, _INT32, kind, field)
     if len(token_ids):
-        lowest = token_ids.argmin()  # a quarter of the cost of `min`, which counts for short sequences
+        lowest = token_ids.argmin()  # a quarter of the cost of `min`, which matters for short sequences
         if token_ids[lowest] < 0:
             raise MessageError(kind, field, f"token {lowest} is {token_ids[lowest]}: ids are not negative")
 
@@ -112,6 +112,6 @@ def check_logprobs(logprobs: NDArray[np.float32], kind: str, field: str) -> None
 
 
 def _check_array(array: NDArray, dtype: np.dtype, kind: str, field: str) -> None:
-    """Little-endian [tokens]."""
+    """Check that the array is [tokens] with this little-endian dtype."""
     if array.ndim != 1 or (array.dtype is not dtype and array.dtype != dtype):
         raise MessageError(kind, field, f"has dtype {array.dtype} and shape {array.shape}, not {dtype} and [tokens]")

@@ -1,8 +1,8 @@
 """The verifier's client: items in, results out, over gRPC.
 
-They are the protobuf classes of `verifier.proto`, which documents the fields. The client waits for a verifier that is away,
-restarting or full: `verify` returns when every item has a result, or when its task is cancelled. The caller keeps its sequences
-until then, so that none is lost. It scores nothing itself, and a result that is not OK is the caller's to judge.
+Items and results are the protobuf classes of `verifier.proto`, which documents the fields. The client waits for a verifier that
+is unreachable, restarting or full: `verify` returns when every item has a result, or when its task is cancelled. The caller
+keeps its sequences until then, so that none is lost, and decides what to do with a result that is not OK.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pipelinerl.v1.verifier_pb2 import (
 log = logging.getLogger(__name__)
 
 DEADLINE_S, LONGEST_DEADLINE_S = 120.0, 3600.0
-"""Of one try. After one that exceeded it the next one of that batch gets twice as long."""
+"""Deadline of one attempt. It doubles for a batch after each attempt that exceeds it, up to the second value."""
 BACKOFF = Backoff(first_s=0.1, most_s=3.0, jitter=0.5)
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -49,7 +49,7 @@ _AWAY = (
     grpc.StatusCode.CANCELLED,  # by a server that is stopping
 )
 _DOUBTFUL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""A connection that broke half-way, or a defect of the verifier: worth another try, not an endless one."""
+"""Signs of a connection that broke half-way, or of a defect of the verifier. They are retried a limited number of times."""
 MOST_DOUBTFUL_TRIES = 3
 FAILURE_CODES = tuple(code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -64,7 +64,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 def judged(sequence: Sequence, result: VerifyResult) -> Sequence:
-    """The sequence with what the verifier says of it. `result.status` is OK."""
+    """Return the sequence with the verifier's result, whose status is OK."""
     return replace(
         sequence,
         reward=result.reward,
@@ -76,29 +76,27 @@ def judged(sequence: Sequence, result: VerifyResult) -> Sequence:
 
 
 def status_name(status: int) -> str:
-    """A `VerifyStatus` without its prefix, lower case."""
+    """Return the name of a `VerifyStatus` in lower case without its prefix."""
     return VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
 
 
 class VerifierAway(ServiceError):
-    """It is not reachable, full, or late."""
+    """The verifier is unreachable, full, or late."""
 
 
 class VerifierClient:
-    """Calls the verifier at `target` (`host:port`; a name with several addresses is used in turn).
-
-    Used as an async context manager; any number of calls may be under way at once.
-    """
+    """Calls the verifier at `target` (`host:port`; the addresses of a name are used in turn). Use it as an async context
+    manager; any number of calls may run at once."""
 
     def __init__(
         self, target: str, *, tls_dir: Path | None = None, on_failed_try: Callable[[str], None] = lambda code: None
     ) -> None:
-        """`tls_dir`: certificates (`pipelinerl.service.tls`); those that are renewed there are used. None = plain text.
-        `on_failed_try`: takes the gRPC status (`FAILURE_CODES`) of each try that failed, the last one of a refusal included."""
+        """`tls_dir`: certificates (`pipelinerl.service.tls`), which may be renewed there. None = plain text. `on_failed_try`:
+        called with the gRPC status (`FAILURE_CODES`) of each failed attempt, also of a final refusal."""
         self.target, self._tls_dir, self._on_failed_try = target, tls_dir, on_failed_try
 
     async def __aenter__(self) -> VerifierClient:
-        """Raises `FieldError` on `tls_dir` when its files cannot be used."""
+        """Open the channel. Raises `FieldError` on `tls_dir` if its files cannot be used."""
         self._files = RenewedCertificates(self._tls_dir, "client") if self._tls_dir is not None else None
         self._channel = self._opened()
         return self
@@ -109,10 +107,10 @@ class VerifierClient:
         await self._channel.close()
 
     async def verify(self, items: list[VerifyItem]) -> list[VerifyResult]:
-        """One result for each item, in their order; when its status is OK, its reward is within `MOST_REWARD`, otherwise 0.
+        """Return one result per item, in order. If its status is OK, its reward is within `MOST_REWARD`, otherwise 0.
 
-        Waits and tries again, without end, while the verifier is unreachable, full or late; cancel the task to stop it.
-        Raises `ServiceError` when the verifier refuses the call, `MessageError` when the answer does not fit the items.
+        Retries without end while the verifier is unreachable, full or late; cancel the task to stop it. Raises `ServiceError`
+        when the verifier refuses the call, `MessageError` when the answer does not fit the items.
         """
         if not items:
             return []
@@ -122,8 +120,8 @@ class VerifierClient:
         return _results(items, await self._call_until_answered(request))
 
     async def run_episode(self, request: EpisodeRequest, timeout_s: float) -> VerifyResult:
-        """The episode's result, by one call. Raises `VerifierAway` when another call may succeed, `ServiceError` when the
-        verifier refuses it, `MessageError` when its answer is about something else."""
+        """Run an episode by one call, and return its result. Raises `VerifierAway` if another call may succeed, `ServiceError`
+        if the verifier refuses it, `MessageError` if the answer is for another item."""
         channel = self._channel
         try:
             stub = verifier_pb2_grpc.VerifierServiceStub(channel)
@@ -168,9 +166,9 @@ class VerifierClient:
         return open_channel(self.target, certificates, options=CHANNEL_OPTIONS)
 
     def _renew(self) -> None:
-        """Opens another channel where the certificates were renewed: a channel keeps those that it was opened with, and its new
-        connections are refused once they have expired. Calls under way end on the old one, which goes with the last of them:
-        closing it would cancel them, and so the tasks that wait for them."""
+        """Open another channel if the certificates were renewed. A channel keeps the certificates that it was opened with, and
+        its new connections are refused once they have expired. Calls in progress end on the old channel, which is freed with
+        the last of them: closing it would cancel these calls and the tasks that wait for them."""
         if self._files is not None and self._files.renew():
             self._channel = self._opened()
 

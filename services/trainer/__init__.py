@@ -1,1 +1,1 @@
-"""The trainer: issues prompts, turns sequences into policy versions, sends each to every actor."""
+"""The trainer: it issues prompts, turns sequences into policy versions, and sends each version to every actor."""

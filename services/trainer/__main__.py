@@ -1,6 +1,6 @@
 """`python -m services.trainer`: one training run, configured by environment variables (pipelinerl/service/settings.py).
 
-Where the trainer has several ranks, this starts torchrun's agent, which starts each rank with the same command.
+With several ranks, this process runs torchrun's agent, which starts each rank with the same command.
 """
 
 from __future__ import annotations

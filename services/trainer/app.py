@@ -1,7 +1,7 @@
-"""The trainer's process: servers, model, streams and sinks, opened in order; then the run itself (`run.py`).
+"""The trainer's process: open servers, model, streams and sinks in order, then start the run (`run.py`).
 
-The HTTP server is up first, so that a probe is answered while the model loads. A trainer that this run has had before goes on
-from its newest checkpoint.
+The HTTP server starts first, so that probes are answered while the model loads. If the run had a trainer before, this one
+continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def serve(
     context: LogContext,
     load: LoadPolicy = load_policy_trainer,
 ) -> None:
-    """Rank 0: runs a whole training run, or until `stop` is set. Raises what ended it otherwise."""
+    """Rank 0: execute a whole training run, or until `stop` is set. Errors that end the run are raised."""
     recipe = load_recipe(settings.recipe)
     registry, readiness = RunRegistry(settings.run), Readiness("the model is loading")
     metrics = TrainerMetrics(registry)
@@ -53,7 +53,7 @@ async def serve(
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         board = PageBoard() if settings.page else None
-        if board is not None:  # before anybody can ask: a page that is open meets no server without it
+        if board is not None:  # before the server starts, so that open pages always find their path
             add_page(app, board)
         host, names = settings.http_host, page_hosts(settings)
         http_port = await stack.enter_async_context(serve_http(guarded(app, settings), host, settings.http_port, names=names))
@@ -88,10 +88,10 @@ async def serve(
         announce(settings, grpc_port, http_port)
         await run.run(stop)
         if board is not None and board.is_read and not stop.is_set():
-            await asyncio.sleep(ASKED_WITHIN_S)  # open pages hear how the run ended
+            await asyncio.sleep(ASKED_WITHIN_S)  # open pages fetch the end of the run
 
 
 def stream_limits(settings: TrainerSettings) -> StreamLimits:
-    """Of the streams that the trainer makes. Other services need to know nothing of these."""
+    """Return the limits of the streams, which only the trainer creates."""
     sequences_max_bytes = round(settings.sequences_max_gib * 1024**3)
     return StreamLimits(sequences_max_bytes=sequences_max_bytes, replicas=settings.stream_replicas)

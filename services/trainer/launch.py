@@ -1,7 +1,7 @@
-"""Starts the ranks of the trainer on this node under torchrun's elastic agent, and ends with them.
+"""Start the trainer's ranks on this node under torchrun's elastic agent, and end with them.
 
-A rank that dies takes the others of this node along at once, and those of other nodes when they next talk to it. This process
-neither restarts them nor trains anything.
+When a rank dies, the other ranks of this node are killed at once, and those of other nodes fail at their next communication.
+This process neither restarts ranks nor trains.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from pipelinerl.service.settings import TrainerSettings, read_settings
 log = logging.getLogger(__name__)
 
 RANK = (sys.executable, "-m", "services.trainer")
-"""What each rank runs: it finds its place in the environment that torchrun gives it."""
+"""Command of each rank, which reads its place from the environment that torchrun sets."""
 SHUTDOWN_S = 30
-"""Beyond the last checkpoint, for ranks that were told to stop, before they are killed."""
+"""Grace period of stopped ranks before they are killed, beyond the time for the last checkpoint."""
 LOOPBACK = "127.0.0.1"
-"""Where the ranks of one node meet."""
+"""Meeting address for the ranks of one node."""
 RENDEZVOUS_TIMEOUT_S = 900
-"""How long a node waits for the others: images may have to be pulled."""
+"""Maximum wait of a node for the others, which may have to pull images first."""
 
 
 def launch_ranks() -> int | None:
-    """Runs this node's ranks to their end and returns the exit code; None when there is one rank, which needs no agent."""
+    """Run this node's ranks to their end and return the exit code; None if there is only one rank, which needs no agent."""
     codes: list[int | None] = []
 
     def launch() -> None:
@@ -53,24 +53,23 @@ def launch_ranks() -> int | None:
 
 
 def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
-    """Ranks of the trainer, over all nodes. Raises `FieldError` for nodes that have nowhere to meet, or a number too high."""
+    """Return the trainer's ranks over all nodes. Raises `FieldError` for nodes without a rendezvous, or a node number too
+    high."""
     if settings.nodes > 1 and not settings.rendezvous:
         raise FieldError("PIPELINERL_RENDEZVOUS", "", "several nodes need host:port of node 0 here")
     if settings.node >= settings.nodes:
-        fix = f"of {settings.nodes} nodes (PIPELINERL_NODES) is one of 0 to {settings.nodes - 1}"
+        fix = f"must be 0 to {settings.nodes - 1} for PIPELINERL_NODES = {settings.nodes}"
         raise FieldError("PIPELINERL_NODE", settings.node, fix)
     return settings.nodes * (settings.ranks_per_node or recipe.trainer.nproc)
 
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:
-    """Runs `command` as each of this node's ranks, with the other nodes', to their end; returns the exit code.
-
-    That of the first rank that failed, where one did; a signal to this process goes to all of them, and ends well.
-    """
+    """Run `command` as each of this node's ranks, together with the other nodes, and return the exit code. It is the code of
+    the first rank that failed, if any. A signal to this process reaches all ranks, and counts as success."""
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch")
-    for name in ("agent.server", "multiprocessing.api"):  # they tell of every rank that they end
+    for name in ("agent.server", "multiprocessing.api"):  # they log the end of every rank
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True) as folder:
         return _run_agent(settings, num_here, command, Path(folder))
@@ -82,9 +81,9 @@ def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     meeting: dict[str, Any]
-    if settings.nodes == 1:  # its ranks meet in a folder and talk on loopback: torch's own store listens on all interfaces
+    if settings.nodes == 1:  # meet in a folder and use loopback, since torch's store listens on all interfaces
         os.environ["RANK_FOLDER"] = str(folder)
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch would start one nevertheless
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise torch still starts one
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": str(folder / "agent"), "rdzv_configs": {"store_type": "file"}}
     else:  # at node 0, which has rank 0
@@ -116,10 +115,10 @@ def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...
 
 
 def killed(rank: int, number: int) -> str:
-    """What to tell of a rank that signal `number` ended."""
+    """Return the message about a rank that signal `number` ended."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     why = "; the kernel does that when memory runs out" if number == signal.SIGKILL else ""
     return (
-        f"rank {rank} of the trainer was killed by {name}{why}. A trainer that starts again goes on from the newest "
+        f"rank {rank} of the trainer was killed by {name}{why}. A restarted trainer continues from the newest "
         "checkpoint; steps since then are taken again (checkpoint.every_steps)"
     )

@@ -1,4 +1,4 @@
-"""From a recipe and this process's place among the ranks to its learner: the model loaded, checked, and sharded.
+"""Load, check and shard the model for one rank's learner, from the recipe and the rank's place.
 
 Rank 0 loads the weights and finds out how the model is to be called; the others learn that from it and read the model's
 configuration only. One rank is plain: whole weights on its device. A state to go on from is given to the learner last: the
@@ -40,15 +40,15 @@ log = logging.getLogger(__name__)
 
 
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
-    """The learner of this rank, for the model of folder (or hub id) `source`, in the state that folder `resume` holds.
+    """Return this rank's learner for the model in folder (or hub id) `source`, with the state in folder `resume`.
 
-    With several ranks, all of them must call it; `resume` is rank 0's. `revision`: of the pod, where it is one. Raises
-    `FieldError`, `ServiceError` where ranks are of different versions, recipes or revisions, and what `restore` raises.
+    With several ranks, all of them must call it; only rank 0 gives `resume`. `revision`: the pod's, if there is one. Raises
+    `FieldError`, `ServiceError` if ranks differ in version, recipe or revision, and the errors of `restore`.
     """
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
-    disable_progress_bar()  # which a log would hold as it moves
+    disable_progress_bar()  # it would fill the log
     device = rank_device(ranks.local_rank)
     if ranks.world_size > 1:
         join_ranks(device)
@@ -69,7 +69,7 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path 
 
 
 def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: Path | None = None) -> Learner:
-    """This rank's learner among all ranks that have met; see `load_learner`."""
+    """Return this rank's learner once all ranks have met; see `load_learner`."""
     world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
     assert world.links is not None
     recompute, lora = recipe.trainer.gradient_checkpointing, recipe.trainer.lora
@@ -77,7 +77,7 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: P
         policy = load_policy(source, recipe.model, gradient_checkpointing=recompute, lora=lora)
         facts = {"attention": policy.attention, "own_logits": policy.own_logits, "resume": str(resume or "")}
         world.links.tell_all(Message("model", facts))
-    else:  # its shape, and what rank 0 resumes
+    else:  # its shape, and rank 0's resume folder
         found = world.links.hear().fields
         attention, own_logits = found["attention"], found["own_logits"]
         policy = blank_policy(source, recipe.model, attention, own_logits, gradient_checkpointing=recompute, lora=lora)
@@ -86,10 +86,10 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: P
 
 
 def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: Path | None) -> Learner:
-    """Of a policy that is not sharded yet."""
+    """Return the learner for a policy that is not sharded yet."""
     if recipe.algorithm.advantage == "value":
         add_value_head(whole)
-        if whole.device.type != "meta":  # the one that is saved beside the model, else a new one
+        if whole.device.type != "meta":  # saved beside the model, or new
             load_value_head(whole, Path(source))
     if recipe.trainer.compile:
         compile_policy(whole, world.device)
@@ -101,7 +101,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
             return policy
         return shard_policy(policy, world, dtype, reshard=recipe.trainer.reshard_after_forward)
 
-    # What adapters adapt is the reference itself; else there must be a second copy of the weights.
+    # With adapters the base weights are the reference; otherwise it is a second copy of the weights.
     needs_reference = recipe.algorithm.kl_coefficient > 0 and recipe.trainer.lora is None
     frozen = frozen_copy(whole) if needs_reference else None
     policy = sharded(whole)
@@ -120,8 +120,8 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
 
 
 def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
-    """Raises `FieldError` where this rank's device cannot hold its part of weights, gradients and optimizer; warns where they
-    leave little for activations. A CPU is not looked at."""
+    """Raise `FieldError` if this rank's device cannot hold its part of weights, gradients and optimizer; warn if they leave
+    little for activations. A CPU is not checked."""
     if world.device.type != "cuda":
         return
     parameters = sum(parameter.numel() for parameter in whole.parameters())
@@ -135,7 +135,7 @@ def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
 
 
 def rank_device(local_rank: int) -> torch.device:
-    """The GPU of this rank, or the CPU where there is none."""
+    """Return this rank's GPU, or the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)

@@ -1,10 +1,10 @@
-"""The optimizer loop: takes batches, steps, sends versions, evaluates, records.
+"""The optimizer loop: take batches, step, send versions, evaluate, record.
 
-Consumes batches from `Intake`, produces policy versions for `WeightUpdater` and one record per step. It waits for a full
-batch (actors unblock it) and, before a version is offered, for the version before to be served by everybody who is left. While
-a measurement keeps that one from being served, it does not wait: actors get a later version when the measurement has ended.
-Sending overlaps the next batch; in conventional mode (the paper's baseline) it does not, by definition. All that touches the
-model goes through one compute thread, one call after the other. Checkpoints are taken between two steps.
+It consumes batches from `Intake`, and produces policy versions for `WeightUpdater` and one record per step. It waits for a full
+batch, which actors provide, and before it offers a version, until all remaining actors serve the previous one. If a measurement
+delays that, it does not wait: actors get a later version when the measurement has ended. Sending overlaps with the next batch,
+except in conventional mode (the paper's baseline). A single compute thread makes all calls to the model, one after the other.
+Checkpoints are taken between two steps.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 30.0
-"""How often the other ranks hear that rank 0 is there, at most."""
+"""Maximum seconds between two messages from rank 0 to the other ranks."""
 FIRST_PROBES = 3
-"""Tries of the first version, where no actor answers."""
+"""Attempts to probe the first version if no actor answers."""
 SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
 
 
 @contextmanager
 def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds the time inside to `seconds[phase]`."""
+    """Add the time inside the block to `seconds[phase]`."""
     began_at = time.monotonic()
     try:
         yield
@@ -60,7 +60,7 @@ def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class OptimizerLoop:
-    """Owns the number of the policy version. It goes on from where `resume` starts."""
+    """Owner of the policy version, which begins at that of `resume`."""
 
     def __init__(
         self,
@@ -86,28 +86,29 @@ class OptimizerLoop:
             resume, lambda version: self._in_compute(policy.begin_checkpoint, version), self._capture
         )
         self._unrecorded: Callable[[], None] = lambda: None
-        """Writes the record of the step that was computed last, unless that is done."""
+        """Writes the record of the last computed step, unless it is written."""
         self._batch_at = time.monotonic()
-        """When the last step got its batch."""
+        """Time at which the last step got its batch."""
         self._base: Logprobs | None = None
-        """Of the probe, without adapters, or before this process has taken a step: from where the policy's change counts."""
+        """Log-probabilities of the probe without adapters, or before this process took a step: the origin of the policy's
+        change."""
         self._carried_s: dict[str, float] = {}
-        """Of the next step's record: what the end of the last one took."""
+        """Seconds spent after the last step, for the next step's record."""
         self._passed_over = False
-        """The version was not sent, because a measurement holds the one before."""
+        """The version was not sent because a measurement holds the previous one."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
-        """Of the last optimizer steps."""
+        """Number of skipped steps since the last one that was applied."""
         self._closed = self.stopping = False
         self.version = start.version
         self.waiting_for = "actors"
 
     @property
     def measuring(self) -> bool:
-        """Whether actors are being evaluated or compared beside the steps."""
+        """Return whether actors are being evaluated or probed beside the steps."""
         return self._measuring is not None and not self._measuring.done()
 
     async def run(self) -> None:
-        """From the first version sent to the last one evaluated. Raises `ServiceError` when no step works any more, and
+        """Train from the first version sent to the last one evaluated. Raises `ServiceError` when steps keep failing, and
         `FieldError` when actors serve another policy."""
         try:
             await self._offer({})
@@ -126,19 +127,15 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Lets the other ranks know that this one is there while it waits for actors or sequences, until cancelled.
-
-        Returns at once where there are none. Raises `RuntimeError` when one of them is gone.
-        """
+        """Send heartbeats to the other ranks while this one waits for actors or sequences, until cancelled. Returns at once if
+        there are no other ranks. Raises `RuntimeError` when one of them is gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.heartbeat)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> WrittenCheckpoint:
-        """Returns once it is on disk: of now when no step is computed, else of after that step.
-
-        Raises `ServiceError` when it cannot be written, or the run has ended.
-        """
+        """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError` if it cannot
+        be written, or the run has ended."""
         try:
             if self._closed:
                 raise ServiceError(RUN_ENDED)
@@ -150,18 +147,19 @@ class OptimizerLoop:
             raise
 
     async def dismiss(self, timeout_s: float) -> None:
-        """Tells the other ranks to end, after what they compute now. Those that have not heard it by then see this one go."""
+        """Order the other ranks to end after their present computation. Ranks that do not get the order in time lose the
+        connection."""
         if self._policy.num_ranks > 1:
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._in_compute(self._policy.end)
             except TimeoutError:
                 log.warning("the other ranks still compute after %.0f s", timeout_s)
-            except RuntimeError as error:  # of torch.distributed: they are gone, and a run that ends does not need them
+            except RuntimeError as error:  # from torch.distributed: they are gone, and no longer needed
                 log.warning("the other ranks cannot be told to end: %s", error)
 
     def close(self) -> None:
-        """Leaves a computation, and a checkpoint, under way to end by itself; checkpoints that were not begun are refused."""
+        """Let a running computation and checkpoint finish by themselves, and refuse further checkpoints."""
         self._closed = True
         self.checkpoints.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
@@ -180,7 +178,7 @@ class OptimizerLoop:
         self._feeder.begin_step(seconds["wait"] / (self._batch_at - last_at), for_max_lag=held_by_max_lag)
         async with self.checkpoints.step():
             self._next = None
-            if self.version + 1 < self._recipe.trainer.steps:  # taken and planned beside the computation of this one
+            if self.version + 1 < self._recipe.trainer.steps:  # taken and planned during this step's computation
                 self._next = asyncio.create_task(self._prepared(self.version + 1))
             ids = (sequence.sequence_id for group in batch for sequence in group.sequences)
             with self._traces.step(self.version + 1, ids) as span:
@@ -217,7 +215,7 @@ class OptimizerLoop:
             await self._offer_when_measured()
 
     def _conclude(self, figures: Mapping[str, Any], batch: list[TrainingGroup]) -> None:
-        """The step was computed: what became of its sequences, and the version that came of it."""
+        """Close the sequences of a computed step, and count the version that it made."""
         for group in batch:
             if figures["skipped"]:
                 self._tracker.close(group.sequences, Outcome.FAILED, "step skipped")
@@ -228,7 +226,7 @@ class OptimizerLoop:
         self._tracker.end_step(self.version)
 
     def _capture(self) -> RunState:
-        """Between two steps. The record of the last one is written by then: what goes on from here has it in its figures."""
+        """Capture the state between two steps, after the last step's record is written, so that the figures include it."""
         self._unrecorded()
         return self._resume.capture(self.version, self.skipped_in_a_row)
 
@@ -237,8 +235,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begins to send the version. It is passed over where a measurement holds the version before, which is staged already,
-        unless it is to be measured itself."""
+        """Begin to send the version. Unless it is to be measured itself, it is passed over if a measurement holds the previous
+        version, which is already staged."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -257,7 +255,7 @@ class OptimizerLoop:
         self._feeder.look_again()
 
     async def _offer_when_measured(self) -> None:
-        """Sends the version that was passed over, if the measurement ends before the next batch is there."""
+        """Send the version that was passed over, if the measurement ends before the next batch is ready."""
         assert self._next is not None, "the last version is measured, and never passed over"
         assert self._measuring is not None, "a measurement is why it was passed over"
         with measured(self._carried_s, "wait"):
@@ -268,11 +266,12 @@ class OptimizerLoop:
     # --- evaluation and probe, beside the next step ------------------------------------------------------------------
 
     def _due(self, every_steps: int) -> bool:
-        """Whether the version is one to measure: only those that are sent."""
+        """Return whether the version is to be measured; only versions that are sent are."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:
-        """Compares the first version that is served, before anything is trained. Raises `FieldError` for another policy."""
+        """Compare the first served version with the trainer's, before any training. Raises `FieldError` if the policies
+        differ."""
         self._base = await self._probe_scores(adapters=False)
         if (trained := await self._probe_scores()) is None:
             return
@@ -285,14 +284,14 @@ class OptimizerLoop:
         self._recorder.parity(parity)
         if parity.problems:
             fix = (
-                f"nothing is trained, since actors serve another policy than the trainer holds: {'; '.join(parity.problems)}. "
-                "Look for another model, revision or dtype at their side, for actor.engine.quantization, or for a loader that "
-                "does not suit the model; raise the tolerance only for a difference that you expect"
+                f"nothing is trained, since the actors' policy differs from the trainer's: {'; '.join(parity.problems)}. "
+                "Check their model, revision and dtype, actor.engine.quantization, and whether the loader suits the model; "
+                "raise the tolerance only for a difference that you expect"
             )
             raise FieldError("weights.probe_tolerance", self._evaluator.tolerance, fix)
 
     async def _probe_scores(self, *, adapters: bool = True) -> Logprobs | None:
-        """The trainer's own log-probabilities of the probe; None where it is off."""
+        """Return the trainer's log-probabilities of the probe; None if the probe is off."""
         if self._recipe.weights.probe_every == 0:
             return None
         scores: Logprobs = await self._in_compute(
@@ -301,7 +300,7 @@ class OptimizerLoop:
         return scores
 
     async def _measure(self, *, evaluate: bool, probe: bool = True) -> None:
-        """Starts measuring the version that was just offered; the next steps go on, without their commits."""
+        """Start to measure the version that was just offered. The next steps continue, but their versions are not committed."""
         trained = await self._probe_scores() if probe else None
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 
@@ -311,7 +310,7 @@ class OptimizerLoop:
             await task
 
     async def _measure_version(self, version: int, trained: Logprobs | None, evaluate: bool) -> None:
-        """Probe and evaluation of one version; `trained` are the trainer's own log-probabilities of the probe."""
+        """Probe and evaluate one version. `trained`: the trainer's log-probabilities of the probe."""
         async with self._updater.hold_when_served(version):
             began_at = time.monotonic()
             if trained is not None and (parity := await self._evaluator.parity(version, trained, self._base)) is not None:
@@ -343,15 +342,14 @@ class OptimizerLoop:
             **figures,
         }
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}
-        # The trainer computed nothing meanwhile: the copy that is sent is made on the compute thread, and it is not made before
-        # the version before is served.
+        # The trainer computed nothing meanwhile: the compute thread makes the snapshot, after the previous version is served.
         record["idle_s"] = seconds.get("snapshot", 0.0) + seconds.get("send", 0.0)
         record["sequences"] = self._tracker.ledger.counts.as_dict()
         record["ended_by_length"] = self._tracker.take_ended_by_length()
         record["largest_lag"] = recipe_lag(
             self._recipe, self._updater.num_present, self._tracker.longest_tokens, self._tracker.mean_tokens
         )
-        self._resume.journal.flush()  # who hears of the step may audit it
+        self._resume.journal.flush()  # readers of the record may audit the step
         self._recorder.step(record, batch, self._intake.tokens_arrived)
 
     async def _in_compute(self, call: Callable[..., Any], *arguments: object) -> Any:

@@ -1,8 +1,7 @@
-"""Rank 0 of the trainer: the model's side of the optimizer loop, over torch.
+"""Rank 0 of the trainer: the policy as the optimizer loop uses it, over torch.
 
-`Learner` takes steps and scores, on all ranks; `PolicyTrainer` adds what a run needs of it: snapshots for actors, checkpoints.
-All methods block and belong to one thread, except `Learner.prepare`, and the writing of a checkpoint that has been copied. The
-loop counts the versions.
+`Learner` takes steps and scores, on all ranks; `PolicyTrainer` adds snapshots for actors and checkpoints. All methods block and
+belong to one thread, except `Learner.prepare` and the writing of a copied checkpoint. The loop counts the versions.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyTrainer:
-    """What the optimizer loop and the weight updater need of the policy, beside its `learner`. `sender`: the trainer's end of
-    weight transfers."""
+    """Steps, snapshots and checkpoints of the policy. `sender`: the trainer's end of weight transfers."""
 
     def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
         self.learner, self._recipe = learner, recipe
@@ -55,7 +53,7 @@ class PolicyTrainer:
         self.num_ranks = learner.world.layout.size
         self._converted = frozenset() if sends_adapter(recipe) else converted_parameters(learner.policy.model)
         self._version: int | None = None
-        """Of the weights; None before the first step, when they are those that it was started with."""
+        """Version of the weights; None before the first step, when they are those it started with."""
         self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
@@ -68,28 +66,28 @@ class PolicyTrainer:
         return figures
 
     def heartbeat(self) -> None:
-        """Tells the other ranks that there is no order yet."""
+        """Send the other ranks a heartbeat instead of an order."""
         self.learner.order(HEARTBEAT)
 
     def end(self) -> None:
-        """The last order: the other ranks end. Waits for a checkpoint that is being written; drops one that is not."""
+        """Order the other ranks to end. Waits for a checkpoint that is being written; drops one that is only staged."""
         self.learner.order(END)
         self._state.end()
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
-        """A copy of what actors get of the weights as they are, which are `version`."""
+        """Copy the present weights, which are `version`, in the form that actors get."""
         if sends_adapter(self._recipe):
             return self.sender.snapshot(version, self.learner.gather(ADAPTER))
         weights = as_in_files(self.learner.policy.model, self.learner.gather(WEIGHTS), self._converted)
         return self.sender.snapshot(version, weights)
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
-        """Copies state and export of the weights as they are, which are `version`, on all ranks.
+        """Copy state and export of the present weights, which are `version`, on all ranks.
 
-        Returns what writes them: the export into a folder that is there, and what training goes on from into `resume/state`
-        in it. It is called at most once, before the next checkpoint begins, on a thread that does not compute. The state is
-        durable when it returns; files of the export are the caller's to sync. It raises `ServiceError` when a rank cannot
-        write, and `OSError`.
+        Returns a function that writes them: the export into an existing folder, and the training state into `resume/state` in
+        it. Call it at most once, before the next checkpoint begins, on a thread that does not compute. When it returns, the
+        state is durable, but the caller must sync the files of the export. It raises `OSError`, and `ServiceError` if a rank
+        cannot write.
         """
         assert self._version in (None, version), f"weights of {self._version}, the rest of version {version}"
         self._state.stage()
@@ -100,7 +98,7 @@ class PolicyTrainer:
             try:
                 self._export.write(folder, about)
             except BaseException:
-                self._state.abandon()  # the other ranks wait to hear where
+                self._state.abandon()  # the other ranks wait for the folder's name
                 raise
             self._state.write(folder / RESUME / STATE)
 
@@ -110,10 +108,8 @@ class PolicyTrainer:
 def load_policy_trainer(
     recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
 ) -> PolicyTrainer:
-    """Rank 0: loads model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint.
-
-    Raises `FieldError` for what the user can mend, `ServiceError` for a checkpoint that cannot be read.
-    """
+    """Rank 0: load model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint. Raises `FieldError` for a
+    user's mistake, `ServiceError` for a checkpoint that cannot be read."""
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
@@ -137,8 +133,8 @@ def load_policy_trainer(
 def weight_sender(
     learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
 ) -> WeightSender:
-    """Sends what actors serve of this learner's policy. Sharded weights are collected in host memory: the second copy that a
-    snapshot is may not fit the one device that sends it."""
+    """Return the sender of this learner's weights or adapters to actors. Sharded weights are collected in host memory: the
+    snapshot, a second copy, may not fit the single device that sends it."""
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
@@ -151,12 +147,12 @@ def weight_sender(
 
 
 def sends_adapter(recipe: Recipe) -> bool:
-    """Whether actors get factors of adapters instead of weights."""
+    """Return whether actors get factors of adapters instead of weights."""
     return recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter"
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id at the recipe's revision, with the recipe's chat template. Raises `FieldError`."""
+    """Return the tokenizer of a folder or hub id, at the recipe's revision and with its chat template. Raises `FieldError`."""
     from transformers import AutoTokenizer
 
     try:

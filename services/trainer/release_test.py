@@ -1,8 +1,8 @@
-"""`python -m services.trainer.release_test`: tests an installed release from where its trainer stands, as `helm test` does.
+"""`python -m services.trainer.release_test`: test an installed release from the trainer's place, as `helm test` does.
 
-It runs in a pod of its own with the trainer's environment, files, volume and ServiceAccount, and without GPUs. Each check has a
-name and says what to look at where it fails. It takes nothing from the streams and changes nothing of the run. NATS's
-volumes it knows by the run's streams, which are on them.
+It runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has a
+name, and its failure says where to look. It takes nothing from the streams and does not change the run. It recognises NATS's
+volumes by the run's streams, which are stored on them.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.settings import TrainerSettings, read_settings, split_host_port
 
 ANSWER_S = 15.0
-"""For one call. The run has started, or the check of that says so."""
+"""Limit for one call. The run has already started; otherwise an earlier check fails."""
 CHECK_S = 60.0
-"""For a whole check: a busy node takes long to import a client."""
+"""Limit for a whole check: importing a client takes long on a busy node."""
 CLOSED_S = 5.0
-"""A connection that a policy drops gets no answer; after this it counts as closed."""
+"""Time without an answer after which a connection counts as closed by a network policy, which drops its packets."""
 
 OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
-"""Which one of the release a right is for that is not for all of its kind: its name is this behind the release's."""
+"""Objects to which a permission is limited, by kind: their name is the release's with this suffix."""
 
 Check = Callable[[], Awaitable[str]]
 
 
 class CheckError(PipelineRLError):
-    """A check's failure, and what to do."""
+    """A failed check, with advice."""
 
 
 async def check_recipe(settings: TrainerSettings) -> str:
@@ -47,7 +47,7 @@ async def check_recipe(settings: TrainerSettings) -> str:
 
 
 async def check_volume(settings: TrainerSettings) -> str:
-    """The folder that the claim is mounted at takes files of this user."""
+    """Check that this user can write to the folder where the claim is mounted."""
     folder = next(one for one in settings.run_dir.parents if one.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".release-test-") as file:
@@ -60,7 +60,7 @@ async def check_volume(settings: TrainerSettings) -> str:
 
 
 async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str:
-    """A login, the trainer's or an actor's, and the streams that a trainer has made."""
+    """Check a login, the trainer's or an actor's, and the streams that a trainer has made."""
     async with connect(
         settings.nats_url,
         settings.run,
@@ -74,7 +74,7 @@ async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str
 
 
 async def check_http(who: str, host: str, port: int) -> str:
-    """The name of its Service and its HTTP port. Ready, it listens on all of its ports."""
+    """Check a Service's name and HTTP port. A service that is ready listens on all of its ports."""
     from aiohttp import ClientError, ClientSession, ClientTimeout
 
     url = f"http://{host}:{port}/readyz"
@@ -89,7 +89,7 @@ async def check_http(who: str, host: str, port: int) -> str:
 
 
 async def check_verifier(settings: TrainerSettings) -> str:
-    """Its Service's name, its gRPC port and the certificates."""
+    """Check the verifier's Service name, its gRPC port and the certificates."""
     from grpc import aio
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -104,10 +104,10 @@ async def check_verifier(settings: TrainerSettings) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """All that the trainer's ServiceAccount should have; of them one is used, to list the actors' pods."""
+    """Check all permissions of the trainer's ServiceAccount. Only the one to list the actors' pods is used."""
     kube = in_cluster(settings)
     if kube is None:
-        return "kubernetesApi.enabled is false: nothing is asked"
+        return "kubernetesApi.enabled is false: no permissions are needed"
     try:
         pods, _ = await kube.list_pods(settings.actor_selector)
         needed = dict.fromkeys(TRAINER, "") | {
@@ -126,7 +126,7 @@ async def check_rights(settings: TrainerSettings) -> str:
 
 
 async def answers(address: str, within_s: float) -> bool:
-    """Whether a connection to host:port can be made. Raises `CheckError` for a name that is nobody's."""
+    """Return whether a connection to host:port can be made. Raises `CheckError` if the name does not resolve."""
     host, port = split_host_port(address)
     try:
         async with asyncio.timeout(within_s):
@@ -146,17 +146,18 @@ async def check_episodes(address: str) -> str:
 
 
 async def check_policies(closed: str) -> str:
-    """An address that answers actors and the trainer, and nobody else, once the trainer is ready, as its own check says."""
+    """Check that an address is closed to this pod. It serves only actors and the trainer, and is up once the trainer is ready,
+    which another check tests."""
     if not await answers(closed, CLOSED_S):
         return f"{closed} is closed to this pod"
     raise CheckError(
         f"{closed} answers this pod, which no NetworkPolicy allows: use a network plugin that enforces them, or set "
-        "networkPolicy.enabled=false and know that whatever reaches the pods may call them"
+        "networkPolicy.enabled=false and accept that any process that reaches the pods may call them"
     )
 
 
 def checks(settings: TrainerSettings, options: argparse.Namespace) -> dict[str, Check]:
-    """By name, in the order in which a release comes up."""
+    """Return the checks by name, in the order in which a release starts."""
     trainer = split_host_port(settings.rendezvous)[0]
     found: dict[str, Check | None] = {
         "recipe": partial(check_recipe, settings),
@@ -174,7 +175,7 @@ def checks(settings: TrainerSettings, options: argparse.Namespace) -> dict[str, 
 
 
 async def failures(every: dict[str, Check]) -> list[str]:
-    """Runs all of them, prints a line for each, and returns the names of those that failed."""
+    """Run all checks, print a line for each, and return the names of those that failed."""
     failed = []
     for name, check in every.items():
         try:
@@ -187,14 +188,14 @@ async def failures(every: dict[str, Check]) -> list[str]:
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What is left out is not checked."""
+    """Parse the arguments. A check whose argument is missing is left out."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer.release_test", description=__doc__)
-    parser.add_argument("--no-volume", action="store_true", help="the claim is not here: only the trainer's pod may have it")
+    parser.add_argument("--no-volume", action="store_true", help="skip the volume, which only the trainer's pod may mount")
     parser.add_argument("--actor-login", type=Path, metavar="FILE", help="the actors' user and password for NATS")
     for name, what in (
         ("--actor", "the actors' Service and HTTP port"),
-        ("--episodes", "where actors take the turns of episodes"),
-        ("--closed", "what answers others, and network policies close to this pod"),
+        ("--episodes", "address at which actors take the turns of episodes"),
+        ("--closed", "address that network policies close to this pod"),
     ):
         parser.add_argument(name, default="", metavar="HOST:PORT", help=what)
     return parser.parse_args(arguments)

@@ -1,11 +1,12 @@
-"""One trainer's part in a run that several trainers may make: it takes over from the one before, and leaves to the next.
+"""One trainer's part in a run of possibly several trainers: take over from the previous one, and prepare for the next.
 
-Takes over: state of a checkpoint, what is on the streams. Leaves: the journal's words, what a checkpoint holds beside tensors,
-which positions of the log somebody may still read. It decides neither when a checkpoint is due nor how it is written.
+It takes over the state of a checkpoint and the contents of the streams. For the next trainer it writes the journal and the
+non-tensor part of checkpoints, and keeps the log from the positions that may still be read. It decides neither when a
+checkpoint is due nor how it is written.
 
-Every few seconds it purges from SEQUENCES what nobody will read again, has a checkpoint written where the log
-fills up before one is due, and looks for prompt groups that nobody works on: taken off PROMPTS although samples of them never
-came. What it ends goes through `Intake`, so that the feeder issues another group.
+Every few seconds it purges messages from SEQUENCES that will not be read again. It has a checkpoint written if the log fills up
+before one is due. It also looks for lost prompt groups, which have left PROMPTS although some of their samples never came, and
+ends them through `Intake`, so that the feeder issues other groups.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ LOOK_EVERY_S = 10.0
 LOST_AFTER_S = 60.0
 GROUP_LOST = "prompt group lost"
 FULL_SHARE = 0.5
-"""Of a log's limit: fuller than this, it should become shorter."""
+"""Share of a log's size limit above which it is purged."""
 
 
 @dataclass
 class Resume:
-    """Of `start`. What it restores belongs to `tracker`, `feeder`, `intake` and `recorder`."""
+    """One trainer's takeover, beginning with `start`. It restores parts of `tracker`, `feeder`, `intake` and `recorder`."""
 
     run_dir: Path
     recipe: Recipe
@@ -58,13 +59,13 @@ class Resume:
 
     def __post_init__(self) -> None:
         self._kept_positions = dict(self.start.positions)
-        """Of SEQUENCES, by version of the checkpoints that are kept: what is up to there is in that checkpoint."""
+        """Position in SEQUENCES by version of the kept checkpoints, each of which covers the messages up to its position."""
         self._purged_below = 1
         self._gone: dict[str, tuple[float, int]] = {}
-        """When a group was first missed on the queue, and the end of the log then."""
+        """By group: when it was first missed on the queue, and the end of the log at that time."""
 
     async def begin(self) -> int:
-        """Says in the journal that a trainer started, and takes over what the one before left; returns how many groups it
+        """Record the start in the journal, and take over the previous trainer's work. Returns the number of groups that were
         published again. Waits while NATS is away."""
         start, incarnation = self.start, self.start.lineage.incarnation
         said = {"incarnation": incarnation, "version": start.version, "keep": start.journal_bytes}
@@ -83,7 +84,7 @@ class Resume:
         return await self._adopt(reserved) if start.again else 0
 
     def capture(self, version: int, skipped_in_a_row: int) -> RunState:
-        """All but the tensors of this moment, which must be between two steps: after the one that made `version`."""
+        """Capture everything but the tensors, between two steps: after the step that made `version`."""
         self.journal.flush()
         figures = {
             "tokens_arrived": self.intake.tokens_arrived,
@@ -115,14 +116,14 @@ class Resume:
         self.recorder.checkpoint_written(written)
 
     def end(self, version: int, *, finished: bool) -> None:
-        """This trainer's last word."""
+        """Record the end of this trainer."""
         self.journal.write({"event": "end", "version": version, "finished": finished})
         self.journal.flush()
 
     async def _adopt(self, reserved: int) -> int:
-        """What the incarnation before issued after the checkpoint, as far as the streams show it."""
+        """Take over the groups that the previous incarnation issued after the checkpoint, as far as the streams show them."""
         position, prompts, arrived = await retry_forever(
-            lambda: scan_in_flight(self.bus, self.intake.position), "look at what is on the streams"
+            lambda: scan_in_flight(self.bus, self.intake.position), "read the streams"
         )
         if position < self.intake.position:
             self.journal.write({"event": "position", "position": position})
@@ -131,7 +132,7 @@ class Resume:
         incarnation = self.start.lineage.incarnation
         published = await self.feeder.adopt(reserved, prompts, arrived, f"i{incarnation}")
         log.info(
-            "incarnation %d goes on from version %d, sequences from position %d; %d groups are out, %d published again",
+            "incarnation %d resumes from version %d and log position %d; %d groups are open, %d were published again",
             incarnation,
             self.start.version,
             position,
@@ -143,8 +144,8 @@ class Resume:
     # --- upkeep of the streams --------------------------------------------------------------------------------------
 
     async def keep_streams(self, loop: OptimizerLoop) -> None:
-        """Keeps the run's streams short and notices what was lost on them, until cancelled. Raises `UserError` where `Intake`
-        does, and `BusError` when a stream is gone: the next trainer makes it, and publishes open groups again."""
+        """Keep the run's streams short and find lost groups, until cancelled. Raises `UserError` where `Intake` does, and
+        `BusError` when a stream is gone: the next trainer creates it and publishes open groups again."""
         while True:
             try:
                 prompts, sequences = await self.bus.prompts_info(), await self.bus.sequences_info()
@@ -155,20 +156,20 @@ class Resume:
             except BusError as error:
                 if is_stream_missing(error):
                     raise
-                log.info("the streams are looked after later: %s", error)
+                log.info("the upkeep of the streams is postponed: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _purge(self, sequences: StreamInfo, loop: OptimizerLoop) -> None:
         limits = self.bus.limits
         bytes_share = sequences.bytes / limits.sequences_max_bytes
         messages_share = sequences.messages / limits.sequences_max_messages
-        filling = max(bytes_share, messages_share) > FULL_SHARE  # on its way to refuse the next sequence
+        filling = max(bytes_share, messages_share) > FULL_SHARE  # a full log would refuse sequences
         if filling:
             try:
                 await loop.checkpoints.write(anew=True)
             except ServiceError as error:
-                log.error("SEQUENCES is more than half full, and stays so: %s", error)
-        # A trainer may go on from any checkpoint that is kept; where the log is filling up, from the newest one only.
+                log.error("SEQUENCES is more than half full and cannot be purged: %s", error)
+        # A trainer may resume from any kept checkpoint; while the log is filling up, only from the newest one.
         positions = self._kept_positions.values()
         readable_from = (max(positions) if filling else min(positions)) + 1 if positions else 1
         if readable_from > self._purged_below:
@@ -176,9 +177,9 @@ class Resume:
             self._purged_below = readable_from
 
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
-        """An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
-        a group has left it, and the log has been read up to where it ended at that time, what did not come never will.
-        `LOST_AFTER_S` is on top of that. A group that was handed over is on the queue again, at another position."""
+        """Fail the missing samples of lost groups. An actor acknowledges a group, which removes it from the queue, only after
+        all its sequences are stored. So once the log has been read up to its end at that time, missing sequences will never
+        come. `LOST_AFTER_S` is added as a margin. A group that was handed over is on the queue again, at another position."""
         gone = self.tracker.gone_from_queue(prompts.first_position, prompts.last_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self.bus.pending_prompts()).items()}
@@ -190,5 +191,5 @@ class Resume:
         self._gone = {group_id: self._gone.get(group_id, (now_s, log_end)) for group_id in gone}
         for group_id, (since_s, end) in self._gone.items():
             if now_s - since_s >= LOST_AFTER_S and self.intake.position >= end:
-                log.error("group %s left the queue, and not all of its sequences came", group_id)
+                log.error("group %s left the queue, but some of its sequences never came", group_id)
                 await self.intake.fail_missing(group_id, GROUP_LOST)

@@ -1,9 +1,8 @@
-"""A training run: its parts, how they are joined, and its order from start to end.
+"""A training run: its parts, how they are connected, and the order from start to end.
 
-Order of start: what an earlier trainer left is taken over (`resume.py`), then the actors are waited for; the first version is
-sent to them before any prompt is issued. Order of end: last evaluation, checkpoint, summary, `end` on the control channel.
-Stopped early, it ends the step under way and writes a checkpoint, if both can be done within `stop_checkpoint_s`; the summary
-is written before that and after it.
+Start: take over from an earlier trainer (`resume.py`), wait for actors, and send them the first version before any prompt is
+issued. End: last evaluation, checkpoint, summary, `end` on the control channel. An early stop ends the running step and writes
+a checkpoint, if both fit within `stop_checkpoint_s`; the summary is written before and after that.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ log = logging.getLogger(__name__)
 LOAD_EVERY_S = 5.0
 ANSWER_WITHIN_S = 5.0
 DISMISS_S = 1.5
-"""How long the last order to the other ranks may wait for a computation of theirs."""
+"""Maximum wait for the other ranks' computation before the last order to them."""
 LAST_UPLOAD_S = 1800.0
-"""How long a trainer that does not linger waits at the end of the run for its last upload."""
-HEARTBEATS_ALONE = "an actor's departure is noticed by its own word or by its heartbeat"
+"""Maximum wait for the last upload at the end of the run, if the trainer does not linger."""
+HEARTBEATS_ALONE = "departed actors are noticed by their own message or by a missing heartbeat"
 
 
 class TrainingRun:
-    """The running parts and their wiring. Each part is made after those that it uses."""
+    """The run's parts and their connections. Each part is made after those that it uses."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class TrainingRun:
             incarnation=self._incarnation,
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
-            on_change=lambda: self.feeder.look_again(),  # another version or number of actors
+            on_change=lambda: self.feeder.look_again(),  # after a change of the version or the number of actors
         )
         problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
         vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker
@@ -109,7 +108,7 @@ class TrainingRun:
     # --- from start to end -------------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """To the end of the run, or until `stop`."""
+        """Run until the end of the run, or until `stop`."""
         async with self.uploads.running():
             await self._run(stop)
 
@@ -132,10 +131,10 @@ class TrainingRun:
                 self.loop.close()
 
     async def _train(self, stop: asyncio.Event) -> bool:
-        """True when the run came to its own end."""
+        """Return True when the run came to its own end."""
         try:
             await unless_stopped(self.resume.begin(), stop)
-        except StartStopped:  # before that was possible: NATS may be away
+        except StartStopped:  # stopped early, perhaps while NATS was away
             return False
         async with asyncio.TaskGroup() as tasks:
             background: list[asyncio.Task[Any]] = [
@@ -163,7 +162,7 @@ class TrainingRun:
 
     async def _train_when_actors_are_there(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[Any]]) -> None:
         if self.loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
-            # The run may have been finished, with fewer steps, or another one of this release.
+            # The release may have finished this run, with fewer steps, or another one.
             background.append(tasks.create_task(run_goes_on(self._settings, self.loop.version)))
             await self._wait_for_actors()
             background.append(tasks.create_task(self.feeder.run()))
@@ -173,7 +172,7 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Raises `ServiceError` when too few register in time; a trainer that lingers says so and goes on waiting."""
+        """Raise `ServiceError` if too few actors register in time. A trainer that lingers warns and waits on."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:
@@ -187,11 +186,11 @@ class TrainingRun:
     def _too_few(self, expected: int) -> str:
         return (
             f"{self.updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
-            f"{self._recipe.weights.join_timeout_s:.0f} s; last heard: {self.updater.reasons or 'nothing'}"
+            f"{self._recipe.weights.join_timeout_s:.0f} s; last reasons: {self.updater.reasons or 'none'}"
         )
 
     async def _upload_last(self, stop: asyncio.Event) -> None:
-        """Waits until the run's result is uploaded, or for `LAST_UPLOAD_S`."""
+        """Wait until the run's result is uploaded, at most `LAST_UPLOAD_S`."""
         try:
             async with asyncio.timeout(LAST_UPLOAD_S):
                 await unless_stopped(self.uploads.all_done(), stop)
@@ -199,8 +198,8 @@ class TrainingRun:
             log.error("the run ends before its last checkpoint is uploaded; pipelinerl run --resume uploads it")
 
     async def _linger(self, stop: asyncio.Event) -> None:
-        """Stays as it is until `stop`: it answers, and the other ranks stay as well. Raises `RuntimeError` when one is gone."""
-        log.info("the run is finished: this trainer answers, and does nothing else, until it is told to stop")
+        """Answer requests until `stop`, together with the other ranks. Raises `RuntimeError` when one of them is gone."""
+        log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
             completing = tasks.create_task(complete(self._settings, self.loop.version, self.uploads.all_done))
@@ -209,29 +208,29 @@ class TrainingRun:
             completing.cancel()
 
     async def _checkpoint_on_stop(self) -> None:
-        """Of after the step under way. One that is not on disk in time is left out: the one before stays."""
+        """Write a checkpoint after the current step. If that takes too long, keep the previous one."""
         if self.loop.version == self._start.version and self.loop.waiting_for:
             return  # nothing was trained since the checkpoint that this trainer started from
-        self.recorder.write_summary(finished=False)  # whoever stops this process may not wait for the rest
+        self.recorder.write_summary(finished=False)  # this process may be killed before the rest is done
         within_s = self._settings.stop_checkpoint_s
-        log.info("stopping: the step under way is ended and a checkpoint written first, within %g s", within_s)
+        log.info("stopping: finishing the current step and writing a checkpoint first, within %g s", within_s)
         try:
             async with asyncio.timeout(within_s):
                 await self._publish_last()
         except TimeoutError:
-            log.warning("no checkpoint of version %d yet after %.1f s", self.loop.version, within_s)
+            log.warning("the checkpoint of version %d was not written within %.1f s", self.loop.version, within_s)
         except ServiceError as error:
             log.error("the run ends without a checkpoint of version %d: %s", self.loop.version, error)
 
     async def _publish_last(self) -> None:
-        """Writes the last checkpoint and makes it the run's result. Raises `ServiceError`."""
-        async with self._publishing:  # a run that is stopped as it ends would do it twice at once
+        """Write the last checkpoint and make it the run's result. Raises `ServiceError`."""
+        async with self._publishing:  # otherwise a run that is stopped at its end would do it twice at once
             written = await self.loop.checkpoints.write(last=True)
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _poll_actors(self) -> None:
-        """Tells the recorder how busy the members are, as far as they say. Each is asked by a task of its own: one that does
-        not answer keeps nobody waiting."""
+        """Pass the members' reported load to the recorder. A separate task asks each actor, so that one that does not answer
+        delays no other."""
         loads: dict[str, ActorState] = {}
         asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
@@ -246,7 +245,7 @@ class TrainingRun:
                 await asyncio.sleep(LOAD_EVERY_S)
 
     async def _ask_load(self, name: str, address: str, loads: dict[str, ActorState]) -> None:
-        """Keeps the actor's entry of `loads` fresh over one channel, and makes another one after an error, until cancelled."""
+        """Keep the actor's entry of `loads` fresh over one channel, and open another one after an error, until cancelled."""
         while True:
             try:
                 async with self._actor_client(name, address) as client:
@@ -254,7 +253,7 @@ class TrainingRun:
                         loads[name] = await client.state(timeout_s=ANSWER_WITHIN_S)
                         await asyncio.sleep(LOAD_EVERY_S)
             except ServiceError as error:
-                log.debug("no load of %s: %s", name, error)
+                log.debug("%s reports no load: %s", name, error)
                 loads.pop(name, None)
                 await asyncio.sleep(LOAD_EVERY_S)
 
@@ -269,8 +268,8 @@ class TrainingRun:
 
 
 async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) -> bool:
-    """Runs a part of the run and returns True at its end. Once the run is to stop, a failure of the part, such as that no actor
-    is left, is logged and returned as False: it must not cost the checkpoint."""
+    """Run a part of the run and return True at its end. Once the run is to stop, a failure of the part, such as the loss of all
+    actors, is logged and returned as False, so that it cannot prevent the checkpoint."""
     try:
         await part
     except PipelineRLError as error:
@@ -282,10 +281,10 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:
-    """So that an actor whose pod is deleted has left at once, and not when its heartbeat has expired.
+    """Remove an actor as soon as its pod is deleted, instead of when its heartbeat has expired.
 
-    The heartbeat stays what membership rests on: without the API, or the right to use it, a line says so and it is all there
-    is. Runs until cancelled; returns at once if there is nothing to watch.
+    Without access to the API, membership relies on heartbeats alone, and one warning is logged. Runs until cancelled; returns
+    at once if there is nothing to watch.
     """
     client = in_cluster(settings)
     if client is None:

@@ -1,8 +1,8 @@
 """TrainerService over gRPC: status, the stream of step records, a checkpoint on demand, the initial model.
 
-It reads the run's state through `status` and changes nothing but through `request_checkpoint`. The initial policy that a run
-built is sent in chunks, for actors that share no disk with the trainer: one folder under one name, and nothing that a caller
-could point elsewhere. Where the policy is a hub model or a folder of the user's, actors have that themselves, and are told so.
+It reads the run's state through `status` and changes it only through `request_checkpoint`. An initial policy that the run built
+is sent in chunks to actors that share no disk with the trainer: one folder under one name, so that callers cannot name other
+files. If the policy is a hub model or a user's folder, actors have it themselves, and the call is refused.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """All files of the initial policy, which was loaded from `source`; `config.json` last, a chunk in memory at a time.
-
-    Raises `ServiceError` for another model than `asked`, and where the run built none.
-    """
+    """Yield all files of the initial policy, loaded from `source`, with one chunk in memory at a time and `config.json` last.
+    Raises `ServiceError` if `asked` is another model, or the run built none."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
     if asked != (name := built_name(recipe, run)):
-        raise ServiceError(f"this trainer's initial model is {name}, not {asked!r}: its recipe is another one")
+        raise ServiceError(f"this trainer's initial model is {name}, not {asked!r}: the recipes differ")
     files = model_files(Path(source))
     for path in files:
         async for chunk in _file_chunks(path, len(files)):
@@ -40,7 +38,7 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Those to send. Raises `ServiceError` where there are more than a model has."""
+    """Return the files to send. Raises `ServiceError` if there are more than a model has."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
     if len(files) > MOST_FILES:
         raise ServiceError(f"{folder} holds {len(files)} files, more than the {MOST_FILES} of a model")
@@ -48,7 +46,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 async def _file_chunks(path: Path, num_files: int) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """At least one, also of an empty file. The last has the checksum, so that none waits until the file was read."""
+    """Yield at least one chunk, also for an empty file. The checksum is in the last one, so that the file is read only once."""
     digest = hashlib.sha256()
 
     def read() -> bytes:
@@ -66,13 +64,11 @@ async def _file_chunks(path: Path, num_files: int) -> AsyncIterator[trainer_pb2.
 
 
 class StepFeed:
-    """The run's step records, for any number of readers at their own pace. Ends with the run.
-
-    Keeps one record (a few kilobytes) for each step of the run, so that a late reader has them all. Used on one event loop.
-    """
+    """The run's step records, for any number of readers at their own pace. It ends with the run. It keeps one record (a few
+    kilobytes) per step, so that a late reader gets them all. Used on one event loop."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
-        """`records`: of the run's steps so far."""
+        """`records`: those of the run's earlier steps."""
         self._records = list(records)
         self._changed = asyncio.Event()
         self._ended = False
@@ -86,12 +82,12 @@ class StepFeed:
         self._wake()
 
     def _wake(self) -> None:
-        """Readers wait for the event that was there when they looked; the next change has one of its own."""
+        """Wake all readers. They wait for the event that existed when they looked; the next change has another one."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def read(self, from_step: int) -> AsyncIterator[StepRecord]:
-        """Records of steps >= `from_step`, those already taken first."""
+        """Yield the records of steps >= `from_step`, beginning with those already taken."""
         position = 0
         while position < len(self._records) or not self._ended:
             if position == len(self._records):
@@ -104,11 +100,11 @@ class StepFeed:
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
-    """`status()` describes the run now; `request_checkpoint()` returns a checkpoint once written. `source`: where this trainer
-    loaded the initial policy from.
+    """`status()` describes the run now; `request_checkpoint()` returns a checkpoint once written. `source`: folder or hub id of
+    the initial policy.
 
-    A run that has ended, or ends before a checkpoint is begun, answers CheckpointNow with FAILED_PRECONDITION; an initial model
-    that it does not have is refused in the same way.
+    CheckpointNow fails with FAILED_PRECONDITION if the run has ended or ends before the checkpoint begins; so does a request
+    for an initial model that this trainer does not have.
     """
 
     def __init__(

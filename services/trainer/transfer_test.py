@@ -1,8 +1,9 @@
 """`python -m services.trainer.transfer_test`: two pods send weights' bytes to each other as a trainer does to an actor.
 
-`helm test` runs it where `test.transferPair.enabled` asks for it: in two pods of the trainer's image, with a GPU each where the
-trainer has some. Both meet in a group of `pipelinerl.transfer` with the backend, network interface and chunk size of the run;
-pod 0 broadcasts, pod 1 compares what arrives. Each prints what it did, and what failed by name. No part of the run is asked.
+`helm test` runs it if `test.transferPair.enabled` is set: in two pods of the trainer's image, each with a GPU if the trainer
+has any. Both meet in a group of `pipelinerl.transfer` with the backend, network interface and chunk size of the run. Pod 0
+broadcasts, pod 1 compares the received bytes. Each prints its steps, and the name of one that failed. The run itself is not
+contacted.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, 
 from pipelinerl.transfer.manifest import Backend, GroupSpec, chunk_size
 
 TOTAL_BYTES = 2**30
-"""Sent in all: about ten seconds at 1 Gbit/s."""
+"""Total bytes to send: about ten seconds at 1 Gbit/s."""
 RECEIVED = "received"
-"""Key that pod 1 sets at the end: until then pod 0 is needed."""
+"""Key that pod 1 sets at the end; pod 0 must stay until then."""
 
 
 class StepError(PipelineRLError):
-    """A step that failed, by its name."""
+    """A step that failed, with its name."""
 
     def __init__(self, step: str, problem: str) -> None:
         super().__init__(f"{step}: {problem}")
 
 
 def device(wanted: str, backend: str) -> tuple[Placement, Backend]:
-    """Where the bytes lie and how they travel. Raises `StepError`."""
+    """Return the placement of the bytes and the transfer backend. Raises `StepError`."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise StepError("GPU", "the pod has asked for one and sees none: look at the device plugin and the node's driver")
+        raise StepError("GPU", "the pod requests one but sees none: check the device plugin and the node's driver")
     chosen = transfer_backend(backend, on_gpu=wanted == "cuda")
     return (on_device(torch.device("cuda", 0)) if chosen == "nccl" else HOST), chosen
 
@@ -47,7 +48,7 @@ def device(wanted: str, backend: str) -> tuple[Placement, Backend]:
 def meet(
     index: int, host: str, port: int, backend: Backend, own_host: str, placement: Placement, within_s: float
 ) -> WeightGroup:
-    """The group of both pods. Raises `StepError` that names the other one."""
+    """Return the group of both pods. Raises `StepError`, which names the other pod."""
     spec = GroupSpec(host_port(host, port), "pair", index, 2, backend, own_host)
     try:
         return WeightGroup.connect(spec, within_s, placement=placement)
@@ -58,7 +59,7 @@ def meet(
 
 
 def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int = TOTAL_BYTES) -> float:
-    """Broadcasts of `total_bytes` in all, or their comparison; GB/s. Raises `StepError`."""
+    """Broadcast `total_bytes` in all, or compare them; returns GB/s. Raises `StepError`."""
     end, sends = time.monotonic() + within_s, group.spec.rank == 0
     began_at = time.monotonic()
     rounds = max(total_bytes // chunk_bytes, 2)
@@ -71,12 +72,12 @@ def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int
             except TransferError as error:
                 raise StepError("transfer", f"broadcast {number} of {rounds}: {error}") from error
             if not sends and not torch.equal(chunk, wanted.add_(1)):
-                raise StepError("transfer", f"broadcast {number} of {rounds} arrived with other bytes than were sent")
+                raise StepError("transfer", f"broadcast {number} of {rounds} arrived with wrong bytes")
     return rounds * chunk_bytes / (time.monotonic() - began_at) / 1e9
 
 
 def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
-    """Pod 1 says that it has all; pod 0 waits for that. Raises `StepError`."""
+    """Pod 1 reports that it has everything; pod 0 waits for that. Raises `StepError`."""
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=within_s))
         if index:
@@ -84,11 +85,11 @@ def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
         else:
             store.wait([RECEIVED], timedelta(seconds=within_s))
     except (DistError, RuntimeError) as error:
-        raise StepError("end", f"pod {1 - index} has not said that it is done: its log says why") from error
+        raise StepError("end", f"pod {1 - index} has not reported its end: see its log") from error
 
 
 def pair(options: argparse.Namespace) -> None:
-    """As pod `options.index`. Raises `StepError`, `FieldError`."""
+    """Run the test as pod `options.index`. Raises `StepError`, `FieldError`."""
     say = partial(print, flush=True)
     recipe = load_recipe(options.recipe)
     placement, backend = device(options.device, recipe.weights.backend)
@@ -108,11 +109,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m services.trainer.transfer_test", description=__doc__)
     parser.add_argument("--index", type=int, choices=(0, 1), required=True, help="which pod this one is; 0 sends")
     parser.add_argument("--host", required=True, help="name of pod 0")
-    parser.add_argument("--own-host", required=True, metavar="ADDRESS", help="of this pod")
-    parser.add_argument("--port", type=int, default=29400, help="of pod 0, where both meet")
+    parser.add_argument("--own-host", required=True, metavar="ADDRESS", help="address of this pod")
+    parser.add_argument("--port", type=int, default=29400, help="port of pod 0, where both meet")
     parser.add_argument("--recipe", type=Path, default=Path("/etc/pipelinerl/recipe/recipe.yaml"))
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True, help="what the pod has asked for")
-    parser.add_argument("--within", type=float, default=300.0, metavar="SECONDS", help="for meeting, and again for sending")
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True, help="device that the pod requests")
+    parser.add_argument("--within", type=float, default=300.0, metavar="SECONDS", help="limit for meeting, and for sending")
     options = parser.parse_args(arguments)
     try:
         pair(options)

@@ -1,9 +1,9 @@
-"""A rank of the trainer other than rank 0, as a process: its model, then rank 0's orders until the last one.
+"""A rank of the trainer other than rank 0, as a process: load the model, then follow rank 0's orders until the last one.
 
-Consumes orders; produces its share of gradients, weights, results and checkpoints. Rank 0 unblocks it; when rank 0 is gone,
-waiting ends with an error, and torchrun ends the other ranks. The first rank of a further node answers /healthz, /readyz and
-/metrics for that node's pod. It talks to no stream. A signal to end does not end it: rank 0 gets the same one, and needs the
-others for its last checkpoint.
+It consumes orders, and produces its share of gradients, weights, results and checkpoints. It waits for rank 0; if rank 0 is
+gone, that ends with an error, and torchrun ends the other ranks. The first rank of each further node answers /healthz, /readyz
+and /metrics for that node's pod. It uses no stream. A termination signal does not end it: rank 0 gets the same signal and needs
+the other ranks for its last checkpoint.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ log = logging.getLogger(__name__)
 
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
-    """Returns after rank 0's last order; `on_order` is told of each other one, once it is carried out.
-
-    Raises `ServiceError` when rank 0 is gone without it, and whatever an order raises.
-    """
+    """Follow orders until rank 0's last one. `on_order` is called with each other order after it is carried out. Raises
+    `ServiceError` when rank 0 is gone without a last order, and the errors of orders."""
     links = learner.world.links
     assert links is not None, "a rank that is alone gets no orders"
     saver, saving = StateSaver(learner), ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
@@ -44,7 +42,7 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
     while (order := links.hear()).kind != END:
         if order.kind == SAVE:
             if writing is not None:
-                writing.result()  # which rank 0 has done
+                writing.result()  # rank 0 has already finished the previous checkpoint
             saver.stage()
             writing = saving.submit(saver.follow)
         else:
@@ -54,7 +52,7 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
 
 
 def carry_out(order: Message, learner: Learner) -> None:
-    """One order, together with the other ranks."""
+    """Carry out one order together with the other ranks."""
     if order.kind == TRAIN:
         values, _, figures = learner.compute(share_of(order))
         world = learner.world
@@ -71,7 +69,7 @@ def carry_out(order: Message, learner: Learner) -> None:
 
 
 async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: LogContext) -> None:
-    """Runs until rank 0 has given its last order. Raises `ServiceError` when rank 0 is gone without it."""
+    """Run until rank 0 has given its last order. Raises `ServiceError` when rank 0 is gone without it."""
     context.instance = f"{settings.instance}-rank{ranks.rank}"
     registry, readiness = RunRegistry(context.run), Readiness("the model is loading")
     orders = rank_orders(registry)
@@ -79,14 +77,14 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
     def count(order: Message) -> None:
         orders.labels(order.kind).inc()
         if order.kind == TRAIN:
-            context.policy_version = order.fields["version"] + 1  # log lines carry it from now on
+            context.policy_version = order.fields["version"] + 1  # for the following log lines
 
     def work() -> None:
         recipe = load_recipe(settings.recipe)
         try:
             learner = load_learner(recipe, model_source(recipe, settings), ranks, revision=settings.revision)
         except UserError as error:
-            # Not printed as rank 0 prints its own: as a rule it is the same, but not for a node's own folder.
+            # Logged, not printed: it is usually rank 0's error, which is printed, but may concern a folder of this node.
             log.error("rank %d cannot load the model: %s", ranks.rank, error)
             sys.exit(EXIT_USER_ERROR)
         readiness.reason = ""
@@ -94,7 +92,7 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
         leave_ranks()
 
     async with AsyncExitStack() as stack:
-        if ranks.local_rank == 0:  # it speaks for its node
+        if ranks.local_rank == 0:  # it answers for its node
             watch = await stack.enter_async_context(watch_loop())
             app = health_app(readiness, registry, loop_watch=watch)
             serving = serve_http(app, settings.http_host, settings.http_port)

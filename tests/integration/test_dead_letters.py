@@ -58,8 +58,8 @@ def test_the_table_has_a_line_for_each(run_dir: Path, capsys: pytest.CaptureFixt
     assert first.split() == ["2023-11-14T22:13:20+00:00", "g00000007", "6", "actor-1", "redelivered_too_often", "1+2"]
     assert "g00000008" in second
     assert r"unreadable_group: no wire \x1b[2Jformat" in second
-    assert second.endswith("(2 bytes that are no prompt group)")
-    assert "1 messages are no dead letters of this run" in shown.err
+    assert second.endswith("(2 bytes, unreadable)")
+    assert "1 messages are not dead letters of this run" in shown.err
 
 
 def test_json_keeps_the_whole_of_it(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

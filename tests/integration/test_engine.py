@@ -288,7 +288,7 @@ async def check_small_updates(run: Running, learner: Learner) -> None:
     run.sent = lambda: ((name, tensor / 2 if "lora_B" in name else tensor) for name, tensor in learner.gather(ADAPTER))
     await run.update(V[3])  # at half scale
     (problem,) = parity_problems(run, await scored(), before)
-    assert "of what training has changed in the log-probabilities is served" in problem
+    assert "of the change that training made to the log-probabilities is served" in problem
 
 
 def parity_problems(run: Running, scores: list[np.ndarray], before: list[np.ndarray]) -> tuple[str, ...]:

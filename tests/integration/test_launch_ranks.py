@@ -164,5 +164,5 @@ def test_ranks_of_all_nodes_are_counted_and_nodes_need_a_place_to_meet() -> None
     assert num_ranks(TrainerSettings(**settings(ranks_per_node=4, nodes=3, rendezvous="a:1")), recipe) == 12
     with pytest.raises(FieldError, match="PIPELINERL_RENDEZVOUS"):
         num_ranks(TrainerSettings(**settings(nodes=2)), recipe)
-    with pytest.raises(FieldError, match=r"PIPELINERL_NODE = 2: of 2 nodes .* is one of 0 to 1"):
+    with pytest.raises(FieldError, match=r"PIPELINERL_NODE = 2: must be 0 to 1 for PIPELINERL_NODES = 2"):
         num_ranks(TrainerSettings(**settings(nodes=2, node=2, rendezvous="a:1")), recipe)

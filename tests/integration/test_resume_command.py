@@ -88,7 +88,7 @@ def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path, run: Calla
     meanwhile.join()
     assert (code, refused) == (130, [2])
     assert "--resume = 'run': another command runs in it" in said
-    assert "go on with         pipelinerl run --resume run" in said
+    assert "continue with      pipelinerl run --resume run" in said
     taken, before = len(steps(there)), read(there / "run.json")
     log = (there / "logs" / "trainer.log").read_text()
 
@@ -99,7 +99,7 @@ def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path, run: Calla
     (there / "report.html").write_text("old")
     code, said = run("--resume", "run", "--set", "trainer.steps=50", "--actors", "2")
     assert code == 0, said
-    assert f"my-run: goes on from the checkpoint of version {taken}" in said
+    assert f"my-run: continues from the checkpoint of version {taken}" in said
     assert "recipe changed: trainer.steps: 40 → 50" in said
     told = said.splitlines()
     first = next(i for i, line in enumerate(told) if line.startswith("run directory: ")) + 1

@@ -355,7 +355,7 @@ async def test_a_cache_that_is_removed_under_a_run_is_made_again_for_an_actor_th
         await until_pid_changes(run, "actor-0", actor)
         assert is_complete(built)
         assert (cache / "inductor").is_dir()
-        said = f"{built} has been removed: the initial model is made again, which a service needs to start"
+        said = f"{built} has been removed: the initial model is made again, since a service needs it to start"
         assert run.printed.getvalue().count(said) == 1
         assert "model" not in run.pids()
         os.kill(os.getpid(), signal.SIGINT)
@@ -421,8 +421,8 @@ async def test_an_interrupt_stops_everything_in_time_and_completes_the_folder(
     assert process.returncode == 130
     assert alive(pids) == {}
     version = newest_checkpoint(folder)
-    goes_on = f"--resume goes on from the checkpoint of version {version}"
-    end = "no checkpoint was written: --resume would begin at version 0" if deaf else goes_on
+    goes_on = f"--resume continues from the checkpoint of version {version}"
+    end = "no checkpoint was written: --resume begins at version 0" if deaf else goes_on
     assert (version is None, said.decode().splitlines()[-1].strip()) == (bool(deaf), end)
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["interrupted"], summary["steps"] >= 1) == (True, True)

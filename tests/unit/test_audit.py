@@ -167,19 +167,19 @@ AGAIN = "g00000000.0"
         ([step(3, issued=6, trained=3, in_flight=3)], Check.VERSIONS, 1, "version 3 follows version 1"),
         ([step(1, issued=6, trained=3, in_flight=3)], Check.VERSIONS, 1, "version 1 follows version 1"),
         ([close("trained", "2.0", version=5)], Check.VERSIONS, 1, "version 5 was trained after version 1"),
-        ([step(2, issued=6, trained=4, in_flight=2)], Check.EQUATION, 1, "trained 4 told, 3 derived, in_flight 2 told"),
-        ([{"event": "step", "version": 2, "counts": {}}], Check.EQUATION, 1, "issued None told, 6 derived"),
+        ([step(2, issued=6, trained=4, in_flight=2)], Check.EQUATION, 1, "trained 4 stated, 3 derived, in_flight 2 stated"),
+        ([{"event": "step", "version": 2, "counts": {}}], Check.EQUATION, 1, "issued None stated, 6 derived"),
         ([reserve(9), issue(5)], Check.GROUPS, 2, "2 missing before g00000005"),
         ([issue(3), issue(4)], Check.GROUPS, 1, "g00000004 was issued without being reserved"),
         ([{"event": "issue", "group": "other", "samples": 1}], Check.GROUPS, 1, "'other' has no number"),
-        ([{"event": "issue", "samples": 1}], Check.JOURNAL, 1, "issue without what it needs"),
-        ([{"event": "close", "outcome": "eaten", "ids": []}], Check.JOURNAL, 1, "close without what it needs"),
-        ([{"event": "start", "version": 1}], Check.JOURNAL, 1, "start without what it needs"),
+        ([{"event": "issue", "samples": 1}], Check.JOURNAL, 1, "issue lacks a valid field"),
+        ([{"event": "close", "outcome": "eaten", "ids": []}], Check.JOURNAL, 1, "close lacks a valid field"),
+        ([{"event": "start", "version": 1}], Check.JOURNAL, 1, "start lacks a valid field"),
         ([start(2, version=0, keep=10)], Check.RESTARTS, 1, "keeps 10 bytes"),
         ([start(1, version=0, keep=0)], Check.RESTARTS, 1, "incarnation 1 after incarnation 1"),
-        ([mark("1"), start(2, version=2, keep="1")], Check.RESTARTS, 1, "goes on from version 2, and the journal is at 1"),
+        ([mark("1"), start(2, version=2, keep="1")], Check.RESTARTS, 1, "from version 2, the journal is at 1"),
         ([mark("1"), *SECOND_STEP, mark("2"), start(2, version=1, keep="1"), start(3, version=2, keep="2")],
-         Check.RESTARTS, 1, "which end in what was undone"),
+         Check.RESTARTS, 1, "which end in an undone part"),
         ([b"\x00\xff nothing\n[1]\n"], Check.JOURNAL, 2, "no event"),
         ([durable(1, 12), durable(2, 11)], Check.POSITIONS, 1, "version 2 is at position 11, after one at 12"),
     ],
@@ -246,10 +246,10 @@ def test_checkpoints_are_compared_with_the_journal_at_their_length(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "later", "said"),
     [
-        ({"next_group": 3}, [], "step-0: groups issued 3, the journal 2"),
-        ({"policy_version": 4}, [], "step-0: version 4, the journal 0"),
-        ({"journal_bytes": 10_000}, [], "step-0: byte 10000 of the journal, where it was taken, is not there"),
-        ({"journal_bytes": 60}, [start(2)], "step-0: byte 60 of the journal, where it was taken, was undone"),
+        ({"next_group": 3}, [], "step-0: groups issued 3, the journal has 2"),
+        ({"policy_version": 4}, [], "step-0: version 4, the journal has 0"),
+        ({"journal_bytes": 10_000}, [], "step-0: byte 10000 of the journal, at which it was written, is not there"),
+        ({"journal_bytes": 60}, [start(2)], "step-0: byte 60 of the journal, at which it was written, was undone"),
     ],
 )
 def test_a_checkpoint_that_says_otherwise(tmp_path: Path, change: dict[str, Any], later: list[Event], said: str) -> None:
@@ -263,7 +263,7 @@ def test_a_checkpoint_with_other_sequences_in_flight(tmp_path: Path) -> None:
     content["held"]["open"] = [{"id": "g00000008.0", "failure": "engine", "group_size": 2}]
     run_state.write_text(json.dumps(content))
     found = audit_files(tmp_path).findings[Check.CHECKPOINTS].examples
-    assert "in flight there and not in the journal: g00000009.0; the other way round: g00000000.0" in found[0]
+    assert "in flight only in the checkpoint: g00000009.0; only in the journal: g00000000.0" in found[0]
     assert "holds sequences that are not in flight: g00000008.0" in found[1]
 
 
@@ -303,7 +303,7 @@ def test_every_step_trained_the_tokens_of_all_branches(tmp_path: Path) -> None:
     for tokens in (40, 38):
         metrics.write_text(f'{{"step":1,"tokens_trained":{tokens}}}\n{{"step":2,"tokens_trained":5}}\n{{"st')
         found = audit_files(tmp_path)
-        problem = {Check.TOKENS: (1, f"version 1: {tokens} tokens, the journal 40")}
+        problem = {Check.TOKENS: (1, f"version 1: {tokens} tokens, the journal has 40")}
         assert failures(found) == (problem if tokens == 38 else {})
     assert "    trained: 40 sampled tokens in 5 branches" in lines(found)
     metrics.unlink()
@@ -331,11 +331,11 @@ async def test_the_report_has_the_equation_with_its_numbers(tmp_path: Path) -> N
     assert "unit: stopped before its end, 2 starts, version 2" in text
     assert "issued 6 = trained 3 + dropped stale 2 + dropped filtered 0 + failed 0 + in flight 1" in text
     assert "dropped stale: lag above max_lag  2" in text
-    assert "incarnation 2 went on from version 1 and undid 1 steps, 1 sequences trained, 0 ended otherwise" in text
+    assert "incarnation 2 continued from version 1 and undid 1 steps, 1 sequences trained, 0 ended otherwise" in text
     assert "sequences per version: min 0, median 1.5, max 3" in text
     assert "ok      no sequence is trained twice into the same weights" in text
-    assert "-       every sequence in flight is somewhere: the streams were not looked at" in text
-    assert text.endswith(f"what was looked at adds up; 4 of {len(audit.findings)} checks could not be made")
+    assert "-       every sequence in flight can be found: the streams were not read" in text
+    assert text.endswith(f"all checks that were made passed; 4 of {len(audit.findings)} checks were skipped")
 
 
 async def test_a_failure_is_shown_with_examples_and_makes_the_verdict(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ async def test_messages_that_repeat_or_cannot_be_read_are_counted_and_no_contrad
         audit = await audited(tmp_path, bus, at_work=True)
         assert (failures(audit), audit.streams and audit.streams.repeated) == ({}, 2)
         text = "\n".join(lines(audit))
-        assert "2 of them repeat a sequence: recognised, and trained once" in text
+        assert "2 of them repeat a sequence, which is trained once" in text
         assert "1 of them cannot be read: positions 14" in text
 
 

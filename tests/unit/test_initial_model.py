@@ -192,7 +192,7 @@ async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, bui
     other = recipe_of(model={**TINY["model"], "name": "second"})  # type: ignore[dict-item]
     for recipe, source, reason in (
         (hub, "org/model", "is a hub model, org/model: it is not sent to actors"),
-        (other, str(built), "its recipe is another one"),
+        (other, str(built), "the recipes differ"),
     ):
         async with trainer(recipe, source) as address:
             with pytest.raises(grpc.aio.AioRpcError, match=reason) as refused:
@@ -305,7 +305,7 @@ async def test_a_run_begins_from_a_checkpoint_of_another_run_that_one_value_name
         copied("sixth", "s3:///x")
     async with trainer(recipe, str(folder)) as address:  # its actors get it from the trainer
         settings = actor_settings(tmp_path / "actor", address, recipe, run="r")
-        with pytest.raises(grpc.aio.AioRpcError, match="its recipe is another one"):  # another run's
+        with pytest.raises(grpc.aio.AioRpcError, match="the recipes differ"):  # another run's
             await fetch(settings, folder.name, tmp_path)
         await fetch(settings, built_name(recipe, "r"), settings.model_cache.parent)  # type: ignore[union-attr]
         assert {name: (tmp_path / "actor" / name).read_bytes() for name in expected} == expected

@@ -193,7 +193,7 @@ async def test_a_resumed_run_whose_actors_leave_its_adapters_out_trains_nothing(
         one.run.updater.serve(addresses)  # type: ignore[attr-defined]
         one.policy.score = lambda token_ids, *, adapters=True: base + change * adapters  # type: ignore[method-assign]
         with pytest.raises(
-            FieldError, match=r"nothing is trained.* a at version 1:0: 50% \(± 0%\) of what training has changed"
+            FieldError, match=r"nothing is trained.* a at version 1:0: 50% \(± 0%\) of the change that training made"
         ):
             await one.loop.run()
 
@@ -276,8 +276,8 @@ async def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
         (tmp_path / "checkpoints").write_text("in the way")
         await one.loop.run()
         assert one.loop.version == 4
-        assert "checkpoint of version 1 is not written" in caplog.text
-        with pytest.raises(ServiceError, match="checkpoint of version 4 is not written"):
+        assert "checkpoint of version 1 could not be written" in caplog.text
+        with pytest.raises(ServiceError, match="checkpoint of version 4 could not be written"):
             await one.loop.checkpoints.write(last=True)
 
 

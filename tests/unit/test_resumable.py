@@ -50,7 +50,7 @@ def test_a_run_goes_on_with_its_recipe_from_its_newest_checkpoint(tmp_path: Path
     (run.checkpoints / "step-120").mkdir()  # weights alone
     (run.checkpoints / ".step-140").mkdir()  # being written when the trainer died
     recipe, notes = resume(find_run(tmp_path))
-    assert (recipe.trainer.steps, notes) == (200, ["tiny-run: goes on from the checkpoint of version 100"])
+    assert (recipe.trainer.steps, notes) == (200, ["tiny-run: continues from the checkpoint of version 100"])
     assert newest_checkpoint(run.path) == 100
 
 

@@ -148,7 +148,7 @@ def test_pieces_are_those_of_the_text(
     for _ in range(2):
         assert token_pieces(failing, -two, "nn", 100) is None
     assert [one.getMessage() for one in caplog.records] == [
-        "samples are written without their tokens where the tokenizer fails"
+        "samples are written without their tokens because the tokenizer fails"
     ]
 
 

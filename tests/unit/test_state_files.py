@@ -94,7 +94,7 @@ def test_a_second_save_beside_the_first_is_our_own_mistake(tmp_path: Path) -> No
 
 def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(FieldError, match=r"checkpoint = '.*': has no complete state .*\.metadata"):
+        with pytest.raises(FieldError, match=r"checkpoint = '.*': has no complete trainer state .*\.metadata"):
             restore(learner(), folder)
 
 
@@ -183,5 +183,5 @@ def test_a_rank_that_cannot_write_fails_the_save_of_all_and_the_next_is_good(tmp
     restore(restored, tmp_path / "good")
     assert restored.optimizer.steps_taken == 2
     for rank in (1, 0):
-        with pytest.raises(FieldError, match="has no complete state"):
+        with pytest.raises(FieldError, match="has no complete trainer state"):
             restore(restored, tmp_path / f"bad-{rank}")

@@ -150,7 +150,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert f"report             {tmp_path}/report.html" in text
     assert "GRADIENT" not in text
     cut = "\n".join(closing_lines(summary_from_metrics(recipe(), records()) | {"steps_clipped": 2}, run, Ending(75.0)))
-    assert "GRADIENT           cut in 2 of 3 steps, so that all are equally long: raise trainer.max_grad_norm" in cut
+    assert "GRADIENT           clipped in 2 of 3 steps, which makes all equally long: raise trainer.max_grad_norm" in cut
     assert f"checkpoint         {tmp_path}/checkpoint" in text
     same, other = [one | {"equal_reward_groups": 1.0} for one in records()], {"equal_reward_groups": 0.5}
     baseline = recipe_from_data({**recipe().model_dump(), "algorithm": {"advantage": "value"}}, "tiny")
@@ -194,7 +194,7 @@ def test_exit_codes_and_how_a_run_that_ended_early_goes_on(tmp_path: Path, endin
     run.path.mkdir()
     run.identity.write_text("{}")
     lines = closing_lines({}, run, ending)
-    assert (f"  go on with         pipelinerl run --resume '{run.path}'" in lines) is goes_on
+    assert (f"  continue with      pipelinerl run --resume '{run.path}'" in lines) is goes_on
 
 
 def test_a_run_that_never_began_has_no_figures_to_tell(tmp_path: Path) -> None:

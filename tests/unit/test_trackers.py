@@ -141,7 +141,7 @@ async def test_a_tracker_that_hangs_holds_nobody_up_and_is_abandoned_at_the_end(
         assert (thread.lost, tracker.took) == (500, [])
         first, last = warnings(caplog)
     assert first == (
-        "tracker fake was not done in time at the run's end, and is left behind; training goes on without waiting for it"
+        "tracker fake did not finish in time at the run's end, and is abandoned; training goes on without waiting for it"
     )
     assert last == "tracker fake: 500 of 500 points did not reach it"
 

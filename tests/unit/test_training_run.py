@@ -72,7 +72,7 @@ async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
     async with training_run(tmp_path, settings={"stop_checkpoint_s": 0.1}) as (run, policy), asyncio.timeout(60):
         running = await stop_during_step(run, policy)
         await running
-        assert "no checkpoint of version 1 yet" in caplog.text
+        assert "the checkpoint of version 1 was not written" in caplog.text
         policy.may_step.set()
         for thread in threading.enumerate():
             if thread.name.startswith("compute"):
@@ -133,7 +133,7 @@ async def test_what_may_be_issued_follows_the_actors_that_are_registered(
 
 FINISHED = trainer_pb2.TRAINER_PHASE_FINISHED
 IMPATIENT = {"join_timeout_s": 0.01}
-LINGERS = "this trainer answers, and does nothing else"
+LINGERS = "this trainer only answers requests"
 
 
 async def until_logged(caplog: pytest.LogCaptureFixture, text: str, times: int = 1) -> None:

@@ -64,7 +64,7 @@ def test_damage_is_found_when_a_model_is_fetched(tmp_path: Path, damage: bytes) 
     url = (tmp_path / "store" / "step-8").as_uri()
     put_model(model(tmp_path / "model"), url)
     (tmp_path / "store" / "step-8" / "config.json").write_bytes(damage)
-    with pytest.raises(ServiceError, match=r"step-8/config.json is not what pipelinerl-manifest.json says"):
+    with pytest.raises(ServiceError, match=r"step-8/config.json does not match pipelinerl-manifest.json"):
         fetched(url, tmp_path / "a")
 
 

@@ -1,1 +1,1 @@
-"""How a trainer goes on where another left off: what a checkpoint holds beside tensors, how it is written and found."""
+"""Checkpoints with which a trainer resumes a run: their contents beside tensors, and how they are written and found."""

@@ -1,4 +1,4 @@
-"""When a checkpoint is written, that it is of one version, and that a folder which is there is whole.
+"""Checkpoint timing, and the guarantees that a checkpoint is of one version and that an existing folder is complete.
 
 Tensors and the rest are of the same moment between two steps: a step, from its computation to its entry into the tracker, and
 the copying for a checkpoint take turns. Writing goes on beside the next steps, one checkpoint at a time, on a thread of its
@@ -48,27 +48,25 @@ log = logging.getLogger(__name__)
 
 RUN_ENDED = "the run has ended: no more checkpoints are written"
 WriteTensors = Callable[[Path], None]
-"""Writes the tensors of one version, which are in host memory, into a checkpoint's folder. Blocks."""
+"""Writes one version's tensors, which are in host memory, into a checkpoint's folder. Blocks."""
 
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """On disk."""
+    """A checkpoint on disk."""
 
     folder: Path
     version: int
     position: int
-    """Of SEQUENCES: what is up to there will not be read again."""
+    """Position in SEQUENCES up to which messages will not be read again."""
     seconds: float
 
 
 def write_checkpoint(
     run_dir: Path, keep: int, write_tensors: WriteTensors, state: RunState, before_rename: Callable[[], None] = lambda: None
 ) -> WrittenCheckpoint:
-    """Blocks until it is on disk, and removes all but the newest `keep`. `write_tensors` and `state` are of the same version.
-
-    `before_rename` runs when all but the name is on disk; what it raises is a failed checkpoint.
-    """
+    """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `write_tensors` and `state` are of
+    the same version. `before_rename` runs when all but the final name is on disk; an error in it makes the checkpoint fail."""
     began_s = time.monotonic()
     folder = run_dir / CHECKPOINTS / f"step-{state.policy_version}"
     with replacing(folder) as partial:
@@ -84,31 +82,31 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """`begin(version)` copies the tensors, on the compute thread; `capture` the rest, on the event loop."""
+    """Writes checkpoints. `begin(version)` copies the tensors, on the compute thread; `capture` the rest, on the event loop."""
 
     def __init__(
         self, resume: Resume, begin: Callable[[int], Awaitable[WriteTensors]], capture: Callable[[], RunState]
     ) -> None:
         self._resume, self._config, self._begin, self._capture = resume, resume.recipe.checkpoint, begin, capture
         self._began_version, self._began_s = resume.start.version, time.monotonic()
-        """Of the newest one, whether or not it is written by now."""
+        """Version and time of the newest checkpoint, which may still be in writing."""
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._boundary = asyncio.Lock()
         self._over = False
         self._interrupted = False
-        """A step was cancelled, or failed: the run ends, and the weights may be ahead of the tracker."""
+        """A step was cancelled or failed: the run ends, and the weights may be ahead of the tracker."""
 
     @property
     def _busy(self) -> bool:
         return self._newest is not None and not self._newest[1].done()
 
     def close(self) -> None:
-        """One under way is left to itself."""
+        """Let a running write finish by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def if_due(self, version: int) -> None:
-        """Begins one and returns once training may go on. What goes wrong with writing is logged, and training goes on."""
+        """Begin a checkpoint if one is due, and return once training may continue. Errors in writing are logged only."""
         steps, minutes = self._config.every_steps, self._config.every_minutes
         by_steps = steps > 0 and version // steps > self._began_version // steps
         by_time = minutes > 0 and time.monotonic() - self._began_s >= 60 * minutes
@@ -118,10 +116,10 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Around a step that is computed and entered into the tracker. After the last checkpoint nothing gets in any more."""
+        """Enclose a step, with its entry into the tracker. After the last checkpoint no step begins."""
         async with self._boundary:
             if self._over:
-                await asyncio.Event().wait()  # for the end of the process
+                await asyncio.Event().wait()  # waits until the process ends
             try:
                 yield
             except BaseException:
@@ -129,9 +127,11 @@ class Checkpointer:
                 raise
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
-        """One of now, or of after the step under way; returns when it is on disk. Raises `ServiceError` when it cannot be.
+        """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError` if that
+        fails.
 
-        `anew`: also of a version that is written already, with what has arrived since. `last`: no step begins after it.
+        `anew`: rewrite a version that is already written, with the sequences that arrived since. `last`: no step begins after
+        it.
         """
         while True:
             async with self._boundary:
@@ -143,16 +143,16 @@ class Checkpointer:
                 if not self._busy:
                     task = await self._start(anew=anew)
                     break
-            await self._idle()  # beside training
+            await self._idle()  # training continues meanwhile
         return await asyncio.shield(task)
 
     async def _idle(self) -> None:
-        """Returns when none is being written: the next one is copied to where that one is."""
+        """Wait until none is being written: the next one is copied into the same memory."""
         while self._newest is not None and not self._newest[1].done():
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
-        """Of the version as it is; that which is written already, or being written, is not written again unless `anew`."""
+        """Start a checkpoint of the present version. One that is written, or being written, is not repeated unless `anew`."""
         state = self._capture()
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:
@@ -172,8 +172,8 @@ class Checkpointer:
     async def _finish(self, job: Future[WrittenCheckpoint], version: int) -> WrittenCheckpoint:
         try:
             written = await asyncio.wrap_future(job)
-        except Exception as error:  # of the disk, torch, or another rank: whatever it is, the run goes on
-            raise ServiceError(f"the checkpoint of version {version} is not written: {error or repr(error)}") from error
+        except Exception as error:  # from the disk, torch, or another rank: in any case the run goes on
+            raise ServiceError(f"the checkpoint of version {version} could not be written: {error or repr(error)}") from error
         log.info("checkpoint of version %d is in %s, after %.2f s", version, written.folder, written.seconds)
         self._resume.checkpoint_written(written)
         await self._resume.uploads.take(written.folder, version)
@@ -181,11 +181,11 @@ class Checkpointer:
 
     def _ended(self, task: asyncio.Task[WrittenCheckpoint]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.error("%s; the one before is still there", task.exception())
+            log.error("%s; the previous one is kept", task.exception())
 
 
 def link_export(step_folder: Path, folder: Path) -> Path:
-    """Makes `folder` the policy's export that is in a checkpoint: the same files, where the file system can, else copies."""
+    """Make `folder` the policy's export from a checkpoint, by hard links if the file system supports them, else by copies."""
     with replacing(folder) as partial:
         link_tree(step_folder, partial, RESUME)
     return folder

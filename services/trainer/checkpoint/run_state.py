@@ -1,12 +1,12 @@
-"""From what does this trainer start? And what a checkpoint holds beside tensors, and `lineage.json`.
+"""Resume state: the non-tensor part of a checkpoint, and `lineage.json`.
 
-`lineage.json` says how often this run's trainer has started, from which version each time, with which recipe last, and when
-the first of them began to train. A trainer writes it before it serves anything, so that no two of a run's trainers take
+`lineage.json` holds how often this run's trainer has started, from which version each time, with which recipe last, and when
+the first of them began to train. A trainer writes it before it serves anything, so that no two trainers of a run take
 themselves for the same incarnation.
 
-A checkpoint holds, beside tensors: the tracker, the feeder, held sequences, the position in the log, figures, the recipe. Two
-files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages. A failed sample is kept by
-its reason alone. Not here: who captures the parts, and when; and what is on the streams.
+The non-tensor part holds: the tracker, the feeder, held sequences, the position in the log, figures, the recipe. It has two
+files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages. Of a failed sample only the
+reason is kept. Other modules decide who captures the parts, and when, and read the streams.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
-    """None when no trainer has started in this folder. Raises `FieldError` for the folder of another run, `UserError` for a
-    file that is not ours."""
+    """Return the lineage; None if no trainer has started in this folder. Raises `FieldError` for the folder of another run,
+    `UserError` for a file that is not ours."""
     if not (run_dir / LINEAGE).is_file():
         return None
     try:
@@ -61,7 +61,8 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
 
 
 def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> None:
-    """Returns when it is on disk, and the recipe beside it, by which a report is made. When training began stays as it is."""
+    """Write the lineage, and beside it the recipe, from which reports are made. The time at which training began is kept.
+    Returns when they are on disk."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "recipe.yaml", recipe_yaml(recipe))
     began = {BEGAN: began_s} if (began_s := read_training_began(run_dir)) is not None else {}
@@ -70,30 +71,31 @@ def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> 
 
 
 def read_training_began(run_dir: Path) -> float | None:
-    """Unix time at which the first of the run's trainers began to train; None when none has."""
+    """Return the Unix time at which the first of the run's trainers began to train; None if none has."""
     began_s = _lineage_file(run_dir).get(BEGAN)
     return float(began_s) if isinstance(began_s, int | float) else None
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
-    """Returns when it is on disk. Only the first call in a run's life counts, and only where a trainer has started."""
+    """Record when training began, and return when it is on disk. Only the first call in a run's life counts, and only after a
+    start."""
     content = _lineage_file(run_dir)
     if content and read_training_began(run_dir) is None:
         write_json_durably(run_dir / LINEAGE, {**content, BEGAN: now_s})
 
 
 def _lineage_file(run_dir: Path) -> dict[str, Any]:
-    """Empty when there is none."""
+    """Return the file's object; empty if there is no file."""
     path = run_dir / LINEAGE
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if not isinstance(content, dict):
-        raise TypeError("it is no object")
+        raise TypeError("it is not an object")
     return content
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """The run's. Where the folder has none, they are made, and asked of groups from number `reserved` on: those before may be
-    under way. Returns when they are on disk. Raises `UserError` for a file that is not ours."""
+    """Return the run's tokens. If the folder has no key, make one, which groups from number `reserved` on must prove: earlier
+    ones may be in progress. Returns when it is on disk. Raises `UserError` for a file that is not ours."""
     path = run_dir / GROUP_KEY
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -113,28 +115,28 @@ RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
 
 @dataclass(frozen=True)
 class RunState:
-    """The trainer between two optimizer steps, but for its tensors. What is a mapping is JSON-able."""
+    """The trainer's state between two optimizer steps, without tensors. Mappings are JSON-able."""
 
     run: str
     policy_version: int
     starts: tuple[int, ...]
-    """The lineage of the trainer that wrote it."""
+    """Lineage of the trainer that wrote it."""
     recipe: Mapping[str, Any]
     recipe_hash: str
     journal_bytes: int
-    """Length of the journal up to here."""
+    """Length of the journal at that moment."""
     books: Mapping[str, Any]
     """`SequenceTracker.to_state()`."""
     next_group: int
-    """The feeder's."""
+    """The feeder's next group number."""
     position: int
     """Last message of SEQUENCES that was read."""
     held: HeldSequences
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Of the run's report and intake."""
+    """Figures of the run's report and the intake."""
 
     def save(self, folder: Path) -> None:
-        """Writes both files into `folder`, for the caller to bring onto the disk."""
+        """Write both files into `folder`, which the caller syncs to disk."""
         held = self.held
         good = [sequence for group in held.taken for sequence in group.sequences]
         good += [sequence for group in held.ready for sequence in group]
@@ -148,7 +150,7 @@ class RunState:
 
 
 def load_run_state(folder: Path) -> RunState:
-    """Raises `ServiceError` naming the folder when it holds no whole state of this version."""
+    """Load the state. Raises `ServiceError`, naming the folder, if it has no complete state of this format."""
     try:
         content = json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
@@ -161,12 +163,12 @@ def load_run_state(folder: Path) -> RunState:
         return RunState(**{**content, "starts": tuple(content["starts"]), "held": held})
     except (OSError, ValueError, KeyError, TypeError, DecodeError, PipelineRLError) as error:
         raise ServiceError(
-            f"the checkpoint in {folder.parent} cannot be read: {error!r}. Remove that folder to go on from the one before it"
+            f"the checkpoint in {folder.parent} cannot be read: {error!r}. Remove that folder to resume from the previous one"
         ) from error
 
 
 def _held_to_json(held: HeldSequences) -> dict[str, Any]:
-    """By ids; the sequences are in the other file."""
+    """Return the ids of held sequences; the sequences are in the other file."""
 
     def ids(sequences: Iterable[Sequence]) -> list[str]:
         return [sequence.sequence_id for sequence in sequences]
@@ -202,16 +204,16 @@ RESUME, STATE = "resume", "state"
 
 @dataclass(frozen=True)
 class Start:
-    """`lineage`: this trainer's own. `again`: an incarnation before it has used the run's streams."""
+    """Starting point of a trainer. `lineage`: its own. `again`: an earlier incarnation has used the run's streams."""
 
     lineage: Lineage = FIRST_INCARNATION
     again: bool = False
     folder: Path | None = None
-    """`…/resume` of the checkpoint to go on from."""
+    """`…/resume` of the checkpoint to resume from."""
     state: RunState | None = None
-    """What is in it."""
+    """State in that checkpoint."""
     positions: Mapping[int, int] = field(default_factory=dict)
-    """Of SEQUENCES, by version of each checkpoint there is, oldest first."""
+    """Position in SEQUENCES by version of each existing checkpoint, oldest first."""
     saved_at_s: float | None = None
     """Unix time at which the checkpoint was written; without one, at which the run's first trainer began to train. None: none
     has."""
@@ -222,7 +224,7 @@ class Start:
 
     @property
     def journal_bytes(self) -> int:
-        """Of the journal that still count."""
+        """Return the number of bytes of the journal that still count."""
         return self.state.journal_bytes if self.state else 0
 
     @property
@@ -231,10 +233,8 @@ class Start:
 
 
 def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
-    """Newest checkpoint, or version 0 where the trainer died before its first. Tidies up after one that was killed.
-
-    Raises `UserError` for a recipe that changed more than it may, and as `read_lineage` and `load_run_state` do.
-    """
+    """Return the newest checkpoint, or version 0 if the trainer died before its first. Cleans up after a killed trainer. Raises
+    `UserError` for a recipe that changed more than it may, and as `read_lineage` and `load_run_state` do."""
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
     try:
@@ -261,7 +261,8 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:
-    """Whether the version that a trainer begins with is to be evaluated: not when the checkpoint has the result. Pure."""
+    """Return whether the first version of a trainer is to be evaluated, which it is not if the checkpoint has the result.
+    Pure."""
     every, version = recipe.evaluation.every_steps, start.version
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
     due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)

@@ -1,22 +1,22 @@
-"""A learner's state on disk and back: staged in host memory while training waits, written while it goes on.
+"""Save and restore a learner's state: staged in host memory while training waits, written while it continues.
 
-It is named tensors, the same whatever number of ranks it is spread over and whatever dtype it computes in:
+The state is named tensors, independent of the number of ranks that share it and of the dtype of the computation:
 
-    weight/<parameter>      float32: the master where there is one; of adapters alone where only these are trained
-    exp_avg/<parameter>     float32, as are exp_avg_sq/… and step/… (a number): AdamW's moments; those in 8 bit, dequantised
+    weight/<parameter>      float32: the master if there is one; only adapters if only these are trained
+    exp_avg/<parameter>     float32, as are exp_avg_sq/… and step/… (a number): AdamW's moments; 8-bit ones dequantised
     steps_taken             int64: of the schedule
-    rng/<device>/<rank>     uint8: torch's random state, `cpu` and where there is one `cuda`
+    rng/<device>/<rank>     uint8: torch's random state, for `cpu` and, if there is one, `cuda`
 
-Parameters are named as `Policy` names them, value head included. Sharded ones are DTensors of all ranks. Frozen weights and the
-reference are not part: they are those of the model that the run began from.
+Parameters are named as in `Policy`, value head included. Sharded ones are DTensors of all ranks. Frozen weights and the
+reference are not saved: they are those of the run's initial model.
 
-The files are torch.distributed.checkpoint's: each rank writes what it has, and any number of ranks reads it. Its `.metadata`
-is a pickle, so restore only what a run of yours has written. It is the last file: a folder without it is no state, whatever
-else a crash has left there. Written by `dcp.save` on a thread of ours and not by `dcp.async_save`, which wants to know the
-folder when it stages, and by default stages into new memory each time.
+The files are torch.distributed.checkpoint's: each rank writes its part, and any number of ranks reads them. `.metadata` is a
+pickle, so restore only the files of your own runs. It is written last: a folder without it is no complete state. `dcp.save`
+runs on our own thread. `dcp.async_save` does not fit: it needs the folder when it stages, and by default stages into new memory
+each time.
 
-All ranks stage between the same two steps, by rank 0's order. Rank 0 says later where to write, in a group of the writing
-threads, so that no rank's training waits for it. Not here: which versions are saved, and renaming.
+All ranks stage between the same two steps, by rank 0's order. Rank 0 later sends the folder, in a group of the writing threads,
+so that no rank's training waits for it. Other modules decide which versions are saved, and rename folders.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ WEIGHT, STEPS_TAKEN, RNG = "weight", "steps_taken", "rng"
 
 
 def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
-    """What the optimizer steps, by the name of the model's parameter: float32, sharded where weights are."""
+    """Return the parameters that the optimizer steps, by the name of the model's parameter: float32, sharded like the
+    weights."""
     names = {id(parameter): name for name, parameter in learner.policy.named_parameters()}
     return {names[id(live)]: stepped for live, stepped in learner.optimizer.trained()}
 
 
 def learner_state(learner: Learner) -> dict[str, Tensor]:
-    """The state by name: the learner's own tensors, which change with the next step; moments in 8 bit as it keeps them."""
+    """Return the state by name: the learner's own tensors, which the next step changes; 8-bit moments stay in their own
+    form."""
     learner.optimizer.begin_moments()
     state: dict[str, Tensor] = {}
     for name, stepped in trained_parameters(learner).items():
@@ -72,29 +74,30 @@ def _random(learner: Learner, device_type: str) -> str:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard, or the tensor itself. Shares its memory."""
+    """Return this rank's shard, or the tensor itself, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether it is of a class of torchao's, which is not imported here."""
+    """Return whether the tensor has a class of torchao, which is not imported here."""
     return type(local_part(tensor)) is not Tensor
 
 
 def plain_part(tensor: Tensor) -> Tensor:
-    """`local_part`; of one in 8 bit, a float32 copy."""
+    """Return `local_part`, or a float32 copy of it if it has 8 bits."""
     local = local_part(tensor)
     return local.dequantize() if is_quantized(tensor) else local
 
 
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Writes what all ranks have staged: all together, each on any one thread. Returns when everything is durable in `folder`.
+    """Write the tensors that all ranks have staged. All ranks call it, each on any one thread. Returns when everything is
+    durable in `folder`.
 
-    `group`: in which the ranks agree on what each of them writes; None for one rank. Raises `ServiceError`, on all ranks, when
-    one of them cannot write.
+    `group`: process group in which the ranks agree on each rank's files; None for one rank. Raises `ServiceError` on all ranks
+    if one of them cannot write.
     """
     _alone_is_meant()
-    # Nothing is copied ahead: torch would do that through a stream of the thread's GPU, which is the first one on each rank.
+    # No copies ahead: torch would make them on a stream of the thread's GPU, which is the first GPU on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
@@ -107,12 +110,12 @@ def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Errors are told to the other ranks without what caused them, so they are told by that."""
+    """Raises the root cause of a write error, since torch sends errors to the other ranks without their causes."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
-        except RuntimeError as error:  # torch's, of a stream that it could not write to
+        except RuntimeError as error:  # torch could not write to its stream
             first: BaseException = error
             while (cause := first.__cause__ or first.__context__) is not None:
                 first = cause
@@ -121,10 +124,8 @@ class _Writer(dcp.FileSystemWriter):
 
 @torch.no_grad()
 def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copies this rank's share of `learner_state` into host memory, for which it waits for the device.
-
-    `reused`: an earlier one that is written, whose memory is taken.
-    """
+    """Copy this rank's share of `learner_state` into host memory, waiting for the device. `reused`: an earlier result that is
+    already written, whose memory is used again."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():
         tensors[name] = reused[name] if reused is not None else _host_memory(tensor, learner.world.host_mesh)
@@ -135,7 +136,7 @@ def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[
 
 
 def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
-    """For the values of `tensor`, sharded as it is."""
+    """Return memory for the values of `tensor`, sharded in the same way."""
     local = local_part(tensor)
     memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
     if not isinstance(tensor, DTensor):
@@ -146,10 +147,10 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 
 @torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
-    """Gives `learner` the state in `folder`, which any number of ranks has written. Every rank calls it, and reads by itself.
+    """Load the state in `folder`, written by any number of ranks, into `learner`. Every rank calls it and reads by itself.
 
-    Random states of ranks that were not there stay as they are. Raises `FieldError` for a folder that has no state, or
-    not this model's; `ServiceError` for one that cannot be read.
+    The random state of a rank that did not exist then is left unchanged. Raises `FieldError` for a folder without a state, or
+    with another model's; `ServiceError` for one that cannot be read.
     """
     _alone_is_meant()
     mesh = learner.world.host_mesh
@@ -175,19 +176,19 @@ def restore(learner: Learner, folder: Path) -> None:
 
 
 def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of each tensor by its name."""
+    """Return the shape of each saved tensor by its name."""
     if not (folder / ".metadata").is_file():
-        fix = "has no complete state of a trainer (no .metadata): name one of a run, on a disk that all nodes share"
+        fix = "has no complete trainer state (no .metadata): name a run's, on a disk that all nodes share"
         raise FieldError(FIELD, str(folder), fix)
     try:
         found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         return {name: tuple(getattr(entry, "size", ())) for name, entry in found.items()}
-    except Exception as error:  # whatever bytes that are no such pickle make of it
+    except Exception as error:  # any error that a corrupt pickle may cause
         raise ServiceError(f"the state in {folder} is damaged: its .metadata does not load ({error!r})") from error
 
 
 def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raises `FieldError` naming the first tensor that only one has, or that differs in shape."""
+    """Raise `FieldError` naming the first tensor that only one side has, or whose shape differs."""
     for name, shape in wanted.items():
         if name not in saved:
             raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: is it another run's?")
@@ -200,7 +201,7 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
 
 
 def _alone_is_meant() -> None:
-    """torch warns of each checkpoint of one process; it is not `catch_warnings`, which threads must not use."""
+    """Silence torch's warning about a checkpoint of a single process. `catch_warnings` is not safe in threads."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
@@ -208,24 +209,22 @@ FOLDER, DISCARD = "folder", "discard"
 
 
 class StateSaver:
-    """A rank's part in saving: a state is staged on all ranks, and then written or abandoned; the next one takes its memory.
+    """One rank's part in saving. A state is staged on all ranks, and then written or abandoned; the next one reuses its memory.
 
-    Rank 0 decides. Another rank stages by its order, and `follow`s what it says of that state. Rank 0 tells of a state that
-    cannot be written; it does not end training.
+    Rank 0 decides. Another rank stages by its order, and `follow`s its decision about that state. Rank 0 reports a state that
+    cannot be written; training continues.
     """
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving
         self.staged: dict[str, Tensor] = {}
         self._waits, self._lock, self._free = False, threading.Lock(), threading.Event()
-        """The memory has no state that is yet to be written."""
+        """Set while the memory holds no state that is yet to be written."""
         self._free.set()
 
     def stage(self) -> None:
-        """Copies the state of all ranks into host memory, to be written on another thread beside what comes next.
-
-        One that nobody has begun to write is dropped; one that is being written must be done by now.
-        """
+        """Copy the state of all ranks into host memory, to be written on another thread while training continues. A staged
+        state whose writing has not begun is dropped; one that is being written must be finished by now."""
         self.abandon()
         assert self._free.is_set(), "the state before is still being written, from the same memory"
         self._learner.order(SAVE)
@@ -234,7 +233,8 @@ class StateSaver:
         self._waits = True
 
     def write(self, folder: Path) -> None:
-        """On any thread: blocks until it is durable on all ranks. Raises `ServiceError` when a rank cannot write."""
+        """Write the staged state, on any thread, and block until it is durable on all ranks. Raises `ServiceError` if a rank
+        cannot write."""
         begun = self._begin()
         assert begun, "a staged state is written once"
         try:
@@ -244,7 +244,7 @@ class StateSaver:
             self._free.set()
 
     def follow(self) -> None:
-        """Not rank 0: what it says of the staged state, on a thread beside training."""
+        """Ranks other than 0: follow rank 0's decision about the staged state, on a thread beside training."""
         assert self._others is not None, "a rank that is alone follows none"
         try:
             told = self._others.hear()
@@ -256,13 +256,13 @@ class StateSaver:
             self.abandon()
 
     def abandon(self) -> None:
-        """Does nothing once it is being written."""
+        """Drop the staged state, unless it is already being written."""
         if self._begin():
             self._tell(Message(DISCARD))
             self._free.set()
 
     def end(self) -> None:
-        """Waits for a state that is being written; drops one that is not."""
+        """Wait for a state that is being written; drop one that is only staged."""
         self.abandon()
         self._free.wait()
 

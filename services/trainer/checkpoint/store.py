@@ -1,14 +1,14 @@
-"""Models in an object store: put there so that nobody takes part of one for the whole, and fetched with digests checked.
+"""Models in an object store: uploaded so that an incomplete one is recognised, and fetched with checked digests.
 
-A folder of the store that this project wrote has `pipelinerl-manifest.json`. It is written first, and says that the model is
-not whole; then come the files, each of which is read back and compared; then the manifest again, with the size and the SHA-256
-of every file. The object `latest` beside the folders names the newest whole one. A folder without a manifest is somebody
-else's model, and taken as it is. Nothing is ever deleted. Stores are reached through pyarrow, which finds credentials where
+Each folder that this project writes to a store has `pipelinerl-manifest.json`. It is first written to say that the model is
+incomplete; then come the files, each of which is read back and compared; then the manifest again, with the size and the SHA-256
+of every file. The object `latest` beside the folders names the newest complete one. A folder without a manifest was made by
+other tools and is taken unchecked. Nothing is ever deleted. Stores are accessed through pyarrow, which finds credentials where
 each store's own tools do.
 
-    python -m services.trainer.checkpoint.store FOLDER URL    # puts the model in FOLDER at URL, as a process of its own
+    python -m services.trainer.checkpoint.store FOLDER URL    # uploads the model in FOLDER to URL, as a separate process
 
-Not here: when, and how often.
+Other modules decide when to upload, and how often.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ _FORMAT = 1
 _CHUNK_BYTES = 8 * 1024**2
 
 Digest: TypeAlias = tuple[int, str]
-"""Bytes, and SHA-256 in hexadecimal."""
+"""Number of bytes, and SHA-256 in hexadecimal."""
 
 
 def put_model(folder: Path, url: str) -> int:
-    """Uploads all files of `folder` to the folder `url`, verifies them, and lets `latest` name it; returns their bytes.
-
-    What was there before is not whole from the first byte on. Raises `ServiceError`, and `OSError` as the store says it.
-    """
+    """Upload all files of `folder` to the folder `url`, verify them, and set `latest` to it; returns the number of bytes. A
+    model that was there before is incomplete from the first byte on. Raises `ServiceError`, and the store's `OSError`."""
     store, root = _open(url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -52,7 +50,7 @@ def put_model(folder: Path, url: str) -> int:
     for name, sent in files.items():
         with store.open_input_stream(f"{root}/{name}") as stored:
             if (found := _copy(stored)) != sent:
-                raise ServiceError(f"{url}/{name} is not what was sent: {found[0]} bytes of {sent[0]}, or other ones")
+                raise ServiceError(f"{url}/{name} differs from the sent file: {found[0]} bytes, sent {sent[0]}")
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": files})
     parent, _, name = root.rpartition("/")
     with _output(store, f"{parent}/{LATEST}") as target:
@@ -61,10 +59,10 @@ def put_model(folder: Path, url: str) -> int:
 
 
 def fetch_model(url: str, folder: Path) -> str:
-    """Fills the empty `folder` with the model at `url`, which may end in `latest`; returns the URL of the folder it was.
+    """Fill the empty `folder` with the model at `url`, which may end in `latest`; returns the URL of its actual folder.
 
-    Raises `FieldError` for one that is not there or not whole, `ServiceError` for one that arrives damaged or is being
-    replaced, and `OSError` as the store says it.
+    Raises `FieldError` for a model that is missing or incomplete, `ServiceError` for one that arrives damaged or is being
+    replaced, and the store's `OSError`.
     """
     store, root = _open(url)
     parent, _, name = root.rpartition("/")
@@ -79,16 +77,17 @@ def fetch_model(url: str, folder: Path) -> str:
             with store.open_input_stream(f"{root}/{name}") as source, (folder / name).open("xb") as target:
                 found = _copy(source, target)
             if said is not None and found != said:
-                raise ServiceError(f"{url}/{name} is not what {MANIFEST} says: damaged, or being replaced; start again")
+                raise ServiceError(f"{url}/{name} does not match {MANIFEST}: damaged, or being replaced; start again")
     except FileNotFoundError as error:
         raise FieldError("model.name", url, f"there is no model: {first_line(error)}") from error
     return url
 
 
 def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
-    """Fills the empty `folder` with the model that `model.name` names, and returns what it was. Raises as `fetch_model`.
+    """Fill the empty `folder` with the model that `model.name` names, and return its source. Raises as `fetch_model` does.
 
-    It names a URL, or a folder beside `run_dir` or else from the current folder; a run's `checkpoints/latest` is the newest.
+    The name is a URL, or a folder relative to `run_dir`'s parent or else to the current folder. A run's `checkpoints/latest` is
+    its newest checkpoint.
     """
     if "://" in name:
         found = fetch_model(name, folder)
@@ -107,13 +106,13 @@ def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
 
 
 def _newest(folder: Path) -> Path:
-    """The newest checkpoint of a run for its `checkpoints/latest`; any other folder is itself."""
+    """Return a run's newest checkpoint for its `checkpoints/latest`, and any other folder unchanged."""
     found = resumable(folder.parent.parent) if (folder.parent.name, folder.name) == (CHECKPOINTS, LATEST) else {}
     return found[max(found)].parent.parent if found else folder
 
 
 def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
-    """Files of a model by their names in its folder, with their digests where there is a manifest."""
+    """Return the files of a model by their names in its folder, with their digests if there is a manifest."""
     from pyarrow.fs import FileSelector, FileType
 
     if store.get_file_info(f"{root}/{MANIFEST}").type == FileType.NotFound:
@@ -133,9 +132,9 @@ def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
 
 
 def _safe(name: str, url: str) -> str:
-    """A relative path that stays inside its folder."""
+    """Return the name if it is a relative path that stays inside its folder. Raises `FieldError`."""
     if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
-        raise FieldError("model.name", url, f"names a file {name!r}: that is no model of this project")
+        raise FieldError("model.name", url, f"names a file {name!r}: it is not a model of this project")
     return name
 
 
@@ -162,7 +161,7 @@ def _write(store: FileSystem, path: str, content: dict[str, Any]) -> None:
 
 
 def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
-    """What was read of `source`, and written to `target` where there is one."""
+    """Copy `source` to `target`, if given, and return the digest of the data."""
     size, sha256 = 0, hashlib.sha256()
     while chunk := source.read(_CHUNK_BYTES):
         sha256.update(chunk)

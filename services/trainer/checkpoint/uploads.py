@@ -1,9 +1,9 @@
-"""Brings each checkpoint's model to `checkpoint.upload`, beside training, which it never keeps waiting.
+"""Upload each checkpoint's model to `checkpoint.upload`, beside training, which never waits for it.
 
-Consumes checkpoints as they are written (`take`); produces whole models in the store, and `uploaded.json`. It waits for the
-store; a checkpoint that is written meanwhile takes the place of the one that waits. Each try is a process of its own, so that a
-store that hangs holds up nothing else. The files are linked aside first: the checkpoint itself may be removed while they are
-sent. What a trainer has not uploaded, the next one of the run does. What training would go on from stays on the volume.
+It consumes checkpoints as they are written (`take`), and produces complete models in the store and `uploaded.json`. While it
+waits for the store, a newer checkpoint replaces one that waits. Each attempt is a separate process, so that a store that hangs
+blocks nothing else. The files are first linked into another folder, as the checkpoint may be removed meanwhile. A run's next
+trainer continues an unfinished upload. The training state stays on the volume.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UPLOADED = "uploaded.json"
 """In the run's folder: `{"version", "url", "at_s"}` of the last upload."""
 BACKOFF = Backoff(first_s=1.0, most_s=60.0, jitter=0.2)
 TRY_S = 4 * 3600
-"""A try that takes longer is given up: the store hangs."""
+"""An attempt that takes longer is given up, since the store hangs."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class _Waiting:
     version: int
     folder: Path
     since_s: float
-    """Unix time at which the oldest checkpoint was written that has not been uploaded, nor one after it."""
+    """Unix time at which the oldest checkpoint after the last uploaded one was written."""
 
 
 class Uploads:
-    """Of one run; does nothing where `url` is empty. Used on one event loop."""
+    """Uploads of one run; disabled if `url` is empty. Used on one event loop."""
 
     def __init__(self, url: str, run_dir: Path, run: str, recorder: Recorder) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
@@ -64,14 +64,14 @@ class Uploads:
 
     @property
     def waiting_s(self) -> float | None:
-        """For how long a checkpoint has been waiting to be uploaded; 0 when all are, None where nothing is uploaded."""
+        """Return how long a checkpoint has been waiting for its upload; 0 if none waits, None if uploads are disabled."""
         if not self._root:
             return None
         return max(0.0, time.time() - self._waiting.since_s) if self._waiting else 0.0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Uploads inside the block; what is under way at its end is left to the run's next trainer."""
+        """Upload inside the block. An upload that is running at its end is left to the run's next trainer."""
         if not self._root:
             yield
             return
@@ -84,7 +84,7 @@ class Uploads:
             await asyncio.wait({uploading})
 
     async def take(self, checkpoint: Path, version: int) -> None:
-        """Returns when the checkpoint in that folder may be removed. What goes wrong is logged, and training goes on."""
+        """Accept a checkpoint, and return when its folder may be removed. Errors are logged, and training goes on."""
         if not self._root or version == (self._waiting.version if self._waiting else self._last):
             return
         async with self._changing_files:
@@ -99,11 +99,11 @@ class Uploads:
         self._arrived.set()
 
     async def all_done(self) -> None:
-        """Returns when every checkpoint that was taken has been uploaded, or one after it."""
+        """Return when every accepted checkpoint, or a later one, has been uploaded."""
         await self._done.wait()
 
     async def _take_over(self) -> None:
-        """What an earlier trainer of the run uploaded last, and the newest checkpoint where that is another."""
+        """Continue an earlier trainer's uploads: read its last one, and take the newest checkpoint if that is another."""
         tidy(self._aside)
         last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
         if str(last.get("url", "")).startswith(f"{self._root}/"):
@@ -119,11 +119,11 @@ class Uploads:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            if self._waiting is not None:  # a later try of the one before may have taken it along
+            if self._waiting is not None:  # a retry of the previous upload may have sent this one
                 await retry_forever(self._try, "upload a checkpoint", retried=can_heal, backoff=BACKOFF)
 
     async def _try(self) -> None:
-        """The newest checkpoint that waits."""
+        """Upload the newest waiting checkpoint."""
         assert self._waiting is not None, "one has arrived"
         tried, began_s = self._waiting, time.monotonic()
         url, self._trying = f"{self._root}/{tried.folder.name}", tried.folder
@@ -140,14 +140,14 @@ class Uploads:
         self._recorder.metrics.uploads.uploaded(tried.version, seconds)
         log.info("checkpoint of version %d is uploaded to %s, after %.2f s", tried.version, url, seconds)
         async with self._changing_files:
-            another = None if self._waiting is tried else self._waiting  # which came meanwhile
+            another = None if self._waiting is tried else self._waiting  # it arrived meanwhile
             self._waiting = another and replace(another, since_s=_written_s(another.folder))
             await self._tidy()
             if another is None:
                 self._done.set()
 
     async def _tidy(self) -> None:
-        """Removes what is neither waiting nor being sent."""
+        """Remove copies that are neither waiting nor being sent."""
         kept = {self._waiting.folder if self._waiting else None, self._trying}
         for folder in self._aside.iterdir():
             if folder not in kept:
@@ -155,12 +155,12 @@ class Uploads:
 
 
 def _written_s(folder: Path) -> float:
-    """Unix time: a copy's is that of the checkpoint."""
+    """Return the Unix time at which the checkpoint was written, which its copy keeps."""
     return folder.stat().st_mtime
 
 
 async def _put(folder: Path, url: str) -> None:
-    """Raises `ServiceError` with what the process said that could not."""
+    """Upload in a subprocess. Raises `ServiceError` with the error that it printed."""
     command = (sys.executable, "-m", "services.trainer.checkpoint.store", str(folder), url)
     process = await asyncio.create_subprocess_exec(
         *guarded(command, signal.SIGKILL), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
@@ -169,7 +169,7 @@ async def _put(folder: Path, url: str) -> None:
         async with asyncio.timeout(TRY_S):
             _, said = await process.communicate()
     except TimeoutError as error:
-        raise ServiceError(f"{url} has not taken it after {TRY_S} s") from error
+        raise ServiceError(f"{url} did not accept it within {TRY_S} s") from error
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):

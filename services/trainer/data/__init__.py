@@ -1,1 +1,1 @@
-"""The way of a sequence, as the trainer sees it: its prompt is issued, it arrives, it is trained on or not."""
+"""The path of a sequence through the trainer: its prompt is issued, it arrives, and it is trained on or dropped."""

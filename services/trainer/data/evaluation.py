@@ -1,13 +1,13 @@
-"""Measures one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
+"""Measure one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
 Held-out evaluation consumes the held-out problems and produces an accuracy; it waits for actors and verifier up to a deadline.
 The parity probe is a fixed token sequence, which every actor scores with the version it serves, and the trainer with that
-version's weights: the largest absolute difference of token log-probabilities, in nats, is the run's `logprob_mismatch_max`; an
-answer that is off by more than the tolerance, that has another share of what training has changed, or that cannot be compared,
-is one of its `parity_failures`. Unlike `mismatch_kl` it contains no effect of a stale KV cache.
+version's weights. The largest absolute difference of token log-probabilities, in nats, is the run's `logprob_mismatch_max`. An
+answer counts as one of the `parity_failures` if it is off by more than the tolerance, contains another share of the change that
+training made than 1, or cannot be compared. Unlike `mismatch_kl`, it is not affected by a stale KV cache.
 
-While this runs, the caller holds commits of later versions, so that every completion is of the version that is measured; the
-spans that come back prove it. Training goes on beside it, on sequences of that version. They do not pass here.
+Meanwhile the caller holds commits of later versions, so that every completion is of the measured version, which its spans
+prove. Training continues on other sequences of that version.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SCORE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """An actor's answer to the probe: log-probabilities [tokens - 1], the version that gave them, and how that was loaded."""
+    """An actor's answer to the probe: log-probabilities [tokens - 1], the version that produced them, and its loader."""
 
     logprobs: Logprobs
     version: PolicyVersion
@@ -66,7 +66,8 @@ class Scored:
 
 
 def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
-    """Of a held-out answer: an episode's, or its completion, without the prompt, as the only one. Raises `MessageError`."""
+    """Return the branches of a held-out answer: an episode's, or a single one for its completion, without the prompt. Raises
+    `MessageError`."""
     kind, nothing = "GenerateResult", np.empty(0, np.int32)
     if result.branches:
         return tuple(branch_from_proto(branch, kind) for branch in result.branches)
@@ -80,17 +81,17 @@ def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
 
 
 class ActorClient:
-    """One actor over gRPC. Every call has a deadline; an actor that does not answer raises `ServiceError`. Use as an async
-    context manager."""
+    """One actor over gRPC, as an async context manager. Every call has a deadline; an actor that does not answer raises
+    `ServiceError`."""
 
     def __init__(self, name: str, address: str, *, tls_dir: Path | None = None, tls_name: str = "") -> None:
-        """`tls_dir`: certificates (`pipelinerl.service.tls`), None = plain text; `tls_name`: the name in the actor's, which is
-        reached by address."""
+        """`tls_dir`: certificates (`pipelinerl.service.tls`), None = plain text. `tls_name`: name in the actor's certificate,
+        since the actor is reached by address."""
         self.name, self.address = name, address
         self._tls_dir, self._tls_name = tls_dir, tls_name
 
     async def __aenter__(self) -> ActorClient:
-        """Raises `ServiceError` when the certificates cannot be used."""
+        """Open the channel. Raises `ServiceError` if the certificates cannot be used."""
         try:
             self._channel = open_channel(self.address, self._tls_dir, self._tls_name)
         except FieldError as error:
@@ -109,7 +110,7 @@ class ActorClient:
         timeout_s: float,
         trace: Trace = None,
     ) -> AsyncIterator[actor_pb2.GenerateResult]:
-        """Completions as they finish. `trace`: what the actor's span follows."""
+        """Yield completions as they finish. `trace`: parent of the actor's span."""
         sampled_as = sequence_pb2.SamplingParams(**vars(sampling))
         request = actor_pb2.GenerateRequest(prompts=prompts, sampling=sampled_as, seed=seed)
         with self._answers("Generate"):
@@ -118,7 +119,7 @@ class ActorClient:
                 yield result
 
     async def score(self, token_ids: TokenIds, timeout_s: float) -> Scored:
-        """Raises `MessageError`."""
+        """Return the actor's log-probabilities. Raises `MessageError`."""
         with self._answers("Score"):
             request = actor_pb2.ScoreRequest(token_ids=token_ids.tobytes())
             response = await self._stub.Score(request, timeout=timeout_s)
@@ -140,24 +141,24 @@ class ActorClient:
 
 
 JUDGE_BATCH = 64
-"""Completions per verifier call: what one call loses, others keep."""
+"""Completions per verifier call. A failed call loses only its own."""
 
 
 def is_right(outcome: VerifyResult, correct_reward: float) -> bool:
-    """Whether the terms of the answer alone reach `correct_reward` (> 0); format and length terms do not count."""
+    """Return whether the answer's terms alone reach `correct_reward` (> 0), without format and length terms."""
     earned = answer_reward(outcome.components)
     return outcome.status == VERIFY_STATUS_OK and earned is not None and earned >= correct_reward * (1 - 1e-9)
 
 
 async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: float) -> dict[str, VerifyResult]:
-    """Outcomes by sequence id, as far as the verifier gives them before `deadline` (seconds of the loop's clock)."""
+    """Return the verifier's outcomes by sequence id, as far as they arrive before `deadline` (seconds of the loop's clock)."""
     verdicts: dict[str, VerifyResult] = {}
 
     async def verify(batch: list[VerifyItem]) -> None:
         try:
             verdicts.update((outcome.sequence_id, outcome) for outcome in await verifier.verify(batch))
         except (ServiceError, MessageError) as error:
-            log.warning("held-out evaluation goes on without %d verdicts: %s", len(batch), error)
+            log.warning("held-out evaluation continues without %d verdicts: %s", len(batch), error)
 
     try:
         async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
@@ -169,20 +170,18 @@ async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: flo
 
 
 MOST_ASKED = 10_000
-"""Answers to one task's problems that are asked of an actor in one call, which must not be too large."""
+"""Maximum number of answers to one task's problems per call to an actor, to bound its size."""
 GENERATION_SHARE = 0.9
-"""Of the evaluation's time; what generation leaves of it is the verifier's."""
+"""Share of the evaluation's time for generation; the rest is for the verifier."""
 EMPTY = "empty_completion"
-"""An actor's reason that is the policy's own fault: a wrong answer."""
+"""Failure reason that is the policy's own fault and counts as a wrong answer."""
 
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """Accuracy over all problems, and in `sets` that of each set of them, by name. `num_tokens`: sampled. `samples`: some
-    answers; one without a verdict has a `failure`.
-
-    No verdict: no completion in time, a failure of the actor, no answer of the verifier in time, or a reward that failed.
-    """
+    """Accuracy over the tasks' problems; in `sets`, that of each set, by name. `num_tokens`: sampled tokens. `samples`: some
+    answers; one without a verdict has a `failure`. An answer has no verdict if the completion was late, the actor or the reward
+    failed, or the verifier did not answer in time."""
 
     version: int
     accuracy: float
@@ -194,7 +193,8 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Asks the actors that serve, which `updater` knows; `client` calls one of a name at an address."""
+    """Evaluates through the serving actors, which `updater` knows. `client` makes the client for an actor's name and
+    address."""
 
     def __init__(
         self,
@@ -210,18 +210,16 @@ class Evaluator:
         self._samples = recipe.evaluation.samples
         answers = (problem for problem in problems for _ in range(self._samples))
         self._problems = {f"h{number:06d}": problem for number, problem in enumerate(answers)}
-        """Of each answer that is asked for; those to one problem follow each other."""
+        """Problem of each requested answer by its id; answers to one problem follow each other."""
         self._incarnation, self._client, self._timeout_s = incarnation, client, recipe.evaluation.timeout_s
         self.tolerance, self._of_median = probe_tolerance(recipe), in_sixteen_bits(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
-        # Any tokens will do: the models only have to agree on them.
+        # Any tokens are suitable: the models only have to agree on them.
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Ends within the timeout; the caller holds commits of later versions meanwhile.
-
-        Raises `ServiceError` when not one problem has a verdict by then.
-        """
+        """Evaluate `version` within the timeout; the caller holds commits of later versions meanwhile. Raises `ServiceError` if
+        no problem has a verdict by then."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             began_at = asyncio.get_running_loop().time()
             generated_by = began_at + GENERATION_SHARE * self._timeout_s
@@ -229,11 +227,11 @@ class Evaluator:
             good = [completion for completion in completions.values() if not completion.failure]
             items = [self._item(completion) for completion in good if not completion.HasField("verdict")]
             verdicts = await judge(self._verifier, items, began_at + self._timeout_s)
-            verdicts |= {one.id: one.verdict for one in good if one.HasField("verdict")}  # of episodes
+            verdicts |= {one.id: one.verdict for one in good if one.HasField("verdict")}  # episodes have theirs
             return self._result(version, completions, verdicts)
 
     async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, actor_pb2.GenerateResult]:
-        """Asks the actors for what is still missing until nothing is, none answers, or the deadline passes."""
+        """Request missing completions from the actors until none is missing, no actor answers, or the deadline passes."""
         done: dict[str, actor_pb2.GenerateResult] = {}
 
         async def ask(name: str, address: str, asked: list[str]) -> None:
@@ -250,7 +248,7 @@ class Evaluator:
                             if completion.id in prompts and self._is_of(version, completion):
                                 done[completion.id] = completion
             except (ServiceError, MessageError) as error:
-                log.warning("held-out evaluation goes on without %s: %s", name, error)
+                log.warning("held-out evaluation continues without %s: %s", name, error)
 
         try:
             async with asyncio.timeout_at(deadline):
@@ -268,14 +266,15 @@ class Evaluator:
         return done
 
     def _by_task(self, problem_ids: list[str]) -> list[list[str]]:
-        """Each task's, of which all are sampled alike."""
+        """Divide the problems by task; a task's problems have the same sampling settings."""
         found: dict[str, list[str]] = {}
         for problem_id in problem_ids:
             found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
         return list(found.values())
 
     def _sampling(self, problem: EncodedProblem) -> SamplingParams:
-        """As in training, but for the temperature; the actor cuts where a prompt leaves less room than the task's limit."""
+        """Return the sampling settings of training, except for the temperature. The actor cuts completions where the prompt
+        leaves less room than the task's limit."""
         as_trained = sampling_of(self._recipe, problem)
         temperature = self._recipe.evaluation.temperature
         return replace(as_trained, temperature=temperature, max_tokens=problem.share.max_tokens)
@@ -284,7 +283,7 @@ class Evaluator:
         problem = self._problems[answer]
         if len(problem.prompt_token_ids):
             return actor_pb2.GeneratePrompt(id=answer, prompt_token_ids=problem.prompt_token_ids.tobytes())
-        return actor_pb2.GeneratePrompt(  # of an episode, whose environment makes the prompt
+        return actor_pb2.GeneratePrompt(  # an episode, whose environment makes the prompt
             id=answer,
             task=problem.share.name,
             prompt_text=problem.prompt_text,
@@ -293,7 +292,7 @@ class Evaluator:
         )
 
     def _is_of(self, version: int, completion: actor_pb2.GenerateResult) -> bool:
-        """Raises `MessageError` for one that cannot be read."""
+        """Return whether a completion is of that version, or failed. Raises `MessageError` if it cannot be read."""
         branches = branches_of(completion)
         if completion.failure:
             log.warning("held-out problem %s failed: %s", completion.id, completion.failure)
@@ -341,7 +340,7 @@ class Evaluator:
         )
 
     def _shown(self, completions: Mapping[str, actor_pb2.GenerateResult]) -> list[str]:
-        """The first answers of every set by turns, up to four or one of each."""
+        """Return the first answers of the sets in turn: four, or one of each set if there are more sets."""
         by_set = self._by_task(sorted(completions))
         in_turn = [answer for answers in zip_longest(*by_set) for answer in answers if answer is not None]
         return in_turn[: max(4, len(by_set))]
@@ -349,7 +348,7 @@ class Evaluator:
     def _without_verdict(
         self, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
     ) -> Iterator[tuple[str, str]]:
-        """Each answer that is left out, and why."""
+        """Yield each answer that is left out, with the reason."""
         for answer in self._problems:
             completion, verdict = completions.get(answer), verdicts.get(answer)
             if completion is None:
@@ -363,7 +362,7 @@ class Evaluator:
                 yield answer, f"reward_{status_name(verdict.status)}"
 
     def _sequence(self, completion: actor_pb2.GenerateResult, verdict: VerifyResult | None) -> Sequence:
-        """The answer as a sequence of no group; one without a verdict has a `failure`."""
+        """Return the answer as a sequence without a group. It has a `failure` if there is no verdict."""
         problem, (first, *others) = self._problems[completion.id], branches_of(completion)
         sequence = Sequence(
             **vars(first),
@@ -397,8 +396,8 @@ class Evaluator:
         )
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """`compare` over all actors that serve `version`, with the probe as the trainer scored it; None when none of them could
-        say."""
+        """Return `compare` over all actors that serve `version`, with the trainer's scores of the probe; None if no actor
+        answered."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
@@ -407,12 +406,12 @@ class Evaluator:
         return compare(served, trained, self.tolerance, of_median=self._of_median, base=base) if served else None
 
     async def _score(self, name: str, address: str, version: PolicyVersion) -> Scored | None:
-        """None when the actor does not answer, or serves another version."""
+        """Return the actor's scores; None if it does not answer, or serves another version."""
         try:
             async with self._client(name, address) as actor:
                 scored = await actor.score(self.probe, SCORE_TIMEOUT_S)
         except (ServiceError, MessageError) as error:
-            log.warning("parity probe goes on without %s: %s", name, error)
+            log.warning("parity probe continues without %s: %s", name, error)
             return None
         if scored.version != version:
             log.warning("parity probe: %s serves %s, not %s", name, scored.version, version)
@@ -421,21 +420,21 @@ class Evaluator:
 
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
-"""Nats: of any token in float32, of the median token in 16 bits. There, rounding alone moves some tokens of a mixture to other
-experts, and their log-probabilities by nats; docs/weight-updates.md has figures."""
+"""Nats: for every token in float32, for the median token in 16 bits. There, rounding alone sends some tokens of a mixture to
+other experts and moves their log-probabilities by whole nats; docs/weight-updates.md has figures."""
 
 
 SHARE_TOLERANCE = 0.1
-"""By which the served share of the policy's change may differ from 1, beside what rounding explains."""
+"""Allowed difference of the served share of the policy's change from 1, beyond the error that rounding explains."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
-    """Whether weights or what is computed of them have 16 bits on one of the two sides. Pure."""
+    """Return whether the weights or the computation have 16 bits on one of the two sides. Pure."""
     return bool({"bfloat16", "float16"} & {recipe.model.dtype, recipe.weights.wire_dtype})
 
 
 def probe_tolerance(recipe: Recipe) -> float:
-    """Difference of a log-probability, nats, up to which actors serve the trained policy. Pure."""
+    """Return the difference in log-probabilities, nats, up to which actors count as serving the trained policy. Pure."""
     if recipe.weights.probe_tolerance is not None:
         return recipe.weights.probe_tolerance
     return TOLERANCE_16_BIT if in_sixteen_bits(recipe) else TOLERANCE
@@ -443,22 +442,20 @@ def probe_tolerance(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class Parity:
-    """What a probe found. `mismatch`: largest difference, nats, always finite; None when no answer could be compared.
-
-    `problems`: of each actor that does not serve the trained policy, or of which that is not known.
-    """
+    """Result of a probe. `mismatch`: largest difference, nats, always finite; None if no answer could be compared. `problems`:
+    one text for each actor that does not serve the trained policy, or whose answer cannot be compared."""
 
     mismatch: float | None = None
     problems: tuple[str, ...] = ()
 
 
 def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[float, float]:
-    """Share of the change from `base` to `trained` that `served` has, and the error that rounding explains. Pure.
+    """Return the share of the change from `base` to `trained` that `served` has, and the error that rounding explains. Pure.
 
-    The share is the slope of served − base over trained − base. The error is six standard errors of the slope, from the
-    residual of each token under the slope of the others, so that no token alone decides; and twice the residuals' size over
-    that of the change, because rounding in `trained` itself draws the slope towards 0. It is infinite while there is no
-    change, or one token has more than a quarter of it.
+    The share is the slope of served − base over trained − base. The error is the sum of two parts: six standard errors of the
+    slope, computed with each token's residual under the slope of the others, so that no single token decides; and twice the
+    size of the residuals relative to the change, since rounding in `trained` itself biases the slope towards 0. It is infinite
+    if nothing has changed, or one token has more than a quarter of the change.
     """
     change, off = trained.astype(np.float64) - base, served.astype(np.float64) - trained
     size = float(change @ change)
@@ -473,10 +470,10 @@ def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[f
 def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
-    """Answers of actors, by name, with what the trainer has for the same tokens. Each problem is logged as an error.
+    """Compare the actors' answers, by name, with the trainer's for the same tokens. Each problem is logged as an error.
 
-    `of_median`: the tolerance is that of the median token, and not of each. `base`: the trainer's log-probabilities before the
-    change of which actors must serve the whole, however small it is beside the tolerance.
+    `of_median`: the tolerance applies to the median token instead of to each. `base`: the trainer's log-probabilities before
+    training. Actors must serve the whole change since then, even if it is smaller than the tolerance.
     """
     differences: list[float] = []
     problems: list[str] = []
@@ -496,7 +493,7 @@ def compare(
             if bounded > tolerance:
                 problem = f"{which} {bounded:.3g} nats off, more than {tolerance:g}"
             elif abs(share - 1) > SHARE_TOLERANCE + error:
-                problem = f"{share:.0%} (± {error:.0%}) of what training has changed in the log-probabilities is served"
+                problem = f"{share:.0%} (± {error:.0%}) of the change that training made to the log-probabilities is served"
             else:
                 continue
         loaded = f" (weights loaded by {scored.loader})" if scored.loader else ""

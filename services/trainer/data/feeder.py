@@ -1,12 +1,12 @@
-"""Issues prompt groups, as many as staleness bound and freshness limit allow; and makes prompt tokens of problems.
+"""Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
-Consumes the tasks' problems in order, produces messages on PROMPTS, and waits until it may issue more: a new version, a lost
-group, an arrival or the beginning of a step unblocks it. What was issued is in the tracker before it is on the stream, so that
-nothing can arrive unexpected, and group numbers are reserved on disk before that, so that a trainer that starts again knows
-which may be out there.
+It consumes the tasks' problems in order and produces messages on PROMPTS. It waits until it may issue more: after a new
+version, a lost group, an arrival or the beginning of a step. A group is in the tracker before it is on the stream, so that
+nothing unexpected can arrive. Its number is reserved on disk even earlier, so that a restarted trainer knows which groups may
+have been published.
 
-A trainer that goes on from a checkpoint first looks up what the incarnation before left on the streams (`scan_in_flight`), and
-takes it over (`Feeder.adopt`). Prompts are tokenised here alone; completions are never tokenised again.
+A trainer that resumes from a checkpoint first finds out what the previous incarnation left on the streams (`scan_in_flight`),
+and takes it over (`Feeder.adopt`). Only prompts are tokenised here; completions are never tokenised again.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ log = logging.getLogger(__name__)
 
 
 async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], set[str]]:
-    """What an earlier incarnation left on the streams: the position from where the log is to be read again, groups on PROMPTS
-    with the position of their newest message, and groups of which a sequence is in the log after the first of these.
+    """Return what an earlier incarnation left on the streams: the position after which to read the log, groups on PROMPTS with
+    the position of their newest message, and groups with a sequence in the log after the first position.
 
-    `position`: of the last message of SEQUENCES that the checkpoint knows. Raises `BusError`. PROMPTS first: an actor stores
-    the sequences of a group before it acknowledges it, so that a group which is not on PROMPTS any more is in the log by then.
+    `position`: the last message of SEQUENCES that the checkpoint covers. Raises `BusError`. PROMPTS is read first: an actor
+    stores a group's sequences before it acknowledges the group, so that a group which has left PROMPTS is in the log by then.
     """
     prompts = {group_id_of(msg_id): at for msg_id, at in (await bus.pending_prompts()).items()}
     log_now = await bus.sequences_info()
     end = log_now.last_position
     if end < position:
-        log.error("SEQUENCES ends at %d, before the checkpoint's position %d: the streams are new ones", end, position)
+        log.error("SEQUENCES ends at %d, before the checkpoint's position %d: the streams were recreated", end, position)
         position = 0
     arrived: set[str] = set()
     if max(position + 1, log_now.first_position) <= end:
@@ -73,8 +73,8 @@ _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 @dataclass(frozen=True, eq=False)
 class EncodedProblem:
-    """A problem as the actor and the verifier need it: `index` of the task's split. `prompt_token_ids` int32[tokens];
-    `stop_token_ids`: what ends an answer, beside what the recipe and the model say."""
+    """A problem as the actor and the verifier need it. `index`: position in the task's split. `prompt_token_ids`:
+    int32[tokens]. `stop_token_ids`: tokens that end an answer, in addition to those of the recipe and the model."""
 
     share: ProblemSet
     index: int
@@ -85,16 +85,16 @@ class EncodedProblem:
 
 
 ProblemStream = Callable[[int], EncodedProblem]
-"""Training problems of all tasks by number: the same number gives the same problem in every run with the same seed."""
+"""Training problems of all tasks, by number: the same number gives the same problem in every run with the same seed."""
 
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Proofs that an actor was handed a group: a code of the group's id that only holders of `key`, 32 bytes, can make."""
+    """Proofs that an actor was handed a group: a code of the group's id that only holders of `key` (32 bytes) can compute."""
 
     key: bytes
     first_group: int = 0
-    """Those before were issued with another key: nothing is asked of them."""
+    """Groups before this number were issued with another key, and need no proof."""
 
     def of(self, group_id: str) -> bytes:
         return hmac.digest(self.key, group_id.encode(), "sha256")[:_TOKEN_BYTES]
@@ -107,11 +107,11 @@ class GroupTokens:
 
 
 class Feeder:
-    """`updater` has the version to count from: the one that every actor serves, by which new tokens are sampled (below 0 before
-    the first); and the number of actors.
+    """Issues prompt groups. `updater` tells the version that every actor serves, with which new tokens are sampled (below 0
+    before the first), and the number of actors.
 
-    `journal` has it on disk which group numbers may be published before any of them is. `next_group` is all that the feeder
-    needs to go on: group number i holds problem i, in every incarnation.
+    `journal` records on disk which group numbers may be published, before any of them is. `next_group` is the only state needed
+    to resume: group i holds problem i, in every incarnation.
     """
 
     def __init__(
@@ -130,21 +130,21 @@ class Feeder:
         self._look.set()
         self._unusable_in_a_row = 0
         self.refused: dict[str, str] = {}
-        """By reason, the first prompt that was left out for it."""
+        """By reason: the message about the first prompt that was left out for it."""
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
-        """Known once the run has begun or is taken over; without them nothing is proved."""
+        """Known once the run has begun or is taken over; without it no proof is needed."""
 
     @property
     def allowance(self) -> int:
-        """Groups that may be issued now."""
+        """Return the number of groups that may be issued now."""
         updater, waiting = self._updater, self._tracker.num_waiting
         return self.bounds.allowance(max(0, updater.served_version), updater.num_present, self._unlost, waiting)
 
     @property
     def allowance_by_version(self) -> int:
-        """Groups that the staleness bound alone would allow."""
+        """Return the number of groups that the staleness bound alone would allow."""
         return self.bounds.by_version(max(0, self._updater.served_version), self._unlost)
 
     @property
@@ -153,7 +153,7 @@ class Feeder:
 
     @property
     def in_flight(self) -> int:
-        """Samples on their way, or complete groups of them whose step has not begun."""
+        """Return the samples in progress, and those in complete groups whose step has not begun."""
         return self.bounds.in_flight(self._unlost, self._tracker.num_waiting)
 
     @property
@@ -165,7 +165,8 @@ class Feeder:
         return self._tracker.issued_groups - self._tracker.lost_groups
 
     def begin_step(self, wait_share: float, *, for_max_lag: bool) -> None:
-        """A step has its batch, for which it waited this share of the time since the last one; because of `max_lag` or not."""
+        """Record that a step has its batch. `wait_share`: share of the time since the last step spent waiting for it.
+        `for_max_lag`: `max_lag` was the cause."""
         open_groups = self._tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
@@ -180,11 +181,11 @@ class Feeder:
         self.look_again()
 
     def look_again(self) -> None:
-        """The version, the tracker or a limit changed."""
+        """Check the allowance again, after a change of the version, the tracker or a limit."""
         self._look.set()
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises `UserError` when one prompt after another cannot be used."""
+        """Issue groups until cancelled. Raises `UserError` when too many prompts in a row cannot be used."""
         while True:
             await self._look.wait()
             self._look.clear()
@@ -196,11 +197,11 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Takes over what an earlier incarnation issued, up to group number `reserved`; returns the groups published again.
-        `prompts` and `arrived`: what `scan_in_flight` found of them.
+        """Take over the groups that an earlier incarnation issued, up to number `reserved`; returns how many were published
+        again. `prompts` and `arrived`: the result of `scan_in_flight`.
 
-        A group that the streams show is expected; one that they do not show never got there, or was lost with them, and is
-        published, under an id of its own that ends with `name`. To be called before anything is read from the log.
+        A group that the streams show is expected. Another one was never published or was lost with the streams; it is published
+        again, with a message id that ends with `name`. Call this before anything is read from the log.
         """
         while self.next_group < reserved:
             self._open_next()
@@ -216,7 +217,7 @@ class Feeder:
         return published
 
     def _open_next(self) -> PromptGroup | None:
-        """Enters the next group into the tracker; None when it cannot be used and has ended there already."""
+        """Enter the next group into the tracker; None if it cannot be used and has been ended there."""
         group = self._group(self.next_group)
         self.next_group += 1
         self._tracker.issue(group)
@@ -261,7 +262,7 @@ class Feeder:
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
-        """A prompt that cannot be sent out, or leaves no room for a completion, ends here; another takes its place."""
+        """End a prompt that cannot be published, or leaves no room for a completion. Another group replaces it."""
         log.warning("problem %d of %s is left out, %s: %s", group.problem_index, group.task, reason, detail)
         self._tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
@@ -271,7 +272,7 @@ class Feeder:
 
 
 def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str:
-    """What to tell the user when no prompt can be used. `task`, `reason` and `detail` are the last one's."""
+    """Return the message for the user when no prompt can be used. `task`, `reason` and `detail` describe the last one."""
     count = f"the last {MOST_UNUSABLE_IN_A_ROW} prompts"
     if reason == "prompt too long":
         return (
@@ -279,11 +280,11 @@ def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str
             "shorter prompts"
         )
     fix = "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
-    return f"task {task!r}: {count} could not be sent out, the last one: {detail}; {fix}"
+    return f"task {task!r}: {count} could not be published, the last one: {detail}; {fix}"
 
 
 def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
-    """How its completions are sampled."""
+    """Return the sampling settings for the problem's completions."""
     sampling = recipe.sampling
     return SamplingParams(
         sampling.temperature,
@@ -294,18 +295,18 @@ def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
 
 
 def longest_completion(recipe: Recipe, problem: EncodedProblem) -> int:
-    """Tokens at which a completion is cut: the task's `max_tokens`, or what the prompt leaves of `model.max_context`. Length
-    penalties count from there, so that none escapes them by a long prompt."""
+    """Return the number of tokens at which a completion is cut: the task's `max_tokens`, or the rest of `model.max_context`
+    after the prompt. Length penalties use this number, too, so that a long prompt does not evade them."""
     return min(problem.share.max_tokens, recipe.model.max_context - len(problem.prompt_token_ids))
 
 
 def group_seed(run_seed: int, group_number: int) -> int:
-    """A seed that no other group of the run has, below 2^62 and not 0."""
+    """Return a seed that no other group of the run has, below 2^62 and not 0."""
     return int(np.random.SeedSequence((run_seed, group_number)).generate_state(1, np.uint64)[0] >> 2) or 1
 
 
 def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ProblemStream:
-    """The feeder's stream. Raises `FieldError` or `UserError` for a task that cannot be used."""
+    """Return the feeder's stream of problems. Raises `FieldError` or `UserError` for a task that cannot be used."""
     shares = list(recipe.mixture.values())
     sources = [make_source(share.task, recipe.seed) for share in shares]
     interleaving = Interleaving([share.weight for share in shares])
@@ -318,7 +319,8 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:
-    """The evaluator's problems, of tasks and of further sets. One that does not fit the context stays without a verdict."""
+    """Return the evaluator's problems, of tasks and of further sets. A problem that does not fit the context gets no
+    verdict."""
     found = list[EncodedProblem]()
     for name, share in recipe.problem_sets.items():
         source = make_source(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
@@ -328,8 +330,8 @@ def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def encode(problem: Problem, share: ProblemSet, index: int, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
-    """Prompt tokens int32[tokens] in the task's style; none of an episode, whose environment makes the prompt.
-    Raises `FieldError` when the tokenizer has no chat template."""
+    """Encode the prompt in the task's style as int32[tokens], empty for an episode, whose environment makes the prompt. Raises
+    `FieldError` if the tokenizer has no chat template."""
     config = share.task
     in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)
     end = answer_end(tokenizer) if in_chat else None

@@ -1,12 +1,12 @@
-"""From the SEQUENCES log to batches of complete groups.
+"""Turn the SEQUENCES log into batches of complete groups.
 
 `Intake.run` consumes the log from a position, checks every sequence and produces ready groups; it waits for actors.
-`take_batch` consumes ready groups, drops what is too old for the version that asks, and waits until a batch is full; the
-feeder, by issuing lost groups again, unblocks it. Every sequence that leaves here without being trained is closed in the
-tracker. What has arrived and has no outcome yet can be taken along into a checkpoint (`held`, `restore`).
+`take_batch` consumes ready groups, drops those that are too old for the requesting version, and waits until a batch is full;
+the feeder unblocks it by replacing lost groups. Every sequence that is dropped here is closed in the tracker. Sequences that
+have arrived without an outcome yet can be stored in a checkpoint (`held`, `restore`).
 
-Groups lost one after another are counted: when it goes on for too long, nothing will ever be trained, and the run says so. What
-was stale when its turn came does not count: newer versions end that by themselves.
+Lost groups in a row are counted: after too many, the run ends with an error, since it would never train. Stale groups do not
+count, because newer versions end staleness by themselves.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from services.trainer.learn.batch import TrainingGroup
 log = logging.getLogger(__name__)
 
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
-"""Without `trainer.give_up_after_groups`: so many optimizer steps' worth of groups, and so many groups at least."""
+"""Defaults for `trainer.give_up_after_groups`: that many optimizer steps' worth of groups, but at least that many groups."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
-    "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has what it said each time",
+    "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
     "episode_timeout": "raise task.episode_timeout_s or task.answer_timeout_s, or make the environment quicker",
-    "episode_": "correct the environment or agent; the verifier's log has what it wrote",
+    "episode_": "correct the environment or agent; the verifier's log has its output",
     "no_turns": "let the environment or agent ask its endpoint (OPENAI_BASE_URL) for a turn",
     "verifier_refused": "look at the verifier's log",
     "engine": "look at the actors' logs",
@@ -65,16 +65,16 @@ _FIXES = {
     "token outside the vocabulary": "give trainer and actors the same model and tokenizer",
     "prompt group lost": "look at the actors' logs: they could not read the prompts, or somebody purges the streams",
     "actor_quarantined": "look at the actors that the log names, or at weights.verify_logprobs",
-    "forged": "run trainer and actors of the same release; if they are, an actor answers for others: look who holds its login",
+    "forged": "run trainer and actors of the same release; if they are, an actor answers for others: check who has its login",
     "unreadable": "run trainer and actors of the same release",
 }
-"""What a user can do about a reason of the ledger (docs/errors.md), by its beginning."""
+"""Advice for the reasons of the ledger (docs/errors.md), by the beginning of the reason."""
 _ANY_FIX = "read the warnings in the trainer's log"
 
 
 def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mapping[str, str]) -> str:
-    """What to tell the user when `num_groups` in a row were lost for these reasons of the ledger. `failures`: an example of
-    each."""
+    """Return the message for the user when `num_groups` in a row were lost for these reasons of the ledger. `failures`: an
+    example for each reason."""
     (reason, count), *_ = reasons.most_common(1) or [("unknown", 0)]
     example = f", the first: {failures[reason].partition(': ')[2]!r}" if reason in failures else ""
     fix = next((fix for beginning, fix in _FIXES.items() if reason.startswith(beginning)), _ANY_FIX)
@@ -87,18 +87,18 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
 
 @dataclass(frozen=True)
 class HeldSequences:
-    """All that has arrived and has no outcome yet, by how far it has come. The objects are never changed."""
+    """All sequences that have arrived and have no outcome yet, by progress. The objects are never changed."""
 
     taken: tuple[TrainingGroup, ...] = ()
-    """For the next step, or the phase under way."""
+    """Groups for the next step, or the present phase."""
     ready: tuple[tuple[Sequence, ...], ...] = ()
     """The good samples of each complete group."""
     open: tuple[Sequence, ...] = ()
-    """Of groups that are not complete; failed ones too."""
+    """Samples of incomplete groups, including failed ones."""
 
 
 class Intake:
-    """Tells `feeder` of groups that were lost, so that it looks again. `vocab_size`: token ids are below it."""
+    """Reads sequences and builds batches. It notifies `feeder` of lost groups. `vocab_size`: upper limit of token ids."""
 
     def __init__(
         self,
@@ -115,24 +115,24 @@ class Intake:
         self._tracker, self._traces = tracker, traces
         self._vocab_size, self._lineage = vocab_size, lineage
         self._masked = {name for name, share in recipe.mixture.items() if share.reward.truncated == "mask"}
-        """Tasks whose completions are left out of the policy loss where they were cut."""
+        """Tasks that leave truncated completions out of the policy loss."""
         self._ready: deque[tuple[Sequence, ...]] = deque()
         self._changed = asyncio.Condition()
         self._phase: list[TrainingGroup] = []
-        """Taken for the step or phase that comes next."""
+        """Groups for the next step or phase."""
         self._handed_out: list[TrainingGroup] = []
-        """What `take_batch` gave last."""
+        """The last batch that `take_batch` returned."""
         self.position = 0
-        """Of the last message read; the next start reads from the one after."""
+        """Position of the last message read; the next start reads from the one after."""
         self._lost_in_a_row = 0
-        """Groups, since the last one that can be trained on."""
+        """Groups lost since the last one that can be trained on."""
         self._lost_reasons: Counter[str] = Counter()
         self.tokens_arrived = 0
         self.tokens_arrived_here = 0
-        """Since this start, where `tokens_arrived` goes on from the checkpoint's: a counter of a process begins at 0."""
+        """Tokens since this start, as a process's counters begin at 0, while `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """What the first sequence that failed was told, by short reason; of `MOST_REASONS` at most."""
+        """Message of the first failed sequence by short reason, for at most `MOST_REASONS` reasons."""
         self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
 
     @property
@@ -140,7 +140,7 @@ class Intake:
         return len(self._ready)
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises `UserError` when one group after another is lost."""
+        """Read the log until cancelled. Raises `UserError` when too many groups in a row are lost."""
         async with AsyncExitStack() as stack:
             entries = await retry_forever(
                 lambda: stack.enter_async_context(self._bus.read_sequences(self.position + 1)), "read the sequences"
@@ -154,25 +154,27 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Exactly `groups_per_step` groups, fresh enough for `version`; in conventional mode a shuffled phase's share."""
+        """Return exactly `groups_per_step` groups, fresh enough for `version`; in conventional mode, its part of a shuffled
+        phase."""
         num_groups, grown = groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))
             grown = True
         if grown and self._recipe.mode == "conventional":
-            random.Random(f"{self._recipe.seed}/{version}").shuffle(self._phase)  # as it would be after a restart
+            random.Random(f"{self._recipe.seed}/{version}").shuffle(self._phase)  # the same order after a restart
         per_step = groups_per_step(self._recipe)
         self._handed_out, self._phase = self._phase[:per_step], self._phase[per_step:]
         return self._handed_out
 
     def held(self) -> HeldSequences:
-        """Between two steps: what came of the last batch must be in the tracker."""
+        """Return the sequences without an outcome, between two steps: the last batch must already be closed in the tracker."""
         is_open = self._tracker.ledger.is_open
         handed_out = [group for group in self._handed_out if is_open(group.sequences[0].sequence_id)]
         return HeldSequences((*handed_out, *self._phase), tuple(self._ready), self._tracker.held())
 
     def restore(self, held: HeldSequences, position: int) -> None:
-        """Takes over what another intake held, whose tracker is ours now; the log is read from after `position`."""
+        """Take over the sequences of a former intake, whose tracker is already restored. The log is read from after
+        `position`."""
         self._phase, self.position = list(held.taken), position
         self._ready.extend(held.ready)
         for sequence in held.open:
@@ -180,20 +182,21 @@ class Intake:
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
     def judge_actors(self, log_weights: Mapping[str, NDArray[np.float32]]) -> None:
-        """By log π − log μ of their tokens of lag 0, of one step: nothing more is trained on of one that is found wrong."""
+        """Judge actors by log π − log μ of one step's tokens of lag 0, and exclude those that are wrong from further
+        training."""
         for actor, share in self.quarantine.judge(log_weights).items():
             log.error(
-                f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 have another log-probability than in "
-                "the policy that it names; its sequences fail until the trainer starts again"
+                f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "
+                "the policy that it names; its sequences fail until the trainer restarts"
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """Ends the samples of an open group that did not come and never will; its others are trained where they can."""
+        """End the missing samples of an open group, which will never come. The others are trained on if possible."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
-        """None for what is not ours to count: of no sample that is still to come."""
+        """Return the sequence in a log entry, or None if it belongs to no pending sample."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -202,7 +205,7 @@ class Intake:
             return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
         if not self._is_proved(sequence.group_id, sequence.group_token):
             what = f"actor {sequence.actor!r:.100} was not handed group {sequence.group_id!r:.100}"
-            # The id of the message is taken: NATS would take the sequence that should have it for a repetition.
+            # The message id is used up: NATS would drop the right sequence as a repetition.
             return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
         reason = untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
         reason = reason or ("" if sequence.failure else self.quarantine.failure_of(sequence))
@@ -213,8 +216,8 @@ class Intake:
         return tokens is None or tokens.prove(group_id, token)
 
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
-        """Counts a bad message, and returns what ends the sample that one of the ids names, where it is still to come:
-        it was published as this one, and nothing else will be."""
+        """Count a bad message. If one of the ids names a pending sample, return a failure for it: the message was published in
+        its place, and no other will come."""
         self.bad_messages += 1
         log.error("%s is set aside: %s", what, failure, extra=AGGREGATED)
         for sequence_id in sequence_ids:
@@ -245,10 +248,8 @@ class Intake:
         self._feeder.look_again()
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Those of a complete group that can be trained on; none of a group that was lost.
-
-        Raises `UserError` when too many were, with no good one between them.
-        """
+        """Return the samples of a complete group that can be trained on; empty if the group is lost. Raises `UserError` when
+        too many groups in a row were lost."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < smallest_group(algorithm.advantage):
             self._lose(good, Outcome.FAILED, "group incomplete")
@@ -275,7 +276,8 @@ class Intake:
                 return group
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """The group without its stale members, and as if those of quarantined actors had failed; None when nothing is left."""
+        """Return the group without stale samples and without those of quarantined actors, which fail; None if no sample is
+        left."""
         algorithm = self._recipe.algorithm
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)
@@ -285,7 +287,7 @@ class Intake:
                 return None
         rewards = [sequence.reward for sequence in sequences]
         advantages = group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
-        if sequences[0].task in self._masked:  # its reward is in the baseline of the others; it teaches nothing itself
+        if sequences[0].task in self._masked:  # the others' baseline includes its reward, but it gets no gradient
             advantages[[sequence.finish_reason is FinishReason.LENGTH for sequence in sequences]] = 0.0
         kept = []
         for index, sequence in enumerate(sequences):
@@ -306,28 +308,28 @@ class Intake:
 
 
 FEWEST_TOKENS = 256
-"""Of an actor, by which it is judged; then the count begins anew."""
+"""Tokens of an actor after which it is judged; then the count begins anew."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
-"""Nats by which log π and log μ of one token may differ. Ten times what a float32 probe may; in 16 bits a single token may be
-far more off than the median, and more again where the engine's weights are quantised."""
+"""Nats by which log π and log μ of one token may differ. This is ten times the tolerance of a float32 probe; in 16 bits a
+single token may be much further off than the median, and even more with quantised weights in the engine."""
 QUARANTINED = "actor_quarantined"
 
 
 def bound_of(recipe: Recipe) -> float:
-    """Nats. Pure."""
+    """Return the bound in nats. Pure."""
     if recipe.actor.engine.quantization:
         return BOUND_QUANTIZED
     return BOUND_16_BIT if in_sixteen_bits(recipe) else BOUND_FLOAT32
 
 
 class Quarantine:
-    """Actors whose log μ are not those of the policy that they name: what they send is no longer trained on.
+    """Actors whose log μ do not fit the policy version that they name: their sequences are no longer trained on.
 
-    Of tokens that were sampled by the very version that trains on them, of lag 0, actor and trainer compute the same
-    probability, up to rounding. The training step computes it anyway; nothing is computed twice. Tokens of other versions prove
-    nothing, and an actor may send none of lag 0. The name of an actor is what its sequences say. Not in checkpoints.
+    For tokens of lag 0, sampled by the very version that trains on them, actor and trainer compute the same probability, up to
+    rounding. The training step computes it anyway. Tokens of other versions prove nothing, and an actor may send none of lag 0.
+    Actors are identified by the name in their sequences. Checkpoints do not contain the quarantine.
 
-    `share`: of an actor's tokens of lag 0 that may be off by more than `bound`; 0 = nobody is judged.
+    `share`: share of an actor's tokens of lag 0 that may be off by more than `bound`; 0 = no actor is judged.
     """
 
     def __init__(self, share: float, bound: float) -> None:
@@ -336,16 +338,16 @@ class Quarantine:
         self.actors: set[str] = set()
 
     def failure_of(self, sequence: Sequence) -> str:
-        """Why it is not to be trained on; empty for a good one."""
+        """Return why the sequence must not be trained on; empty if it may be."""
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Of one step: log π − log μ of tokens of lag 0, by actor. Returns those to be quarantined from now on, with the share
+        """Count one step's log π − log μ of tokens of lag 0, by actor. Returns actors to quarantine from now on, with the share
         of their tokens that is off."""
         found = {}
         for actor, of_actor in log_weights.items():
             self._seen[actor] += len(of_actor)
-            self._off[actor] += int((~(np.abs(of_actor) <= self._bound)).sum())  # one that is not finite, too
+            self._off[actor] += int((~(np.abs(of_actor) <= self._bound)).sum())  # counts values that are not finite
             if self._seen[actor] >= FEWEST_TOKENS:
                 share = self._off.pop(actor, 0) / self._seen.pop(actor)
                 if 0 < self._share < share and actor not in self.actors:

@@ -1,1 +1,1 @@
-"""Several processes that are one trainer: who they are, what rank 0 tells the others, how weights and rows are split."""
+"""Several processes that act as one trainer: their layout, rank 0's messages to the others, and sharding."""

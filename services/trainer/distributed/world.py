@@ -1,9 +1,9 @@
-"""The ranks of the trainer: which part of the work each has, the groups they talk in, and the messages of those groups.
+"""The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
-Ranks that share the tokens of a row (sequence parallelism) are neighbours, and so are those that share one copy of the
-weights: both talk most, and neighbours are on one node. There are groups for orders (host memory), for tensors, for
-checkpoints, and per shared row; one rank is a world without any. A message is a kind, small fields and arrays, as bytes in the
-safetensors format (never pickle). Not here: what rank 0 orders, and how it is carried out.
+Ranks that share the tokens of a row (sequence parallelism) are neighbours, and so are those that share one copy of the weights:
+both communicate most, and neighbours are on one node. Separate groups exist for orders (host memory), tensors, checkpoints, and
+each shared row; a single rank has none. A message is a kind, small fields and arrays, as bytes in the safetensors format (never
+pickle). Other modules define rank 0's orders and carry them out.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ HEARTBEAT, END = "beat", "end"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """One rank among `size`. Raises `FieldError` for numbers that do not divide."""
+    """One rank among `size`. Raises `FieldError` for numbers that do not divide each other."""
 
     rank: int = 0
     size: int = 1
     sequence_ranks: int = 1
     """Ranks that share the tokens of one row."""
     shard_ranks: int = 1
-    """Ranks that share one copy of weights, gradients and optimizer state; each group of them has a copy."""
+    """Ranks that share one copy of weights, gradients and optimizer state. Each such group has a copy."""
 
     def __post_init__(self) -> None:
         for name, value in (("context_parallel", self.sequence_ranks), ("shard_ranks", self.shard_ranks)):
@@ -50,22 +50,22 @@ class RankLayout:
 
     @property
     def data_ranks(self) -> int:
-        """Rows that are computed at the same time."""
+        """Return the number of rows that are computed at the same time."""
         return self.size // self.sequence_ranks
 
     @property
     def sequence_index(self) -> int:
-        """Which part of its row."""
+        """Return which part of its row the rank has."""
         return self.rank % self.sequence_ranks
 
 
 _HEADER = 8
-"""Bytes before safetensors' JSON header: its length, little endian."""
+"""Length of safetensors' prefix: the size of its JSON header, little endian."""
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """`fields` are JSON-able."""
+    """A message between ranks. `fields` are JSON-able."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -83,21 +83,21 @@ class Message:
 
 
 ORDER_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for rank 0's next order. Rank 0 gives one every few seconds (`loop.HEARTBEAT_S`) unless it computes or
+"""Maximum wait of a rank for rank 0's next order. Rank 0 gives one every few seconds (`loop.HEARTBEAT_S`) unless it computes or
 writes a checkpoint, so this only ends ranks whose rank 0 vanished without closing its connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
-"""How long a collective of the step may wait for a rank that computes."""
+"""Maximum wait of a step's collective for a rank that computes."""
 
 
 class Links:
-    """Messages between rank 0 and the others. What one rank sends the other must receive, in the same order."""
+    """Messages between rank 0 and the others. Each message must be received by the other rank, in the same order."""
 
     def __init__(self, group: Any, size: int) -> None:
         self.group, self._size = group, size
 
     @classmethod
     def among_all(cls, timeout: timedelta) -> Links:
-        """In a new group, which all ranks open at the same time."""
+        """Open a new group. All ranks call it at the same time."""
         return cls(dist.new_group(backend="gloo", timeout=timeout), dist.get_world_size())
 
     def send(self, message: Message, to: int) -> None:
@@ -113,12 +113,12 @@ class Links:
         return Message.from_bytes(data.numpy().tobytes())
 
     def tell_all(self, message: Message) -> None:
-        """Rank 0: the same message to every other rank."""
+        """Rank 0: send the same message to every other rank."""
         for rank in range(1, self._size):
             self.send(message, rank)
 
     def hear(self) -> Message:
-        """Other ranks: the next message of rank 0. Raises `ServiceError` when rank 0 is gone."""
+        """Other ranks: receive rank 0's next message. Raises `ServiceError` when rank 0 is gone."""
         try:
             return self.receive(0)
         except RuntimeError as error:
@@ -127,25 +127,26 @@ class Links:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """This rank's place. Alone it has neither links nor meshes; `row_group`: None when it has whole rows."""
+    """This rank's place. A single rank has neither links nor meshes. `row_group`: None if each rank has whole rows."""
 
     layout: RankLayout
     device: torch.device
     links: Links | None = None
     mesh: DeviceMesh | None = None
-    """Over all ranks: (copies, shards), or (shards) where there is one copy."""
+    """Mesh over all ranks: (copies, shards), or (shards) if there is one copy."""
     row_group: Any = None
     saving: Links | None = None
-    """Of the threads that write checkpoints, which must not wait for those that compute, nor these for them."""
+    """Links of the threads that write checkpoints. These and the computing threads must not wait for each other."""
     host_mesh: DeviceMesh | None = None
-    """As `mesh`, for shards in host memory. Nothing is sent in it."""
+    """The same as `mesh`, for shards in host memory. Nothing is sent in it."""
 
     @property
     def is_first(self) -> bool:
         return self.layout.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum over rows that are computed at the same time, on every rank. `values` of one rank per row count."""
+        """Return the elementwise sum over rows that are computed at the same time, on every rank. Of each row, one rank's
+        `values` count."""
         if self.mesh is None:
             return values
         total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)
@@ -153,13 +154,13 @@ class World:
         return total
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's values into every rank's `tensor`."""
+        """Copy rank 0's values into every rank's `tensor`."""
         if self.mesh is not None:
             dist.broadcast(tensor, 0)
 
 
 def join_ranks(device: torch.device) -> None:
-    """Meets the ranks of torchrun's environment; returns when every one is there."""
+    """Join the ranks of torchrun's environment; returns when all are there."""
     ranks, place = RankSettings(), dict[str, Any]()
     if ranks.rank_folder is not None:
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)
@@ -168,7 +169,7 @@ def join_ranks(device: torch.device) -> None:
 
 
 def agree(what: Mapping[str, str]) -> None:
-    """Compares `what` of all ranks, each of which calls this. Raises `ServiceError` on every rank where one differs."""
+    """Compare `what` across all ranks, each of which calls this. Raises `ServiceError` on every rank if one differs."""
     size = dist.get_world_size()
     links = Links.among_all(TENSOR_TIMEOUT)
     if dist.get_rank() > 0:
@@ -191,7 +192,7 @@ def agree(what: Mapping[str, str]) -> None:
 
 
 def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device) -> World:
-    """All ranks that have met; called by all of them. `shard_ranks`: 0 = all ranks. Raises `FieldError`."""
+    """Return the world of all ranks, each of which calls this. `shard_ranks`: 0 = all ranks. Raises `FieldError`."""
     size = dist.get_world_size()
     layout = RankLayout(dist.get_rank(), size, context_parallel, shard_ranks or size)
     links, saving = Links.among_all(ORDER_TIMEOUT), Links.among_all(ORDER_TIMEOUT)
@@ -205,7 +206,7 @@ def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device
 
 
 def leave_ranks() -> None:
-    """Closes the groups of this process, where it has any."""
+    """Close this process's groups, if it has any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

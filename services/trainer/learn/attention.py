@@ -1,15 +1,16 @@
 """Attention that never crosses sequences, for many sequences packed into one row of tokens.
 
-transformers finds packed rows by their restarting position ids and gives its own `sdpa` and `eager` a block-diagonal
-[T, T] mask: correct, and quadratic in the tokens of the whole row. The attention registered here does the same work per
-sequence. Only inside attention are the packed tokens laid out as rows of a padded batch, so that every other layer
-works on real tokens alone. Causality makes padding harmless: it comes after the tokens of its row, and its own
-outputs are dropped. On a GPU with 16-bit weights it is torch's variable-length flash kernel, without any padding.
+transformers finds packed rows by their restarting position ids and gives its own `sdpa` and `eager` a block-diagonal [T, T]
+mask, which is correct but quadratic in the tokens of the whole row. The attention registered here works per sequence. Only
+inside attention are the packed tokens laid out as rows of a padded batch, so that every other layer works on real tokens alone.
+Causality makes padding harmless: it comes after the tokens of its row, and its own outputs are dropped. On a GPU with 16-bit
+weights, torch's variable-length flash kernel is used, without any padding.
 
-Sequences of one prompt may share its tokens in the packed row. Attention alone sees each sequence as a whole: it gathers the
-prompt's tokens for each of them, and what they get as keys and values adds up in the backward pass.
+Sequences of one prompt may share its tokens in the packed row. Only attention sees each sequence as a whole: it gathers the
+prompt's tokens for each of them, and the backward pass adds up the gradients of their keys and values.
 
-Not here: flex and flash_attention_2, which transformers provides and `model.py` selects; attention dropout.
+flex and flash_attention_2 are not here: transformers provides them and `model.py` selects them. Attention dropout is not
+supported.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """`values` on `device`, in their dtype; on the CPU it is their memory. The host does not wait for the device.
+    """Return `values` on `device`, in their dtype, without waiting for the device; on the CPU they share memory.
 
-    A GPU copies from page-locked memory by itself; from any other the host would feed it, behind all work queued before.
+    The memory is pinned, so that a GPU copies from it by itself; otherwise the host would wait for all work queued before.
     torch keeps that memory until the copy is done.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values))
@@ -51,49 +52,51 @@ def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Where attention sees each of the T tokens of a packed row: in one slot, or in several where sequences share it."""
+    """The slots in which attention sees the T tokens of a packed row: one per token, or several if sequences share it."""
 
     sources: Tensor
     """int64[slots]: the token in each slot; any token where the slot is padding."""
     first: Tensor
     """int64[T]: one of the slots of each token."""
     shared: tuple[Tensor, Tensor] | None
-    """(int64[slots without padding], ordered by their tokens; int64[T], where those of each token begin among them). None
-    where each token has one slot."""
+    """(int64[slots without padding], ordered by their tokens; int64[T], the first of each token's slots among them). None if
+    each token has one slot."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Where sequences begin and end in a packed row of T tokens."""
+    """Boundaries of the sequences in a packed row of T tokens."""
 
     lengths: NDArray[np.int64]
-    """[sequences], each with its prompt; best in falling order."""
+    """[sequences], prompts included; best in descending order."""
     cu_seqlens: Tensor
-    """int32[sequences + 1]: cumulative lengths, from 0 to T; beyond T where sequences share tokens."""
+    """int32[sequences + 1]: cumulative lengths, from 0 to T; beyond T if sequences share tokens."""
     longest: int
     places: NDArray[np.int64] | None = None
-    """[sum of lengths]: place in the row of each token of each sequence; None where they stand one behind the other."""
+    """[sum of lengths]: place in the row of each token of each sequence; None if the sequences are consecutive."""
     part: RowPart | None = None
-    """Where ranks share the row: each brings its part of the tokens, and attends all of them with a part of the heads."""
+    """Set if ranks share the row: each has its part of the tokens, and attends all of them with a part of the heads."""
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """(sequences, tokens of the longest) of each run of consecutive sequences of similar length, a padded batch each."""
+        """Return (sequences, tokens of the longest) of each run of consecutive sequences of similar length; each is a padded
+        batch."""
         return tuple((end - first, int(self.lengths[first:end].max())) for first, end in _similar_runs(self.lengths))
 
     @cached_property
     def padded(self) -> Slots:
-        """Those of the blocks, one behind the other. Made when first asked for: the flash kernel never needs them."""
+        """Return the slots of the blocks, consecutively. They are computed on first use, since the flash kernel never needs
+        them."""
         row_tokens = np.repeat([tokens for _, tokens in self.blocks], [rows for rows, _ in self.blocks])
         return self._slots(np.cumsum(row_tokens) - row_tokens, int(row_tokens.sum()))
 
     @cached_property
     def unpadded(self) -> Slots:
-        """Sequences one behind the other, each with a prompt of its own."""
+        """Return the slots of consecutive sequences, each with its own copy of the prompt."""
         return self._slots(np.cumsum(self.lengths) - self.lengths, int(self.lengths.sum()))
 
     def _slots(self, starts: NDArray[np.int64], num_slots: int) -> Slots:
-        """Of sequences that begin at the slots `starts`."""
+        """Return the slots of sequences that begin at `starts`."""
         slots = ranges(starts, self.lengths)
         places = np.arange(len(slots)) if self.places is None else self.places
         sources = np.zeros(num_slots, dtype=np.int64)
@@ -110,18 +113,18 @@ class PackedLayout:
 def packed_layout(
     lengths: NDArray[np.int64], device: torch.device | str = "cpu", places: NDArray[np.int64] | None = None
 ) -> PackedLayout:
-    """Layout of sequences of `lengths` tokens; `places` as in `PackedLayout`."""
+    """Return the layout of sequences of `lengths` tokens; `places` as in `PackedLayout`."""
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     return PackedLayout(lengths, on_device(cu_seqlens, device), int(lengths.max()), places)
 
 
 def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """start, start + 1, … of each of `lengths` numbers, one behind the other."""
+    """Return start, start + 1, … for each of the `lengths`, concatenated."""
     return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 
 
 def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Runs [first, end) of sequences at least half as long as the longest of the run, which bounds padding to half."""
+    """Return runs [first, end) of sequences at least half as long as the longest of the run, which bounds padding to half."""
     runs: list[tuple[int, int]] = []
     first, longest, shortest = 0, int(lengths[0]), int(lengths[0])
     for index, length in enumerate(lengths.tolist()):
@@ -146,13 +149,13 @@ class _ToSlots(torch.autograd.Function):
         if slots.shared is None:
             return grads[0].index_select(0, slots.first), None
         order, begins = slots.shared
-        # Sums of rows, in the same order every time, which adding them to their places on a GPU is not.
+        # Sums of rows in a fixed order. Scatter-adding on a GPU would have no fixed order.
         sums = F.embedding_bag(order, grads[0].flatten(1), begins, mode="sum")
         return sums.unflatten(1, grads[0].shape[1:]), None
 
 
 class _FromSlots(torch.autograd.Function):
-    """y [slots, heads, dim] → [T, heads, dim], dropping padding, and all slots of a shared token but one."""
+    """y [slots, heads, dim] → [T, heads, dim], dropping padding, and all but one slot of a shared token."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slots: Slots) -> Tensor:
@@ -166,7 +169,7 @@ class _FromSlots(torch.autograd.Function):
 
 
 def _window_mask(row_tokens: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """bool[row_tokens, row_tokens], True = attend; None when plain causal attention is the same."""
+    """Return bool[row_tokens, row_tokens], True = attend; None if plain causal attention is the same."""
     if sliding_window is None or sliding_window >= row_tokens:
         return None
     distance = torch.arange(row_tokens, device=device)[:, None] - torch.arange(row_tokens, device=device)[None, :]
@@ -176,7 +179,7 @@ def _window_mask(row_tokens: int, sliding_window: int | None, device: torch.devi
 def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """Attention as padded batches: query, key, value [T, heads, dim] → [T, query heads, dim]."""
+    """Attend in padded batches: query, key, value [T, heads, dim] → [T, query heads, dim]."""
     sizes = [rows * tokens for rows, tokens in layout.blocks]
     split = [_ToSlots.apply(x, layout.padded).split(sizes) for x in (query, key, value)]
     outputs = []
@@ -192,7 +195,7 @@ def _attend_rows(
 def _attend_flash(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """torch's variable-length flash attention: query, key, value [T, heads, dim], 16 bit, CUDA."""
+    """Attend with torch's variable-length flash attention: query, key, value [T, heads, dim], 16 bit, CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
     if layout.places is not None:
@@ -225,11 +228,8 @@ def varlen_attention(
     packed: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, heads, T, dim] → ([1, T, heads, dim], None).
-
-    `packed` comes with the forward call of the model. Raises `FieldError` for architectures whose attention has terms
-    that are not implemented here.
-    """
+    """Attend through transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). `packed` is passed with
+    the model's forward call. Raises `FieldError` for architectures whose attention has terms that are not implemented here."""
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
@@ -244,20 +244,20 @@ def varlen_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """query, key, value [T, heads, dim] of all tokens of the row → [T, query heads, dim]."""
+    """Attend query, key, value [T, heads, dim] of all tokens of the row → [T, query heads, dim]."""
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     return (_attend_flash if flash else _attend_rows)(query, key, value, layout, scaling, sliding_window)
 
 
 def register() -> None:
-    """Makes transformers know `VARLEN`. Repeating it changes nothing."""
+    """Register `VARLEN` with transformers. Repeating it changes nothing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(VARLEN, varlen_attention)
 
 
 def forward_arguments(attention: str, layout: PackedLayout) -> dict[str, Any]:
-    """What a model's forward call needs besides position ids, for the named attention implementation."""
+    """Return the arguments that a model's forward call needs besides position ids, for the named attention implementation."""
     if attention == VARLEN:
         return {"packed": layout}
     if attention == "flash_attention_2":

@@ -1,14 +1,12 @@
-"""One packed micro-batch: branches behind each other in one row, and for each sampled token what the loss needs.
+"""One packed micro-batch: branches in one row, and for each sampled token the inputs of the loss.
 
-A single-turn sequence is one branch. Prompt and completion of a branch are in the row as a whole, observations included:
-they are context, and nothing of the loss is computed there. The last token of a branch predicts nothing and is left out of the
-row. Branches of one prompt may share it: the row has its tokens once, and `places` says which tokens of the row each branch
-consists of. Branches of one episode need not be in one micro-batch.
+A single-turn sequence is one branch. The row has the whole prompt and completion of a branch; observations are only context,
+without a loss. The last token of a branch predicts nothing and is left out. Branches of one prompt may share it: the row then
+has its tokens once, and `places` maps each branch to its tokens. Branches of one episode need not be in one micro-batch.
 
-Built with NumPy without a loop over tokens, as arrays that can travel to another rank, and put on a device there. Padding,
-where asked for, is a branch of its own at the end of the row that no sampled token belongs to, so it cannot change a loss; a
-micro-batch without branches is padding alone. Not here: which branches go together
-(`pipelinerl.rl.packing`).
+It is built with NumPy without a loop over tokens, as arrays that can be sent to another rank, and put on a device there.
+Padding is an extra branch at the end of the row without sampled tokens, so it cannot change a loss; a micro-batch without
+branches is only padding. `pipelinerl.rl.packing` decides which branches go together.
 """
 
 from __future__ import annotations
@@ -29,11 +27,12 @@ Normalization = Literal["token", "sequence", "batch"]
 
 
 def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: Normalization) -> NDArray[np.float64]:
-    """[S], of all sequences of an optimizer step, over all micro-batches and ranks: factor of the term of each of its tokens.
+    """Return [S], for all sequences of an optimizer step over all micro-batches and ranks: the factor of each of a sequence's
+    tokens.
 
-    `sampled_tokens` int64[S]: of each sequence, over all its turns and branches. `token`: 1 / tokens (DAPO, arXiv 2503.14476).
+    `sampled_tokens` int64[S]: per sequence, over all its turns and branches. `token`: 1 / tokens (DAPO, arXiv 2503.14476).
     `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no length
-    normalisation, as Dr. GRPO, arXiv 2503.20783).
+    normalisation, as in Dr. GRPO, arXiv 2503.20783).
     """
     num_sequences = len(sampled_tokens)
     if normalization == "sequence":
@@ -50,21 +49,21 @@ class TrainingGroup:
 
 
 def all_branches(groups: Iterable[TrainingGroup]) -> list[Branch]:
-    """Those of every sequence, one sequence after the other."""
+    """Return the branches of every sequence, concatenated over sequences."""
     return [branch for group in groups for sequence in group.sequences for branch in sequence.all_branches]
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRow:
-    """What a model's forward pass takes: T tokens of packed branches, padding included."""
+    """Inputs of a model's forward pass: T tokens of packed branches, padding included."""
 
     input_ids: Tensor
     """int64[1, T]"""
     position_ids: Tensor
-    """int64[1, T], from 0 in each branch; a completion goes on after its prompt."""
+    """int64[1, T], from 0 in each branch; a completion continues after its prompt."""
     layout: PackedLayout
     predictors: NDArray[np.int64] | None = None
-    """Those of `HostMicroBatch`, for whoever must not wait for the device."""
+    """The predictors of `HostMicroBatch`, to read them without waiting for the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +75,9 @@ class HostMicroBatch:
     lengths: NDArray[np.int64]
     """[S] in order of the row, prompts included; [S + 1] with padding."""
     places: NDArray[np.int64]
-    """[sum of lengths]: place in the row of each token of each branch; 0 .. T - 1 where none is shared."""
+    """[sum of lengths]: place in the row of each token of each branch; 0 .. T - 1 if none is shared."""
     predictors: NDArray[np.int64]
-    """[C]: position in the row whose output predicts the token; ascending where no prompt is shared."""
+    """[C]: position in the row whose output predicts the token; ascending if no prompt is shared."""
     targets: NDArray[np.int64]
     """[C]: the token."""
     behaviour_logprobs: NDArray[np.float32]
@@ -93,9 +92,9 @@ class HostMicroBatch:
     """[C]: its token lag."""
     num_branches: int
     num_tokens: int
-    """Of the row, without padding."""
+    """Tokens of the row, without padding."""
     has_gradient: bool = True
-    """Whether the loss of any of its tokens may have a gradient; on all ranks alike."""
+    """True if the loss of any of its tokens may have a gradient; the same on all ranks."""
 
     def on(self, device: torch.device | str) -> MicroBatch:
         """The same as tensors on `device`. Does not wait for the device."""
@@ -107,10 +106,8 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What model and loss need of a `HostMicroBatch`, in the same shapes, on the model's device.
-
-    All sampled tokens of a branch are in one micro-batch. C may be 0.
-    """
+    """Inputs of model and loss from a `HostMicroBatch`, in the same shapes, on the model's device. All sampled tokens of a
+    branch are in one micro-batch. C may be 0."""
 
     row: TokenRow
     predictors: Tensor
@@ -130,10 +127,8 @@ def token_row(
     device: torch.device | str = "cpu",
     places: NDArray[np.int64] | None = None,
 ) -> TokenRow:
-    """Row of packed branches: token_ids int64[T], padded to a multiple of `pad_multiple` tokens.
-
-    `places` int64[sum of lengths]: as in `PackedLayout`, where they share tokens.
-    """
+    """Return a row of packed branches: token_ids int64[T], padded to a multiple of `pad_multiple` tokens. `places` int64[sum of
+    lengths]: as in `PackedLayout`, if branches share tokens."""
     places = np.arange(len(token_ids)) if places is None else places
     return _row(*_padded(token_ids, lengths, places, pad_multiple), device)
 
@@ -163,7 +158,7 @@ def _row(
 
 
 def row_order(branches: list[Branch]) -> list[int]:
-    """Order in which a micro-batch's row has its branches: longest first."""
+    """Return the order of branches in a micro-batch's row: longest first."""
     return sorted(range(len(branches)), key=lambda index: (-branches[index].num_tokens, index))
 
 
@@ -177,11 +172,9 @@ def host_microbatch(
     share_prompts: bool = False,
     has_gradient: bool = True,
 ) -> HostMicroBatch:
-    """Packs `branches` with their `advantages` and `weights` [S] for the gradient at policy version `version`, in `row_order`.
-
-    `share_prompts`: a prompt that several of them have is in the row once. Without branches, as for a rank that has none left
-    while others have, it is a row of padding.
-    """
+    """Pack `branches` with their `advantages` and `weights` [S] for the gradient at policy version `version`, in `row_order`.
+    `share_prompts`: a prompt that several branches have is in the row once. Without branches, for a rank that has none left
+    while others have some, the row is padding."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]
@@ -195,7 +188,7 @@ def host_microbatch(
     places = ranges(starts.ravel(), sizes.ravel())
     last_of_prompts = np.cumsum(lengths) - lengths + prompts - 1
     spans = [(span.start, span.end, span.version) for member in members for span in member.spans]
-    firsts, ends, versions = np.array(spans, dtype=np.int64).reshape(-1, 3).T  # which cover the sampled tokens in order
+    firsts, ends, versions = np.array(spans, dtype=np.int64).reshape(-1, 3).T  # they cover the sampled tokens in order
     sampled = ranges(firsts, ends - firsts)
     lags = version - np.repeat(versions, ends - firsts)
     assert lags.min(initial=0) >= 0, f"a token of a version after {version} cannot be trained on at {version}"
@@ -219,7 +212,7 @@ def host_microbatch(
 
 
 def _row_tokens(members: list[Branch], share_prompts: bool) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """int64[T], and where the prompt and the completion of each begin in it, int64[S] each."""
+    """Return the row, int64[T], and the start of each member's prompt and completion in it, int64[S] each."""
     parts: list[NDArray[Any]] = []
     prompt_starts, completion_starts, begin = [], [], 0
     known: dict[bytes, int] = {}

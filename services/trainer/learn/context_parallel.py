@@ -1,9 +1,9 @@
 """One row of tokens shared by several ranks: each scores its part of the tokens, and has the scores of all.
 
 All-to-all exchanges before and after attention turn [tokens / P, heads] into [tokens, heads / P] and back, so that any
-attention over whole sequences stays as it is (DeepSpeed-Ulysses, arXiv 2309.14509). What a loss needs of the tokens is
-collected from all parts; the loss is computed alike on every rank of the row, and each rank's gradient goes through its own
-part only, so that gradients of all ranks add up. Not here: ring attention, which would allow more ranks than heads.
+attention over whole sequences can be used (DeepSpeed-Ulysses, arXiv 2309.14509). The scores of all parts are collected, and
+every rank of the row computes the same loss. Each rank's gradient goes only through its own part, so that the gradients of all
+ranks add up. Ring attention, which would allow more ranks than heads, is not implemented.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from services.trainer.learn.batch import TokenRow
 
 
 class _AllToAll(torch.autograd.Function):
-    """x [P, ...]: part p goes to rank p; what comes from rank p is part p of the result. Its own inverse, and transpose."""
+    """x [P, ...]: part p goes to rank p, and the part from rank p becomes part p of the result. It is its own inverse and
+    transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -36,7 +37,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key-value head must be repeated for the heads to divide among `ranks`. Raises `FieldError`."""
+    """Return how often to repeat each key-value head so that the heads divide among `ranks`. Raises `FieldError`."""
     if query_heads % ranks:
         fix = f"does not divide the {query_heads} attention heads of the model; use a divisor of them"
         raise FieldError("trainer.context_parallel", ranks, fix)
@@ -45,7 +46,7 @@ def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
 
 
 class Collected(torch.autograd.Function):
-    """x [k, own tokens] → [k, tokens of all ranks]. The gradient of a rank is that of its own tokens."""
+    """x [k, own tokens] → [k, tokens of all ranks]. A rank's gradient is that of its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int], rank: int, group: Any) -> Tensor:
@@ -70,31 +71,33 @@ class RowPart:
     group: Any
 
     def tokens(self, row: TokenRow) -> slice:
-        """This rank's of `row`, whose length the ranks divide."""
+        """Return this rank's slice of `row`, whose length the ranks divide."""
         length = row.input_ids.shape[1] // self.ranks
         assert length * self.ranks == row.input_ids.shape[1], "the row is padded to a multiple of its ranks"
         return slice(self.index * length, (self.index + 1) * length)
 
     def of(self, row: TokenRow) -> TokenRow:
-        """This rank's tokens of `row`, with the layout of all."""
+        """Return this rank's tokens of `row`, with the layout of the whole row."""
         own = self.tokens(row)
         return TokenRow(row.input_ids[:, own], row.position_ids[:, own], replace(row.layout, part=self))
 
     def counts(self, row: TokenRow, predictors: Tensor) -> list[int]:
-        """How many of `predictors` int64[C], ascending, lie in each part. Waits for the device unless the row has them, too."""
+        """Return how many of `predictors` int64[C], ascending, lie in each part. Waits for the device unless the row has them,
+        too."""
         places = predictors.cpu().numpy() if row.predictors is None else row.predictors
         edges = np.arange(1, self.ranks) * (row.input_ids.shape[1] // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
         return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Each [tokens / P, heads, dim] → [tokens, heads / P, dim]; too few key-value heads for the ranks are repeated."""
+        """Map each [tokens / P, heads, dim] → [tokens, heads / P, dim]. Key-value heads are repeated if there are too few for
+        the ranks."""
         repeats = key_repeats(query.shape[1], key.shape[1], self.ranks)
         key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
         parts = (x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous() for x in (query, key, value))
         return tuple(_AllToAll.apply(part, self.group).flatten(0, 1) for part in parts)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """[tokens, heads / P, dim] → [tokens / P, heads, dim]."""
+        """Map [tokens, heads / P, dim] → [tokens / P, heads, dim]."""
         parts = x.unflatten(0, (self.ranks, -1)).contiguous()
         return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)

@@ -1,12 +1,11 @@
-"""Low-rank adapters of peft in a model (put in, found, switched off), and the weights as actors load them.
+"""Low-rank adapters of peft in a model (insert, find, disable), and the weights as actors load them.
 
-peft's layers take the place of the linear ones inside the model, which stays what it was to everybody else. The adapters are
-in the model's dtype, like all weights that compute: float32 masters are the optimizer's, or the shards'. peft is imported only
-if a recipe asks for adapters.
+peft's layers replace linear layers inside the model, which other code uses as before. Adapters have the model's dtype, like all
+weights in computations: the optimizer or the shards keep float32 masters. peft is imported only if a recipe asks for adapters.
 
-Actors load whole tensors under the model's own names, with adapters merged in, however the trainer keeps them. Shards are
-gathered one parameter at a time, so that no rank ever holds more than one whole parameter besides its shard. Not here:
-sending and saving weights.
+Actors load whole tensors under the model's own names, with adapters merged in, however the trainer stores them. Shards are
+gathered one parameter at a time, so that no rank ever holds more than one whole parameter besides its shard. Sending and saving
+weights is done elsewhere.
 """
 
 from __future__ import annotations
@@ -33,17 +32,14 @@ if TYPE_CHECKING:
 
 
 NAME = "default"
-"""peft's name of the one adapter."""
+"""peft's name of the only adapter."""
 BASE = ".base_layer"
-"""What peft adds to the name of a layer that it has wrapped."""
+"""Suffix that peft adds to the name of a layer that it has wrapped."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -> None:
-    """Freezes all of `model` and puts new adapters in it, which change nothing yet: B is 0, and A random.
-
-    `source`: where the model is from, for whoever loads the adapter later. Raises `FieldError` for a model or target that
-    cannot have adapters.
-    """
+    """Freeze all of `model` and insert new adapters, which change nothing yet: B is 0, and A random. `source`: origin of the
+    model, stored for loaders of the adapter. Raises `FieldError` for a model or target that cannot have adapters."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -74,7 +70,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]:
-    """The layers that the recipe means, by name. Raises `FieldError`."""
+    """Return the recipe's target layers by name. Raises `FieldError`."""
     if getattr(model.config, "quantization_config", None):
         fix = "needs a model whose weights are not quantised: adapters are merged into them; name the original checkpoint"
         raise FieldError("trainer.lora", f"rank {config.rank}", fix)
@@ -92,13 +88,13 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
     for name in targets:
         if name not in body:
             kinds = ", ".join(sorted({name.rpartition(".")[2] for name in body}))
-            fix = f"means {name}, which is no linear layer inside the model; adapters go on {kinds}"
+            fix = f"means {name}, which is not a linear layer inside the model; adapters can go on {kinds}"
             raise FieldError(field, config.target_modules, fix)
     return targets
 
 
 def _named(part: str, modules: dict[str, nn.Module]) -> list[str]:
-    """As peft compares names."""
+    """Return the modules whose names match `part` by peft's rule. Raises `FieldError` without a match."""
     found = [name for name in modules if name == part or name.endswith(f".{part}")]
     if not found:
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
@@ -113,11 +109,11 @@ def has_adapters(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LayerAdapter:
-    """What one layer has; with sharded weights, its shards."""
+    """The adapter of one layer; with sharded weights, its shards."""
 
     layer: LoraLayer
     weight: nn.Parameter
-    """Of the layer itself: [out, in], or [in, out] where it is `transposed`."""
+    """Weight of the layer itself: [out, in], or [in, out] if `transposed`."""
     a: nn.Parameter
     """[rank, in]"""
     b: nn.Parameter
@@ -127,7 +123,7 @@ class LayerAdapter:
 
 
 def layer_adapters(model: nn.Module) -> dict[str, LayerAdapter]:
-    """Of each layer that has one, by the name that the layer has without it."""
+    """Return the adapter of each adapted layer, by the layer's original name."""
     if not has_adapters(model):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -143,18 +139,18 @@ def layer_adapters(model: nn.Module) -> dict[str, LayerAdapter]:
 
 
 def peft_config(model: nn.Module) -> peft.LoraConfig:
-    """How the model's adapters were made, for who loads them."""
+    """Return the configuration of the model's adapters, for saving them."""
     configs: dict[str, peft.LoraConfig] = model.peft_config  # type: ignore[assignment]
     return dataclasses.replace(configs[NAME], inference_mode=True)
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before adapters; the same weights still require gradients."""
+    """Disable the adapters inside the block. The same weights still require gradients."""
     adapters = layer_adapters(model).values()
     for adapter in adapters:
         adapter.layer.enable_adapters(False)
-        for factor in (adapter.a, adapter.b):  # peft freezes them; who gathers them now must not take them for frozen
+        for factor in (adapter.a, adapter.b):  # peft freezes them, but gathering must not treat them as frozen
             factor.requires_grad_(True)
     try:
         yield
@@ -164,19 +160,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, parameter) of what `served_weights` gives: its names, shapes and dtypes, but not always its values.
-
-    Gathers nothing: one rank may look alone.
-    """
+    """Yield (name, parameter) with the names, shapes and dtypes of `served_weights`, but not always its values. Nothing is
+    gathered, so that a single rank may call it."""
     return ((name, parameter) for name, parameter, _ in _served(model))
 
 
 @torch.no_grad()
 def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each parameter, tied ones once, in the order of `named_parameters`.
-
-    With sharded weights every rank must go through all of it: each step gathers one parameter, and its adapter.
-    """
+    """Yield (name, tensor) of each parameter, tied ones once, in the order of `named_parameters`. With sharded weights every
+    rank must iterate to the end: each step gathers one parameter and its adapter."""
     for name, parameter, adapter in _served(model):
         weight = whole(parameter)
         if adapter is not None:
@@ -187,22 +179,20 @@ def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of A and B of each adapted layer, in the dtype that they compute in, as peft's files name them.
-
-    With sharded weights every rank must go through all of it.
-    """
+    """Yield (name, tensor) of A and B of each adapted layer, in the dtype of their computation, named as in peft's files. With
+    sharded weights every rank must iterate to the end."""
     for name, adapter in layer_adapters(model).items():
         for factor_name, factor in zip(factor_names(name), (adapter.a, adapter.b), strict=True):
             yield factor_name, whole(factor).to(adapter.weight.dtype)
 
 
 def factor_names(layer: str) -> tuple[str, str]:
-    """Of A and of B, as peft's files have them."""
+    """Return the names of A and B in peft's files."""
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 def _served(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
-    """With each parameter the adapter that is merged into it, if any."""
+    """Yield each parameter with its name and the adapter that is merged into it, if any."""
     adapters = layer_adapters(model)
     factors = {id(factor) for adapter in adapters.values() for factor in (adapter.a, adapter.b)}
     of_weight = {id(adapter.weight): adapter for adapter in adapters.values()}
@@ -215,5 +205,5 @@ def _served(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAd
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or gathered from its shards."""
+    """Return the tensor itself, or gathered from its shards."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,15 +1,15 @@
 """Losses as pure functions over the sampled tokens of a micro-batch.
 
-Each token's term is multiplied by its weight, and terms are summed. Weights have the totals of the whole optimizer step as
-denominators, so losses of micro-batches and ranks add up to the loss of the batch, and their number never changes a gradient.
-Importance weights are log π − log μ per token; they are reported unclamped whatever the loss does with them.
+Each token's term is multiplied by its weight, and terms are summed. The denominators of the weights are totals of the whole
+optimizer step, so that losses of micro-batches and ranks add up to the loss of the batch, and their number never changes a
+gradient. Importance weights are log π − log μ per token; they are reported unclamped, whatever the loss does with them.
 
-A mask takes tokens out of any loss where π has moved too far from the μ that sampled them. It judges log π − log μ, so it sees
-policy lag and the numerical difference between actor and trainer as one. Masked tokens keep their place in the denominators, in
-ESS and in the KL and entropy terms.
+A mask takes tokens out of any loss if π has moved too far from the μ that sampled them. It judges log π − log μ, which contains
+both policy lag and the numerical difference between actor and trainer. Masked tokens still count in the denominators, in ESS
+and in the KL and entropy terms.
 
-What a loss or mask does with whole sequences it does with each branch by itself: its sampled tokens, over all its turns. They
-are always in one micro-batch, as the branches of an episode need not be. Not here: advantages that need no model.
+Losses and masks over whole sequences treat each branch separately: its sampled tokens, over all its turns. These are always in
+one micro-batch, while the branches of an episode need not be. Advantages that need no model are computed elsewhere.
 """
 
 from __future__ import annotations
@@ -27,48 +27,43 @@ from services.trainer.learn.policy import TokenScores
 
 
 def branch_means(values: Tensor, batch: MicroBatch) -> Tensor:
-    """[C]: mean of `values` [C] over the sampled tokens of each token's own branch."""
+    """Return [C]: mean of `values` [C] over the sampled tokens of each token's own branch."""
     zeros = values.new_zeros(batch.num_branches)
     sums = zeros.index_add(0, batch.branch_index, values)
     counts = zeros.index_add(0, batch.branch_index, torch.ones_like(values))
     return (sums / counts)[batch.branch_index]
 
 
-def nothing(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
+def no_mask(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
     return torch.zeros_like(log_weights, dtype=torch.bool)
 
 
 def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855).
-
-    There the ratio inside the bounds is a factor of the token's loss as well; a loss that weights tokens by π / μ has it.
-    """
+    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855). In that paper the ratio inside the
+    bounds is also a factor of the token's loss; here it is if the loss weights tokens by π / μ."""
     return _outside(log_weights, config)
 
 
-def sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Whole branches whose geometric mean of π / μ is outside [mask_low, mask_high], of whatever length.
-
-    Geometric sequence masking: Liu, Li et al., "When Speed Kills Stability" (https://richardli.xyz/rl-collapse), part 3.
-    """
+def mask_sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
+    """Mask whole branches whose geometric mean of π / μ is outside [mask_low, mask_high], of any length. Geometric sequence
+    masking: Liu, Li et al., "When Speed Kills Stability" (https://richardli.xyz/rl-collapse), part 3."""
     return _outside(branch_means(log_weights, batch), config)
 
 
 def off_policy_sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Branches of negative advantage with mean(log μ − log π) > mask_kl (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Mask branches of negative advantage with mean(log μ − log π) > mask_kl (DeepSeek-V3.2, arXiv 2512.02556)."""
     kl = -branch_means(log_weights, batch)
     return (batch.advantages < 0) & (kl > config.mask_kl)
 
 
 MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
-    "none": nothing,
+    "none": no_mask,
     "icepop": icepop,
-    "sequence": sequence,
+    "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Of log π − log μ, float32[C] in nats: bool[C], where True is left out.
-
-A NaN is never left out, so that it ends in a skipped step and not in silence."""
+"""Functions from log π − log μ, float32[C] in nats, to bool[C], where True is left out. A NaN is never left out, so that it
+leads to a skipped step instead of being hidden."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -90,7 +85,7 @@ class LossOutput:
     log_weights: Tensor
     """float32[C]: log π − log μ, unclamped."""
     clipped: Tensor
-    """bool[C]: the bound was active, so a weight was truncated or a gradient cut; never of a masked token."""
+    """bool[C]: the bound was active, so a weight was truncated or a gradient cut; False for masked tokens."""
     masked: Tensor
     """bool[C]: left out of the policy loss by `algorithm.mask`."""
     value_loss: Tensor
@@ -98,7 +93,7 @@ class LossOutput:
 
 
 PolicyTerm = Callable[[Tensor, MicroBatch, AlgorithmConfig], tuple[Tensor, Tensor]]
-"""Of log π [C]: (per-token loss before weighting, clipped), [C] each."""
+"""Function from log π [C] to (per-token loss before weighting, clipped), [C] each."""
 
 
 def reinforce(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -116,8 +111,8 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5).
 
-    In its token form (section 4.3): s is one number, and its gradient in each token's log π goes through that token's own
-    term. For one advantage in a branch that is the same gradient, and a masked token then has none.
+    This is its token form (section 4.3): s is one number, and its gradient in each token's log π goes through that token's own
+    term. If all tokens of a branch have one advantage, the gradient is the same, and a masked token has none.
     """
     log_ratio = logprobs - batch.behaviour_logprobs
     of_branch = branch_means(log_ratio.detach(), batch)
@@ -133,7 +128,7 @@ def cispo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """PPO's term for a ratio given by its logarithm [C], which carries the gradient."""
+    """Return PPO's term for a ratio given by its logarithm [C], which carries the gradient."""
     ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     free, cut = ratio * advantages, bounded * advantages
@@ -151,7 +146,7 @@ POLICY_TERMS: dict[str, PolicyTerm] = {
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(π ‖ reference) per token, never negative (GRPO, arXiv 2402.03300, eq. 4). Both [C], nats."""
+    """Return an estimate of KL(π ‖ reference) per token, never negative (GRPO, arXiv 2402.03300, eq. 4). Both [C], nats."""
     log_ratio = (reference_logprobs - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return log_ratio.exp() - log_ratio - 1
 
@@ -159,12 +154,11 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def compute_loss(
     batch: MicroBatch, scores: TokenScores, config: AlgorithmConfig, reference_logprobs: Tensor | None = None
 ) -> LossOutput:
-    """Policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy + value_coefficient · value loss,
-    weighted sums over tokens.
+    """Return policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy + value_coefficient · value
+    loss, weighted sums over tokens.
 
-    With a value head the batch's advantages are returns: the values v_φ are subtracted, and no gradient flows through that
-    (the paper, eq. 4). A masked token adds 0 to the policy loss, and nothing else changes: neither the weights of the others
-    nor the other terms.
+    With a value head, the batch's advantages are returns: the values v_φ are subtracted without a gradient (the paper, eq. 4).
+    A masked token adds 0 to the policy loss; the weights of other tokens and the other terms do not change.
     """
     value_loss = scores.logprobs.new_zeros(())
     if scores.values is not None:

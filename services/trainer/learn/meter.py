@@ -1,20 +1,21 @@
-"""The figures of one step: what it took of its device, and what it says about its data.
+"""Figures of one step: its use of the device, and statistics of its data.
 
-Of the device: model FLOPs, the peak, time by phase, the most memory. Model FLOPs are matrix products only, a multiply-add
-counting 2: projections, feed-forward layers (of a mixture of experts, those that a token visits), attention over the pairs that
-a causal query sees, and the head where a token is predicted. A training step counts three forward passes, one for the forward
-and two for the backward pass, also where activations are computed again: model FLOPs utilization as in PaLM, arXiv 2204.02311,
-appendix B. Its formula counts attention without the causal half; here the pairs that no kernel needs are left out, so the
-figure is the lower one. A prompt that sequences share counts once, and a micro-batch without a backward pass counts one of the
-three. If only adapters are trained, it counts two of the three in frozen products. Norms, activations, optimizer, and forward
-passes beside training's (a KL reference) take time and count nothing.
+Of the device: model FLOPs, the peak, time by phase, peak memory. Model FLOPs are matrix products only, a multiply-add counting
+2: projections, feed-forward layers (in a mixture of experts, those that a token visits), attention over the pairs that a causal
+query sees, and the head at predicted tokens. A training step counts three forward passes, one for the forward and two for the
+backward pass, even if activations are recomputed: model FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. Its formula
+counts attention without the causal half; here pairs that no kernel needs are left out, so that this figure is lower. A prompt
+that sequences share counts once, and a micro-batch without a backward pass counts one of the three passes. If only adapters are
+trained, frozen products count two of the three. Norms, activations, optimizer, and forward passes beside training's (a KL
+reference) take time but are not counted.
 
 Of the data: ESS, lag, clipping, entropy, mismatch, and the weights of sampled sequences. Micro-batches leave their per-token
-results on the device; one transfer at the end of the step brings them over, those of all ranks come together on rank 0, and
-NumPy does the rest, from unclamped weights. The values of a step (`Learner.compute`) come micro-batch after micro-batch, those
-of all ranks behind each other; a branch's sampled tokens are one piece of them.
+results on the device; one transfer at the end of the step fetches them, rank 0 collects those of all ranks, and NumPy does the
+rest, from unclamped weights. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks; a branch's
+sampled tokens are contiguous.
 
-Not here: phases of the loop around the step (`services.trainer.loop`), work of other streams, rewards, names in Prometheus.
+Other modules measure the loop's phases around the step (`services.trainer.loop`), the work of other streams and rewards, and
+name metrics for Prometheus.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, all_bran
 from services.trainer.learn.lora import has_adapters
 
 TRAINING_PASSES = 3
-"""Forward passes that a training step is worth."""
+"""Number of forward passes that a training step counts as."""
 
 GATED_MODELS = frozenset(
     {
@@ -49,14 +50,14 @@ GATED_MODELS = frozenset(
         "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
     }
 )  # fmt: skip
-"""Values of `model_type` whose layers are known: grouped-query attention and a feed-forward layer of three matrices."""
+"""Known values of `model_type`: grouped-query attention and a feed-forward layer of three matrices."""
 
 
 def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
-    """FLOPs of one forward pass of a decoder-only model, as a function of sequence lengths.
+    """Return the FLOPs of one forward pass of a decoder-only model, as a function of sequence lengths.
 
-    An architecture that is not known here costs twice its `num_parameters` (a tied embedding once) for each token:
-    attention is left out, and of a mixture of experts all experts count.
+    An unknown architecture costs twice its `num_parameters` (a tied embedding once) for each token: attention is left out, and
+    of a mixture of experts all experts count.
     """
     text: Any = config.get_text_config()
     if text.model_type not in GATED_MODELS:
@@ -77,10 +78,10 @@ def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
 
 
 def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
-    """A third of what a training step costs where all weights of `forward` are frozen but for `num_trained` in adapters.
+    """Return a third of a training step's cost if all weights of `forward` are frozen, except `num_trained` in adapters.
 
-    No gradient of frozen weights is computed: two passes in their matrix products instead of three. Adapters are met by every
-    token, and attention, which has no weights, costs what it did.
+    No gradients of frozen weights are computed: their matrix products take two passes instead of three. Every token uses the
+    adapters, and attention, which has no weights, costs the same.
     """
     share = (TRAINING_PASSES - 1) / TRAINING_PASSES
     return replace(
@@ -89,7 +90,7 @@ def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
 
 
 def _windowed_layers(text: Any) -> int:
-    """Layers that see the last `sliding_window` tokens only."""
+    """Return the number of layers that see only the last `sliding_window` tokens."""
     if not getattr(text, "sliding_window", None) or not getattr(text, "use_sliding_window", True):
         return 0
     kinds: list[str] | None = getattr(text, "layer_types", None)
@@ -97,7 +98,7 @@ def _windowed_layers(text: Any) -> int:
 
 
 def _feed_forward(text: Any) -> list[int]:
-    """Weights of each layer's feed-forward part that one token meets."""
+    """Return the weights of each layer's feed-forward part that one token uses."""
     dense = 3 * text.hidden_size * text.intermediate_size
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not experts:
@@ -111,10 +112,8 @@ def _feed_forward(text: Any) -> list[int]:
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
-    """Model FLOPs utilization: `flops` in `seconds` over what `num_devices` of `peak` FLOP/s each could do.
-
-    None where the peak is not known or no time has passed.
-    """
+    """Return model FLOPs utilization: `flops` in `seconds`, relative to the capacity of `num_devices` of `peak` FLOP/s each.
+    None if the peak is unknown or no time has passed."""
     if peak is None or seconds <= 0:
         return None
     return flops / (seconds * num_devices * peak)
@@ -124,7 +123,7 @@ PROCESS_STATUS = Path("/proc/self/status")
 
 
 def cost_model_of(model: PreTrainedModel) -> CostModel:
-    """For one forward pass; where only adapters are trained, a third of a training step."""
+    """Return the cost of one forward pass; if only adapters are trained, a third of a training step's."""
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
     if not has_adapters(model):
@@ -133,7 +132,7 @@ def cost_model_of(model: PreTrainedModel) -> CostModel:
 
 
 def take_memory_peak(device: torch.device) -> int:
-    """Bytes. On a GPU, the most that tensors held since this was last asked; on a CPU, the process's since its start."""
+    """Return bytes: on a GPU, the peak of tensor memory since the last call; on a CPU, the process's peak since its start."""
     if device.type != "cuda":
         return process_memory_peak()
     peak = torch.cuda.max_memory_allocated(device)
@@ -142,10 +141,8 @@ def take_memory_peak(device: torch.device) -> int:
 
 
 def process_memory_peak() -> int:
-    """Largest resident memory of this process so far, bytes.
-
-    Linux tells it of this program alone; `getrusage` would count what a large parent held before it started this one.
-    """
+    """Return the largest resident memory of this process so far, in bytes. Linux reports it for this program alone; `getrusage`
+    would include the memory of a large parent before exec."""
     if PROCESS_STATUS.is_file():
         for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -155,17 +152,17 @@ def process_memory_peak() -> int:
 
 
 class Mark(Protocol):
-    """A point in the work of a device, as `torch.cuda.Event` is one."""
+    """A point in the work of a device, such as a `torch.cuda.Event`."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from this mark to `end`; both have been passed."""
+        """Return milliseconds from this mark to `end`; both have been passed."""
         ...
 
 
 class HostMark:
-    """A point in the host's own time."""
+    """A point in the host's time."""
 
     def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._clock_s, self._at_s = clock_s, 0.0
@@ -188,11 +185,11 @@ def mark_for(device: torch.device) -> Callable[[], Mark]:
 
 
 class PhaseTimer:
-    """`measure` around each piece of work, `take` once in a step; the host never waits for the device.
+    """Measures time by phase, without waiting for the device: `measure` each piece of work, `take` the times once in a step.
 
-    On a CPU a phase lasts as long as its `with` block. On a GPU the block only queues work, so its beginning and end are
-    marked in the stream: a phase is the time between its marks, in which the device did the phase's work or waited for the
-    host to give it any. What the device has not finished when the figures are taken is counted with the next step.
+    On a CPU a phase lasts as long as its `with` block. On a GPU the block only queues work, so its beginning and end are marked
+    in the stream: a phase is the time between its marks, in which the device did the phase's work or waited for the host. Work
+    that the device has not finished when the times are taken counts in the next step.
     """
 
     def __init__(self, new_mark: Callable[[], Mark] = HostMark) -> None:
@@ -202,7 +199,7 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """A phase may come many times in a step; phases do not overlap."""
+        """Measure a block. A phase may occur many times in a step; phases do not overlap."""
         start, end = self._new_mark(), self._new_mark()
         start.record()
         try:
@@ -212,7 +209,7 @@ class PhaseTimer:
             self._spans.append((phase, start, end))
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase of all that has ended since it was last taken."""
+        """Return the seconds by phase of all blocks that have ended since the last call."""
         seconds: dict[str, float] = {}
         spans, self._spans = self._spans, []
         for phase, start, end in spans:
@@ -224,22 +221,20 @@ class PhaseTimer:
 
 
 SAMPLED_WEIGHTS, LOG_WEIGHTS = "sampled_weights", "log_weights"
-"""Keys of the sampled sequences' weights, and of log π − log μ of all tokens [C], among a step's figures; no keys of
-metrics.jsonl."""
+"""Keys of a step's figures that are not in metrics.jsonl: weights of the sampled sequences, and log π − log μ of all tokens
+[C]."""
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Two of a step: its first sequence, and of the other groups' the first one that most versions sampled."""
+    """Return two sequences of a step: its first one, and from the other groups the first one that most versions sampled."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
 def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) -> dict[str, list[slice]]:
-    """By id of the sampled sequences, where the tokens of each of their branches stand among those of the step.
-
-    `batches`: of each micro-batch, in order of the step's values, its branches as positions in `all_branches(groups)`.
-    """
+    """Return where the tokens of the sampled sequences' branches are in the step's values, by sequence id. `batches`: branches
+    of each micro-batch, in order of the step's values, as positions in `all_branches(groups)`."""
     branches = all_branches(groups)
     owners = [sequence.sequence_id for group in groups for sequence in group.sequences for _ in sequence.all_branches]
     places: dict[str, dict[int, slice]] = {sequence.sequence_id: {} for sequence in sampled_sequences(groups)}
@@ -255,8 +250,8 @@ def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) ->
 
 
 def sampled_weights(places: Mapping[str, list[slice]], log_weights: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-    """float64[sampled tokens], importance weights w by id, unclamped, branch after branch, out of `log_weights` [C] of the
-    step, nats."""
+    """Return float64[sampled tokens] by id: unclamped importance weights w, concatenated over branches, from the step's
+    `log_weights` [C], nats."""
     with np.errstate(over="ignore"):
         return {
             key: np.exp(np.concatenate([log_weights[place] for place in of_one]).astype(np.float64))
@@ -276,11 +271,11 @@ def token_figures(
     *,
     applied: bool = True,
 ) -> dict[str, Any]:
-    """Of all sampled tokens of one optimizer step, under the names of metrics.jsonl (docs/run-directory.md); None where no
-    token could tell. A step that was not `applied` trained on nothing.
+    """Return figures over all sampled tokens of one optimizer step, named as in metrics.jsonl (docs/run-directory.md); None if
+    no token gives a value. A step that was not `applied` trained on nothing.
 
-    `values` of all ranks, `totals` of the step, its `batches` in the order of `values`; `budget`: tokens of a micro-batch at
-    most.
+    `values` of all ranks, `totals` of the step, its `batches` in the order of `values`. `budget`: maximum tokens of a
+    micro-batch.
     """
     log_weights, clipped, masked, entropy, *baseline = values.astype(np.float64)
     loss, reference_kl, value_loss, _ = totals.tolist()
@@ -314,7 +309,7 @@ def token_figures(
 
 
 def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floating]) -> float | None:
-    """1 − Var(R − v) / Var(R), of `baseline` v and `returns` R, [C] each; None where all returns are equal."""
+    """Return 1 − Var(R − v) / Var(R), for `baseline` v and `returns` R, [C] each; None if all returns are equal."""
     spread = float(np.var(returns.astype(np.float64)))
     return 1 - float(np.var(returns - baseline)) / spread if spread > 0 else None
 
@@ -324,5 +319,5 @@ def _mean(values: NDArray[np.float64]) -> float | None:
 
 
 def _k3(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Estimate of KL(μ ‖ π) per token sampled from μ: w − 1 − log w, never negative."""
+    """Return an estimate of KL(μ ‖ π) per token sampled from μ: w − 1 − log w, never negative."""
     return np.expm1(np.minimum(log_weights, LARGEST_LOG_WEIGHT)) - log_weights

@@ -1,7 +1,7 @@
-"""Loads and prepares the policy: any Hugging Face causal language model, from a folder or, by name, from the hub.
+"""Load and prepare the policy: any Hugging Face causal language model, from a folder or, by name, from the hub.
 
-Every way in which that fails for a user's reason is a `FieldError`. Dropout is switched off for good: a policy gradient
-is taken of the policy that sampled. Not here: building and warm-starting the small default model.
+A failure for a user's reason is a `FieldError`. Dropout is switched off permanently, because a policy gradient needs the same
+policy that sampled. The small default model is built elsewhere.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def load_policy(
     device: torch.device | str = "cpu",
     lora: LoraConfig | None = None,
 ) -> Policy:
-    """The model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`.
+    """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`.
 
-    `lora`: with new adapters, and everything else frozen. Raises `FieldError` when there is no such folder, no causal
+    `lora`: insert new adapters, and freeze everything else. Raises `FieldError` when there is no such folder, no causal
     language model in it, weights are missing, its context is shorter than `max_context`, the attention implementation is not
-    available, or adapters cannot be put in.
+    available, or adapters cannot be inserted.
     """
     _check_folder(source, config)
     hub = hub_arguments(source, config)
@@ -64,10 +64,8 @@ def blank_policy(
     gradient_checkpointing: bool = False,
     lora: LoraConfig | None = None,
 ) -> Policy:
-    """The shape of a policy that another rank has loaded and checked with this result; its weights have no memory.
-
-    Raises `FieldError` when the model's configuration does not load.
-    """
+    """Return the shape of a policy that another rank has loaded and checked with this result; its weights have no memory.
+    Raises `FieldError` when the model's configuration does not load."""
     register()
     hf_config = _load_config(source, hub_arguments(source, config))
     _disable_dropout(hf_config)
@@ -85,10 +83,8 @@ def blank_policy(
 def wrap_model(
     model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
-    """A policy of a model that is in memory already; sets its attention, dropout and training mode.
-
-    `auto` is the first of this project's attention and eager that gives the model's own log-probabilities.
-    """
+    """Return a policy of a model that is already in memory; sets its attention, dropout and training mode. `auto` is this
+    project's attention or else eager, whichever first gives the model's own log-probabilities."""
     register()
     _disable_dropout(model.config)
     _prepare(model, gradient_checkpointing)
@@ -117,12 +113,13 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
 
 
 def frozen_copy(policy: Policy) -> Policy:
-    """A policy with weights of its own that no optimizer changes."""
+    """Return a copy of the policy whose weights no optimizer changes."""
     return copy.deepcopy(policy).requires_grad_(False).eval()
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """In order of depth: what transformers marks as its layers, else the longest list of modules; empty without one."""
+    """Return the layers in order of depth: those that transformers marks, else the longest list of modules; empty without
+    one."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]
@@ -130,15 +127,15 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_policy(policy: Policy, device: torch.device) -> None:
-    """Has decoder layers and the passes over logits compiled by `torch.compile` when they are first used, on `device`.
+    """Let `torch.compile` compile decoder layers and the passes over logits at first use, on `device`.
 
-    Each layer is compiled by itself and in place, so that names of weights stay as they are; activation checkpointing wraps
-    the compiled layer. All layers share what is compiled for the first, so it costs seconds to a minute once, whatever the
-    depth. Lengths of packed rows differ, so shapes are dynamic. This project's attention runs as it is, between two compiled
-    parts of the layer: it works from a layout that no graph should depend on. Embedding and optimizer are a few large
-    operations each and are not compiled; neither are the layers of a copy.
+    Each layer is compiled separately and in place, so that weights keep their names; activation checkpointing wraps the
+    compiled layer. All layers share the first one's code, so that it costs seconds to a minute once, for any depth. Lengths of
+    packed rows differ, so shapes are dynamic. This project's attention is not compiled, because no graph should depend on its
+    layout: it runs between two compiled parts of the layer. Embedding and optimizer are a few large operations each and are not
+    compiled; neither are the layers of a copy.
 
-    Raises `FieldError` when nothing can be compiled here, or the model does not say what its layers are.
+    Raises `FieldError` if nothing can be compiled here, or the model does not tell its layers.
     """
     layers = decoder_layers(policy.model)
     if not layers:
@@ -152,7 +149,7 @@ def compile_policy(policy: Policy, device: torch.device) -> None:
 
 
 def _try_compiler(device: torch.device) -> None:
-    """Compiles something small: whether a compiler works is known when it did."""
+    """Compile something small, to find out whether a compiler works. Raises `FieldError` if none does."""
 
     def double(x: Tensor) -> Tensor:
         return 2 * x
@@ -174,13 +171,13 @@ def _with_attention(model: PreTrainedModel, attention: str, float32_head: bool) 
 
 
 def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:
-    """How transformers is to find `source`, a folder or hub id."""
+    """Return transformers' loading arguments for `source`, a folder or hub id."""
     hub: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     return {**hub, "revision": config.revision} if config.revision and not Path(source).is_dir() else hub
 
 
 def _check_folder(source: str, config: ModelConfig) -> None:
-    """Only a hub recipe may name something that is no folder."""
+    """Raise `FieldError` for a missing or incomplete folder. Only a hub recipe may name anything else."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
@@ -197,7 +194,7 @@ def _load_config(source: str, hub: dict[str, Any]) -> PretrainedConfig:
 
 
 def _disable_dropout(holder: PretrainedConfig | torch.nn.Module) -> None:
-    """Zeroes every dropout probability that a configuration, or an attention layer made from one, holds."""
+    """Set every dropout probability of a configuration, or of an attention layer made from one, to 0."""
     for name, value in list(vars(holder).items()):
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(holder, name, 0.0)

@@ -1,8 +1,8 @@
-"""AdamW on float32 parameters, with clipping, a learning-rate schedule, and steps that are skipped rather than poisoned.
+"""AdamW on float32 parameters, with clipping, a learning-rate schedule, and skipped steps for non-finite gradients.
 
-A model in 16 bit gets float32 master copies: gradients of all micro-batches are summed into them in float32, the
-optimizer steps them, and the 16-bit weights, which are what actors serve, are their rounding. Not here: which combinations
-of settings are refused (`pipelinerl.recipe`).
+A model in 16 bit gets float32 master copies: gradients of all micro-batches are summed into them in float32, the optimizer
+steps them, and the 16-bit weights that actors serve are their rounding. `pipelinerl.recipe` refuses invalid combinations of
+settings.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from services.trainer.learn.lora import whole
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
-    """Learning rate of the step that turns policy version `step` into `step + 1`.
+    """Return the learning rate of the step that turns policy version `step` into `step + 1`.
 
-    Linear warm-up over `warmup_steps` (its first step already learns) to the peak, then by `schedule`:
-    constant; linear or cosine down to `final_learning_rate` of the peak at `steps`; `wsd` (warm-up, stable, decay:
-    MiniCPM, arXiv 2404.06395), constant and then linear down to it over the last `decay_steps`; or `inverse_sqrt`,
-    peak · √(warmup_steps / step) (arXiv 1706.03762, section 5.3), never below it.
+    Linear warm-up over `warmup_steps` (its first step already learns) to the peak, then by `schedule`: constant; linear or
+    cosine down to `final_learning_rate` of the peak at `steps`; `wsd` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395),
+    constant and then linear down to it over the last `decay_steps`; or `inverse_sqrt`, peak · √(warmup_steps / step) (arXiv
+    1706.03762, section 5.3), never below it.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -46,21 +46,21 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 
 
 def _progress(step: int, first: int, last: int) -> float:
-    """From 0 up to `first` to 1 from `last` on."""
+    """Return 0 up to `first`, then linearly up to 1 from `last` on."""
     return min(1.0, max(0.0, (step - first) / max(1, last - first)))
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""Of each parameter: both moments in its shape, and how many steps it has had, a float32 number."""
+"""AdamW's state of a parameter: both moments in its shape, and its number of steps as a float32."""
 
 
 def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
-    """Over parameter groups of float32 parameters; each may have a `weight_decay` and a `RATE_FACTOR` of its own.
+    """Return AdamW over groups of float32 parameters; each group may have its own `weight_decay` and `RATE_FACTOR`.
 
-    `adamw` keeps both moments in float32, fused where the device can. `adamw_8bit` is torchao's, block-wise quantised (Dettmers
-    et al., arXiv 2110.02861): moments take 2.03 bytes a parameter instead of 8. Tensors of less than `MIN_QUANTIZED` elements,
-    or not of whole blocks of 256, keep float32 moments; with sharded parameters that is the shard of each rank. Raises
-    `FieldError` where it does not import, or its step does not compile.
+    `adamw` keeps both moments in float32, fused if the device can. `adamw_8bit` is torchao's, block-wise quantised (Dettmers et
+    al., arXiv 2110.02861): moments take 2.03 bytes per parameter instead of 8. Tensors with fewer than `MIN_QUANTIZED`
+    elements, or not of whole blocks of 256, keep float32 moments; with sharded parameters this applies to each rank's shard.
+    Raises `FieldError` if it cannot be imported, or its step does not compile.
     """
     common: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
     devices = {parameter.device for group in groups for parameter in group["params"]}
@@ -73,7 +73,7 @@ def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimize
         raise FieldError("trainer.optimizer", config.optimizer, fix) from error
     optimizer: Optimizer = AdamW8bit(groups, **common)
     if all(device.type == "cpu" for device in devices):
-        # As it is written the step needs no C++ compiler, and is several times slower than compiled.
+        # Uncompiled, the step needs no C++ compiler, but is several times slower.
         optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)  # type: ignore[method-assign]
     else:
         for device in devices:
@@ -82,11 +82,11 @@ def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimize
 
 
 MIN_QUANTIZED = 4096
-"""Elements of the smallest tensor whose moments are in 8 bit."""
+"""Elements of the smallest tensor whose moments have 8 bits."""
 
 
 def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
-    """Compiles and takes a step of one small tensor (seconds). Raises `FieldError` when this machine cannot."""
+    """Compile and take a step of one small tensor (seconds). Raises `FieldError` if this machine cannot."""
     probe = nn.Parameter(torch.zeros(MIN_QUANTIZED, device=device))
     probe.grad = torch.zeros_like(probe)
     try:
@@ -100,13 +100,13 @@ def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
 
 
 RATE_FACTOR = "rate_factor"
-"""Key of a parameter group: its learning rate relative to that of the policy; 1 where it is missing."""
+"""Key of a parameter group: its learning rate relative to the policy's; 1 if missing."""
 VALUE_RATE_FACTOR = 10.0
-"""Without `trainer.value_learning_rate`: the head is one linear layer that begins at 0, and must follow the policy."""
+"""Default without `trainer.value_learning_rate`: the head is one linear layer that begins at 0, and must follow the policy."""
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """`rate` is the policy's. One that is kept in a tensor stays in it: a compiled step reads it there."""
+    """Set the policy's `rate`. A rate that is kept in a tensor stays in it, since a compiled step reads it there."""
     for group in optimizer.param_groups:
         of_group = rate * group.get(RATE_FACTOR, 1.0)
         if isinstance(group["lr"], Tensor):
@@ -116,10 +116,10 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 class PolicyOptimizer:
-    """AdamW over the trainable parameters of a model, and a value head beside it with a learning rate of its own.
+    """AdamW over the trainable parameters of a model, and over a value head beside it with its own learning rate.
 
-    `backward()` fills gradients, `step` uses and clears them. Only the policy's are cut to a norm: the head's are as large as
-    its errors, and would take a common bound from the policy. Raises `FieldError` when the recipe's optimizer does not work
+    `backward()` fills gradients, `step` uses and clears them. Only the policy's gradient is clipped: the head's is as large as
+    its errors, and would shrink the policy's under a common bound. Raises `FieldError` if the recipe's optimizer does not work
     here.
     """
 
@@ -143,13 +143,13 @@ class PolicyOptimizer:
         self._adamw = build_adamw([group for group in groups if group["params"]], config)
 
     def step(self, loss: float, total_weight: float) -> dict[str, Any]:
-        """Clips, steps and clears the gradients. A non-finite `loss` or gradient changes nothing but is told.
+        """Clip, step and clear the gradients. A non-finite `loss` or gradient is reported, and changes nothing.
 
-        `total_weight`: the sum of the weights of all tokens in the loss (`sequence_weights`), which is the default bound of the
-        norm: the gradient is cut where the weighted mean of its tokens is longer than 1.
+        `total_weight`: sum of the weights of all tokens in the loss (`sequence_weights`). It is the default bound of the norm:
+        the gradient is clipped if the weighted mean over tokens is longer than 1.
 
-        Returns, as metrics.jsonl has them: `learning_rate`; `grad_norm`, the policy's global L2 norm before clipping;
-        `clipped`: whether it was cut; `skipped`: why no weight changed, "" when the step was taken.
+        Returns, as in metrics.jsonl: `learning_rate`; `grad_norm`, the policy's global L2 norm before clipping; `clipped`; and
+        `skipped`, the reason why no weight changed, "" if the step was taken.
         """
         rate = learning_rate(self.steps_taken, self.config)
         bound = total_weight if self.config.max_grad_norm is None else self.config.max_grad_norm
@@ -170,25 +170,24 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def publish_masters(self) -> None:
-        """The 16-bit weights become the rounding of their masters."""
+        """Set the 16-bit weights to the rounding of their masters."""
         for live, stepped in self.trained():
             if live is not stepped:
                 live.copy_(stepped)
 
     def trained(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """(parameter of the model, float32 parameter that is stepped in its place or the same) of each that is trained."""
+        """Yield (parameter of the model, float32 parameter that is stepped in its place, or itself) for each trained
+        parameter."""
         return zip(self._live, self._stepped, strict=True)
 
     def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:
-        """AdamW's own tensors of a parameter, by `MOMENTS`, once `begin_moments` or a step has made them."""
+        """Return AdamW's own tensors of a parameter, by `MOMENTS`, once `begin_moments` or a step has made them."""
         state = self._adamw.state[stepped]
         return {name: state[name] for name in MOMENTS}
 
     def begin_moments(self) -> None:
-        """Gives parameters that were never stepped the moments of 0 that their first step begins with. Forgets gradients.
-
-        AdamW makes them as it likes them, in a step without gradient at a learning rate of 0, which changes no weight.
-        """
+        """Give parameters that were never stepped the zero moments with which their first step begins. Clears gradients. AdamW
+        creates them in its own form, by a step without gradients at a learning rate of 0, which changes no weight."""
         adamw = self._adamw
         new = [parameter for parameter in self._stepped if not adamw.state.get(parameter)]
         adamw.zero_grad(set_to_none=True)
@@ -203,7 +202,7 @@ class PolicyOptimizer:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself in float32; else a float32 copy that takes over its gradients as they are made."""
+    """Return the parameter itself if it is float32; otherwise a float32 copy that takes over its gradients as they are made."""
     if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float())
@@ -211,7 +210,7 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
     def take_gradient(source: Tensor) -> None:
         assert source.grad is not None
         gradient, source.grad = source.grad, None
-        # The sum reads 16 bit and writes 32: a float32 copy of the gradient would be twice the traffic.
+        # The sum reads 16 bit and writes 32: a float32 copy of the gradient would double the traffic.
         master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
     parameter.register_post_accumulate_grad_hook(take_gradient)

@@ -1,21 +1,21 @@
-"""A Hugging Face causal language model, seen as log-probabilities, entropies and values of chosen tokens in a packed row.
+"""A Hugging Face causal language model that gives log-probabilities, entropies and values of chosen tokens in a packed row.
 
-All that touches the policy's parameters is one module with one forward: sharded weights are gathered when a module's
-forward begins, so backbone, output head and value head must be called within one. Logits are made at sampled positions
-only: from hidden states, block by block, if the model is a plain backbone and linear head, and by the model itself if it
-does more to its logits (soft capping, scaling). Which of the two a model needs, and whether attention really stays within a
-sequence, is found out on two short sequences when the model is wrapped; an architecture that leaks is refused. Ranks that
-share a row score a part of it each and have the scores of all.
+All uses of the policy's parameters are in one module with one forward: sharded weights are gathered when a module's forward
+begins, so backbone, output head and value head must be called within one. Logits are made only at sampled positions: from
+hidden states, block by block, if the model is a plain backbone and linear head, and by the model itself if it does more to its
+logits (soft capping, scaling). When a model is wrapped, two short sequences tell which of the two it needs, and whether its
+attention stays within a sequence; an architecture that leaks is refused. Ranks that share a row score a part of it each and
+have the scores of all.
 
-Of hidden states, never more than `max_logits` logits are made at a time, and made again in the backward pass instead of kept.
-Under a plain linear head the vocabulary is gone over in blocks of words, each a slice of the head's rows: a block has logits
-for all tokens. The forward pass keeps one log-normaliser per token; the backward pass makes each block's logits again, turns
-them into their own gradient in place, and writes that block's rows of the weight's gradient, which are final: nothing is
-summed over blocks in 16 bit. If one block holds everything, its logits are kept and not made again. What happens to a block
-between matrix products can be compiled: each pass then reads it once. Other heads are called on chunks of tokens.
+From hidden states, at most `max_logits` logits are made at a time, and recomputed in the backward pass instead of kept. A plain
+linear head is evaluated over the vocabulary in blocks of words, each a slice of the head's rows: a block has logits for all
+tokens. The forward pass keeps one log-normaliser per token. The backward pass recomputes each block's logits, turns them into
+their own gradient in place, and writes that block's final rows of the weight's gradient: nothing is summed over blocks in 16
+bit. If one block holds everything, its logits are kept and not recomputed. The work on a block between matrix products can be
+compiled: each pass then reads it once. Other heads are called on chunks of tokens.
 
-Not here: what is packed; a vocabulary that is sharded, gradients of gradients, top-p and top-k. A policy sampled with them is
-compared with the full distribution, so keep both off (the recipes' default) when training.
+Packing is done elsewhere. Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. A policy sampled with
+those would be compared with the full distribution, so keep both off when training.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
 MAX_LOGITS = 2**25
 """Logits (tokens × words) of one block: 128 MiB in float32, of which two exist at a time.
 
-Large enough for matrix products at full speed (2,048 words for 16,384 tokens), and for a micro-batch of a small model
-to be one block; small beside the weight and its gradient where the vocabulary is large."""
+Large enough for matrix products at full speed (2,048 words for 16,384 tokens), and for a micro-batch of a small model to be one
+block; small beside the weight and its gradient if the vocabulary is large."""
 MAX_LOGITS_ON_GPU = 2**27
-"""512 MiB: fewer and larger kernels."""
+"""512 MiB, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
-"""Blocks end at multiples of this, which the matrix kernels of GPUs like."""
+"""Blocks end at multiples of this, which suits the matrix kernels of GPUs."""
 PROBE_LENGTHS = (7, 5)
-"""Tokens of the two sequences on which a model is checked."""
+"""Lengths of the two sequences with which a model is checked."""
 PROBE_PROMPT = 3
-"""Tokens that both have in common when the check is of shared prompts."""
+"""Tokens that both have in common in the check of shared prompts."""
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Of C tokens, float32[C] each, at the sampling temperature."""
+    """Scores of C tokens, float32[C] each, at the sampling temperature."""
 
     logprobs: Tensor
     """nats"""
@@ -69,9 +69,9 @@ class TokenScores:
 
 
 class Policy(nn.Module):
-    """A model on its device, ready to score packed rows. Its forward is for itself alone: call `scores`.
+    """A model on its device, ready to score packed rows. Call `scores`, not the forward.
 
-    `own_logits`: the model makes its logits itself. `float32_head`: of a model in 16 bits, logits are not rounded to 16 bits.
+    `own_logits`: the model makes its logits itself. `float32_head`: do not round the logits of a 16-bit model to 16 bits.
     `value_head`: a linear layer to one number, or None.
     """
 
@@ -85,16 +85,16 @@ class Policy(nn.Module):
         self.value_head: nn.Linear | None = None
         self.device: torch.device = model.device
         self.max_logits: int | None = None
-        """None = what suits the device."""
+        """None = the device's default."""
         self.compiled_head = False
-        """Whether blocks of logits go through torch.compile."""
+        """True if blocks of logits are processed by torch.compile."""
         self.part: RowPart | None = None
-        """This rank's of each row; None when it has whole rows."""
+        """This rank's part of each row; None if it has whole rows."""
         self.may_share_prompts = False
-        """Whether sequences in a row may share the tokens of their prompt, as far as the model is concerned."""
+        """True if the model allows sequences in a row to share the tokens of their prompt."""
 
     def leave_logits_to_model(self) -> None:
-        """Of one that does more to them than a head does."""
+        """Let the model make its logits, because it does more to them than a linear head."""
         self.own_logits = True
         head = self.model.get_output_embeddings()
         if self.float32_head and type(head) is nn.Linear and head.weight.dtype in SIXTEEN_BIT:
@@ -106,21 +106,19 @@ class Policy(nn.Module):
 
     @property
     def row_multiple(self) -> int:
-        """Rows must be padded to a multiple of so many tokens."""
+        """Return the number of tokens of which a row's length must be a multiple."""
         return 1 if self.part is None else self.part.ranks
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether rows have the prompt of several sequences once. Ranks that share rows must know whose token is where."""
+        """Return whether a row has the common prompt of several sequences once. Ranks that share rows do not support it."""
         return self.may_share_prompts and self.part is None
 
     def scores(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
     ) -> TokenScores:
-        """Scores of `targets` int64[C], each predicted by the row's position `predictors` int64[C], ascending.
-
-        Called by all ranks together; those that share a row with the same row.
-        """
+        """Return scores of `targets` int64[C], each predicted by the row's position `predictors` int64[C], ascending. All ranks
+        call it together; those that share a row pass the same row."""
         if self.part is None:
             return TokenScores(*self(row, predictors, targets, temperature, entropy_grad))
         counts = self.part.counts(row, predictors)
@@ -133,7 +131,7 @@ class Policy(nn.Module):
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, ...]:
-        """Fields of `TokenScores`, of this rank's part of the row."""
+        """Return the fields of `TokenScores`, for this rank's part of the row."""
         arguments: dict[str, Any] = {
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
@@ -153,25 +151,25 @@ class Policy(nn.Module):
         if self.value_head is None:
             return scores.logprobs, scores.entropy
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
-        return scores.logprobs, scores.entropy, values.float().sum(1)  # of one column: no view, which FSDP warns of
+        return scores.logprobs, scores.entropy, values.float().sum(1)  # sum of one column: FSDP warns about views
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 at temperature 1, nats, of int[tokens]."""
+        """Return float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 at temperature 1, nats, from int[tokens]."""
         tokens = np.asarray(token_ids, dtype=np.int64)
         row = token_row(tokens, np.array([len(tokens)]), self.row_multiple, self.device)
         predictors = torch.arange(len(tokens) - 1, device=self.device)
-        # Compiled layers would be compiled once more for a pass without gradients, which a few sequences do not repay.
+        # Compiled layers would be recompiled for a pass without gradients, which is not worth it for a few sequences.
         with torch.compiler.set_stance("force_eager"):
             logprobs = self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
         for module in self.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # some keep gathered weights for a backward pass, and none follows
+                module.reshard()  # some keep gathered weights for a backward pass, which does not follow
         return logprobs
 
 
 def add_value_head(policy: Policy) -> None:
-    """A value of 0 everywhere, until it is trained. Raises `FieldError` for a model that hides what it makes logits of."""
+    """Add a value head whose value is 0 until it is trained. Raises `FieldError` for a model without a plain output head."""
     model = policy.model
     if policy.own_logits:
         fix = f"needs a model with a plain output head, and {type(model).__name__} has none; use another baseline"
@@ -183,8 +181,8 @@ def add_value_head(policy: Policy) -> None:
 
 
 def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = True) -> Policy:
-    """A policy of `model`, on its device. Raises `FieldError` when the model cannot be packed."""
-    # Soft capping hardly shows on the small logits of an untrained model, so it is looked up and not measured.
+    """Return a policy of `model`, on its device. Raises `FieldError` when the model cannot be packed."""
+    # Soft capping hardly changes the small logits of an untrained model, so the configuration decides, not a measurement.
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     policy = Policy(model, attention, own_logits=caps_logits, float32_head=float32_head)
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.25  # nats, of two ways of computing the same log-probability
@@ -194,7 +192,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = 
             raise FieldError(
                 "model.attention",
                 attention,
-                f"{type(model).__name__} scores packed sequences {error:.2g} nats off what it gives each alone; "
+                f"{type(model).__name__} scores packed sequences {error:.2g} nats off its scores of each alone; "
                 "try sdpa or eager, or another architecture",
             )
     policy.may_share_prompts = attention == VARLEN and _packing_error(policy, PROBE_PROMPT) <= tolerance
@@ -203,10 +201,8 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = 
 
 @torch.no_grad()
 def _packing_error(policy: Policy, shared: int = 0) -> float:
-    """Largest difference, nats, between two packed sequences and the model's own plain forward pass of each.
-
-    They begin with the same `shared` tokens, which the packed row has once.
-    """
+    """Return the largest difference, nats, between two packed sequences and the model's own plain forward pass of each. They
+    begin with the same `shared` tokens, which the packed row has once."""
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
     second[:shared] = first[:shared]
@@ -221,7 +217,7 @@ def _packing_error(policy: Policy, shared: int = 0) -> float:
 
 
 def _plain_logprobs(policy: Policy, tokens: np.ndarray) -> Tensor:
-    """As any user of transformers would compute them, with the model's standard attention."""
+    """Return the log-probabilities of the plain transformers model, with its standard attention."""
     ids = torch.from_numpy(tokens)[None].to(policy.device)
     policy.model.set_attn_implementation("eager")
     try:
@@ -241,10 +237,10 @@ def head_scores(
     rounded: bool = False,
     compiled: bool = False,
 ) -> TokenScores:
-    """`token_scores` of `head(hidden)`, for hidden [C, width], with at most `max_logits` logits at a time.
+    """Return `token_scores` of `head(hidden)`, for hidden [C, width], with at most `max_logits` logits at a time.
 
-    `head` has a `weight` [vocabulary, width]; if it does more than a linear layer does, it is called. `rounded`, `compiled`: as
-    of `linear_scores`.
+    `head` has a `weight` [vocabulary, width]; it is called if it is more than a linear layer. `rounded`, `compiled`: as in
+    `linear_scores`.
     """
     assert isinstance(head.weight, Tensor)
     if is_plain_linear(head):
@@ -256,7 +252,7 @@ def head_scores(
 
 
 def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left [n, k] · right [k, m], of one dtype, in float32 where that has 16 bits."""
+    """Return left [n, k] · right [k, m], of one dtype, in float32 if that has 16 bits."""
     if left.dtype not in SIXTEEN_BIT:
         return torch.mm(left, right, out=out)
     if left.is_cuda:
@@ -265,7 +261,7 @@ def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tens
 
 
 class _WideProduct(torch.autograd.Function):
-    """hidden [C, width] · weightᵀ of weight [V, width], both in 16 bits, in float32; gradients are in 16 bits again."""
+    """hidden [C, width] · weightᵀ of weight [V, width], both in 16 bits, in float32. Gradients have 16 bits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -282,7 +278,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 class Float32Head(nn.Linear):
-    """A head in 16 bits whose logits are float32, for a model that goes on with them itself."""
+    """A head in 16 bits with float32 logits, for a model that processes them further itself."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = _WideProduct.apply(hidden.flatten(0, -2), self.weight)
@@ -291,13 +287,14 @@ class Float32Head(nn.Linear):
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """Whether calling `head` is a matrix product and a bias and nothing else: no subclass, no hook, no patched forward."""
+    """Return whether `head` is only a matrix product and a bias: no subclass, no hook, no patched forward."""
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
     return type(head) is nn.Linear and not any(hooks) and "forward" not in vars(head)
 
 
 def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False) -> TokenScores:
-    """Scores of `targets` int64[C] under `logits` [C, vocabulary]. The entropy has a gradient only when asked for."""
+    """Return scores of `targets` int64[C] under `logits` [C, vocabulary]. The entropy has a gradient only with
+    `entropy_grad`."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     log_distribution = torch.log_softmax(scaled, dim=-1)
     logprobs = log_distribution.gather(-1, targets[:, None]).sum(-1)
@@ -315,7 +312,8 @@ def chunked_scores(
     chunk_tokens: int,
     entropy_grad: bool = False,
 ) -> TokenScores:
-    """`token_scores` of `head(hidden)`, for hidden [C, width], with at most `chunk_tokens` tokens' logits at a time."""
+    """Return `token_scores` of `head(hidden)`, for hidden [C, width], with the logits of at most `chunk_tokens` tokens at a
+    time."""
 
     def scores(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
         result = token_scores(head(hidden_chunk), target_chunk, temperature, entropy_grad)
@@ -341,12 +339,12 @@ def linear_scores(
     rounded: bool = False,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of `targets` int64[C], entropy), nats, of softmax((hidden · weightᵀ + bias) / temperature).
+    """Return (log-probability of `targets` int64[C], entropy), nats, of softmax((hidden · weightᵀ + bias) / temperature).
 
-    hidden [C, width], weight [V, width] and bias [V] are of one dtype; logits and everything after are float32[C] (float64
-    for float64 inputs). `rounded`: logits are rounded to the inputs' dtype, as the head itself would. C may be 0. The entropy
-    has a gradient only when `entropy_grad`. Beside the gradients it takes about two blocks of `max_logits` logits. `compiled`:
-    blocks go through torch.compile where there are gradients; where it runs nothing compiled, that takes a block more.
+    hidden [C, width], weight [V, width] and bias [V] have one dtype; logits and everything after are float32[C] (float64 for
+    float64 inputs). `rounded`: round logits to the inputs' dtype, as the head itself would. C may be 0. The entropy has a
+    gradient only with `entropy_grad`. Beside the gradients it takes about two blocks of `max_logits` logits. `compiled`: use
+    torch.compile for blocks if there are gradients; if torch then runs nothing compiled, that takes one more block.
     """
     head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded, compiled)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
@@ -358,7 +356,7 @@ def linear_scores(
 
 @dataclass(frozen=True, eq=False)
 class _Head:
-    """Arguments of `linear_scores`, and logits of one block of words at a time."""
+    """Arguments of `linear_scores`, and the logits of one block of words at a time."""
 
     hidden: Tensor
     weight: Tensor
@@ -371,28 +369,28 @@ class _Head:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of logits and everything after."""
+        """Return the dtype of logits and everything after."""
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def blocks(self) -> list[slice]:
-        """Blocks of words, the whole vocabulary in order."""
+        """Return blocks of words that cover the whole vocabulary in order."""
         words, tokens = self.weight.shape[0], max(1, len(self.hidden))
         size = max(1, self.max_logits // tokens)
         size = min(words, size - size % ALIGNED_WORDS if size > ALIGNED_WORDS else size)
         return [slice(first, min(first + size, words)) for first in range(0, words, size)]
 
     def buffer(self) -> Tensor:
-        """Room for the logits of the largest block, of which `view` gives the part for one block."""
+        """Return memory for the logits of the largest block; `view` gives the part for one block."""
         words = self.blocks()[0].stop
         return torch.empty(len(self.hidden) * words, dtype=self.dtype, device=self.hidden.device)
 
     def view(self, buffer: Tensor, words: slice) -> Tensor:
-        """[C, words of the block], the beginning of `buffer`."""
+        """Return the beginning of `buffer` as [C, words of the block]."""
         shape = (len(self.hidden), words.stop - words.start)
         return buffer[: shape[0] * shape[1]].view(shape)
 
     def logits(self, words: slice, buffer: Tensor) -> Tensor:
-        """[C, words of the block], divided by the temperature, in `buffer`."""
+        """Compute the logits [C, words of the block], divided by the temperature, in `buffer`."""
         rows, out = self.weight[words].t(), self.view(buffer, words)
         if self.rounded:
             out.copy_(self.hidden @ rows if self.bias is None else torch.addmm(self.bias[words], self.hidden, rows))
@@ -403,7 +401,8 @@ class _Head:
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def place(self, words: slice) -> tuple[Tensor, Tensor]:
-        """For each token [C]: index of its target within the block, and whether it is there at all (else any index)."""
+        """Return for each token [C]: the index of its target within the block, and whether it is in the block (else any
+        index)."""
         index = self.targets - words.start
         inside = (index >= 0) & (index < words.stop - words.start)
         return torch.where(inside, index, 0), inside
@@ -411,18 +410,18 @@ class _Head:
 
 @dataclass(frozen=True, eq=False)
 class _Scan:
-    """What one pass over the vocabulary finds, [C] each."""
+    """Results of one pass over the vocabulary, [C] each."""
 
     logprobs: Tensor
     entropy: Tensor
     log_normaliser: Tensor
-    """log p of a word = its logit − this; of `kept` where the logits are kept."""
+    """log p of a word = its logit − this; of its entry in `kept` if the logits are kept."""
     kept: Tensor | None
-    """[C, V] logits where one block holds them all; those of `_block_sums` less the largest of each token."""
+    """[C, V] logits if one block holds them all; after `_block_sums`, less the largest of each token."""
 
 
 def _scan(head: _Head) -> _Scan:
-    """Per block: largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m) over its words; then these put together."""
+    """Compute per block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m) over its words, and combine the blocks."""
     blocks = head.blocks()
     buffer = head.buffer()
     exponentials = None if head.compiled else head.buffer()
@@ -451,7 +450,7 @@ def _scan(head: _Head) -> _Scan:
 
 
 def _block_sums(logits: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z, of which z − m is left; `room` has their shape."""
+    """Return m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z, which become z − m; `room` has their shape."""
     largest = logits.amax(1)
     torch.exp(logits.sub_(largest[:, None]), out=room)
     return largest, room.sum(1), room.mul_(logits).sum(1)
@@ -463,7 +462,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, of logits that are left as they are."""
+    """Return the same as `_block_sums`, and leave the logits unchanged."""
     largest = logits.amax(1)
     shifted = logits - largest[:, None]
     exponentials = shifted.exp()
@@ -471,11 +470,8 @@ def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _LinearScores(torch.autograd.Function):
-    """`linear_scores` with its gradient.
-
-    With dp = p − [word is the target], z = logits / temperature, and upstream gradients g of log-probabilities and h of
-    entropies: d loss / dz = −g · dp − h · p · (log p + entropy).
-    """
+    """`linear_scores` with its gradient. With dp = p − [word is the target], z = logits / temperature, and upstream gradients g
+    of log-probabilities and h of entropies: d loss / dz = −g · dp − h · p · (log p + entropy)."""
 
     @staticmethod
     def forward(
@@ -520,7 +516,8 @@ def _fused_gradient(
     spread: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """d loss / dz of logits z [C, words], in `dtype`; `of_target` [C] is added at `index`. `spread`: h and the entropy, [C]."""
+    """Return d loss / dz of logits z [C, words], in `dtype`; `of_target` [C] is added at `index`. `spread`: h and the entropy,
+    [C]."""
     log_p = logits - log_normaliser[:, None]
     factor = -g[:, None] if spread is None else -(g[:, None] + spread[0][:, None] * (log_p + spread[1][:, None]))
     at_target = torch.arange(logits.shape[1], device=logits.device) == index[:, None]
@@ -528,23 +525,23 @@ def _fused_gradient(
 
 
 def _spread(log_p: Tensor, g: Tensor, h: Tensor, entropy: Tensor) -> Tensor:
-    """−p · (g + h · (log p + entropy)), in the place of log_p [C, words]; the others are [C]."""
+    """Replace log_p [C, words] by −p · (g + h · (log p + entropy)); the others are [C]."""
     p = log_p.exp()
     return log_p.add_(entropy[:, None]).mul_(-h[:, None]).sub_(g[:, None]).mul_(p)
 
 
 class _Gradients:
-    """Gradients of the head's inputs, as far as they are wanted, put together from those of blocks of logits."""
+    """The wanted gradients of the head's inputs, accumulated over blocks of logits."""
 
     def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool) -> None:
         self._head = head
         self._hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if hidden else None
-        """Summed over blocks, so in float32."""
+        """Float32, because it is summed over blocks."""
         self.weight = torch.empty_like(head.weight) if weight else None
         self.bias = torch.empty_like(head.bias) if bias and head.bias is not None else None
 
     def add(self, words: slice, of_logits: Tensor) -> None:
-        """`of_logits` [C, words of the block] in the head's dtype."""
+        """Add a block, with `of_logits` [C, words of the block] in the head's dtype."""
         if self._hidden is not None and self._hidden.dtype == of_logits.dtype:
             self._hidden.addmm_(of_logits, self._head.weight[words])
         elif self._hidden is not None:

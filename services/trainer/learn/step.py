@@ -1,9 +1,9 @@
 """The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
 
-A step is planned and packed once, in NumPy, before any device is touched. Weights of tokens come from totals of the whole
-step, so that losses and gradients of all shares add up to those of one rank. Rank 0's learner orders the other ranks to do
-what it does (`worker.py` carries that out); alone it has nobody to tell. Synchronous: it reads no stream and sends no weights.
-The caller decides which groups make a step, what version results, and what becomes of the sequences of a skipped step.
+A step is planned and packed once, in NumPy, before any device is used. Weights of tokens come from totals of the whole step, so
+that losses and gradients of all shares add up to those of one rank. Rank 0's learner sends its actions to the other ranks as
+orders (`worker.py` carries them out). The learner is synchronous: it reads no stream and sends no weights. The caller decides
+which groups make a step, what version results, and what becomes of the sequences of a skipped step.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from services.trainer.learn.policy import Policy, add_value_head
 TRAIN = "train"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one row of ranks; all shares of a step have equally many."""
+"""Micro-batches of one row of ranks; all shares of a step have the same number."""
 
 
 def train_order(version: int, share: Share) -> Message:
-    """Rank 0's order to take a step at policy `version` on `share`."""
+    """Return rank 0's order to take a step at policy version `version` on `share`."""
     arrays: dict[str, NDArray[Any]] = {}
     counts = []
     for index, batch in enumerate(share):
@@ -71,7 +71,7 @@ def train_order(version: int, share: Share) -> Message:
 
 
 def share_of(order: Message) -> Share:
-    """What `train_order` was given."""
+    """Return the share in an order of `train_order`."""
     batches = []
     for index, counts in enumerate(order.fields["counts"]):
         names = [field.name for field in fields(HostMicroBatch) if field.name not in counts]
@@ -86,28 +86,29 @@ class PreparedStep:
 
     version: int
     shares: tuple[Share, ...]
-    """One for each row that is computed at the same time."""
+    """One share for each row that is computed at the same time."""
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
-    """Of the step: `advantage_abs_mean` over sequences, 0 where no group told anything, and `imbalance`, the share of the
+    """Figures of the step: `advantage_abs_mean` over sequences, 0 if no group has a signal, and `imbalance`, the share of the
     ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
     flops: float
-    """Model FLOPs of the whole step: of a shared prompt once, and of branches without a backward pass one of three."""
+    """Model FLOPs of the whole step: a shared prompt counts once, and branches without a backward pass count one pass of
+    three."""
     phases_s: Mapping[str, float]
-    """Seconds in `plan` and `build`, beside the step before."""
+    """Seconds in `plan` and `build`, which run beside the previous step."""
     sampled: Mapping[str, list[slice]] = field(default_factory=dict)
-    """Where the tokens of sequences that people get to see, branch by branch, stand among those of `batches`."""
+    """Positions of the shown sequences' tokens among those of `batches`, branch by branch."""
     actors: tuple[str, ...] = ()
     token_actors: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """[C of the whole step]: place in `actors` of whoever sent the token's sequence, in the order of `batches`."""
+    """[C of the whole step]: index in `actors` of the sender of the token's sequence, in the order of `batches`."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
-        """Of all shares, one share after the other."""
+        """Return the micro-batches of all shares, concatenated over shares."""
         return [batch for share in self.shares for batch in share]
 
     def of_lag_0(self, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
-        """By actor, the `values` [C] of tokens of lag 0."""
+        """Return the `values` [C] of tokens of lag 0, by actor."""
         fresh = np.concatenate([batch.lags for batch in self.batches]) == 0
         return {actor: values[fresh & (self.token_actors == place)] for place, actor in enumerate(self.actors)}
 
@@ -124,18 +125,18 @@ def prepare_step(
     share_prompts: bool = False,
     skip_zero_advantages: bool = False,
 ) -> PreparedStep:
-    """Plans and packs one optimizer step on `groups` at policy version `version`, for `data_ranks` rows at a time.
+    """Plan and pack one optimizer step on `groups` at policy version `version`, for `data_ranks` rows at a time.
 
-    Every branch of a sequence is packed by itself, with the advantage and the weight of the sequence. `budget`: tokens of a
-    micro-batch, `pad_multiple`: what its row is rounded up to. `share_prompts`: branches of a micro-batch compute a prompt that
-    they have in common once. `skip_zero_advantages`: those whose advantage is 0 get micro-batches of their own without a
-    backward pass, for a loss whose gradient is then 0. Raises `FieldError` when a branch exceeds the budget.
+    Every branch of a sequence is packed separately, with the advantage and the weight of the sequence. `budget`: tokens of a
+    micro-batch. `pad_multiple`: rows are padded to multiples of it. `share_prompts`: branches of a micro-batch compute a common
+    prompt once. `skip_zero_advantages`: branches of advantage 0 get separate micro-batches without a backward pass, for a loss
+    whose gradient is then 0. Raises `FieldError` when a branch exceeds the budget.
     """
     sequences = [sequence for group in groups for sequence in group.sequences]
     branches = all_branches(groups)
     owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
     of_sequences = np.concatenate([group.advantages for group in groups])
-    lengths = np.array([branch.num_tokens - 1 for branch in branches])  # nothing follows the last
+    lengths = np.array([branch.num_tokens - 1 for branch in branches])  # the last token predicts nothing
     outputs = np.array([branch.num_sampled_tokens for branch in branches])
     sampled_tokens = np.bincount(owners, weights=outputs).astype(np.int64)
     advantages, weights = of_sequences[owners], sequence_weights(sampled_tokens, normalization)[owners]
@@ -157,7 +158,7 @@ def prepare_step(
         silent = advantages == 0
         if skip_zero_advantages and silent.any() and not silent.all():
             forward, both = planned(np.flatnonzero(silent)), planned(np.flatnonzero(~silent))
-            # With one slot more, several ranks would gather all weights once more.
+            # With more slots, several ranks would gather all weights more often.
             if data_ranks == 1 or len(forward.slots) + len(both.slots) <= len(plan.slots):
                 forward_costs = [[cost / TRAINING_PASSES for cost in costs] for costs in forward.costs]
                 plan = StepPlan(forward.slots + both.slots, forward_costs + both.costs)
@@ -191,10 +192,8 @@ def prepare_step(
 
 
 class Learner:
-    """A policy and its optimizer, on one rank of `world`. With `kl_coefficient` > 0 there is a frozen reference policy.
-
-    Every rank calls the same methods in the same order: rank 0 as it likes, the others as it orders.
-    """
+    """A policy and its optimizer, on one rank of `world`. With `kl_coefficient` > 0 there is a frozen reference policy. Every
+    rank calls the same methods in the same order: rank 0 decides, the others follow its orders."""
 
     def __init__(
         self,
@@ -207,38 +206,33 @@ class Learner:
         reference: Policy | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """`temperature` is the one that μ samples at.
-
-        `reference`: the policy that the KL term is to, what `policy` is now when None. `compute_dtype`: of matrix products,
-        where it is not that of the weights.
-        """
+        """`temperature`: the one at which μ samples. `reference`: policy of the KL term; None = the present `policy`.
+        `compute_dtype`: dtype of matrix products, if it is not that of the weights."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
         self.temperature = temperature
         self.pad_multiple = policy.row_multiple
-        """What packed rows are rounded up to."""
+        """Packed rows are padded to multiples of this."""
         self.world = world or World(RankLayout(), policy.device)
         if algorithm.advantage == "value" and policy.value_head is None:
             add_value_head(policy)
-        if reference is None and algorithm.kl_coefficient > 0:  # what adapters adapt stays as it is
+        if reference is None and algorithm.kl_coefficient > 0:  # with adapters the base weights do not change
             reference = policy if has_adapters(policy.model) else frozen_copy(policy)
         self.reference = reference if algorithm.kl_coefficient > 0 else None
         self.optimizer = PolicyOptimizer(policy.model.parameters(), trainer, policy.value_head)
         self.cost_model = cost_model_of(policy.model)
         device_name = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else ""
         self.peak_flops = peak_flops(device_name, str(compute_dtype or policy.model.dtype).removeprefix("torch."))
-        """Of the device, FLOP/s; None where it is not known, as of a CPU."""
+        """Peak FLOP/s of the device; None if unknown, as for a CPU."""
         self._phases = PhaseTimer(mark_for(policy.device))
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
         self._only_advantages = algorithm.advantage != "value" and not other_terms
-        """Whether a sequence of advantage 0 has no gradient."""
+        """True if a sequence of advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plans one optimizer step for all ranks. Any thread may do so while another step is computed.
-
-        Raises `FieldError` when a sequence exceeds `tokens_per_microbatch`.
-        """
+        """Plan one optimizer step for all ranks, on any thread, also while another step is computed. Raises `FieldError` when a
+        sequence exceeds `tokens_per_microbatch`."""
         return prepare_step(
             groups,
             version,
@@ -252,7 +246,7 @@ class Learner:
         )
 
     def order(self, kind: str, **arrays: Any) -> None:
-        """On rank 0: tells the other ranks what is done next. Does nothing on those."""
+        """Rank 0: send the other ranks an order. Does nothing on other ranks."""
         if self.world.is_first and self.world.links is not None:
             self.world.links.tell_all(Message(kind, arrays=arrays))
 
@@ -261,8 +255,8 @@ class Learner:
         return self.step(self.prepare(groups, version))
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        """Rank 0: one optimizer step of all ranks. Returns its figures, under the names of metrics.jsonl
-        (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""
+        """Rank 0: take one optimizer step on all ranks. Returns its figures, named as in metrics.jsonl (docs/run-directory.md),
+        and `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""
         began_at = time.perf_counter()
         layout, links = self.world.layout, self.world.links
         per_row = layout.sequence_ranks
@@ -291,12 +285,12 @@ class Learner:
         return figures
 
     def compute(self, share: Share) -> tuple[NDArray[np.float32], NDArray[np.float64], dict[str, Any]]:
-        """This rank's part in one optimizer step; `share` is its own, or that of its row.
+        """Compute this rank's part in one optimizer step; `share` is its own, or that of its row.
 
-        Returns values [4, C] of the share: log weight, clipped, masked, entropy of each sampled token, [5, C] with its
-        learned baseline last; totals [4] of the whole step: loss, KL to the reference, value loss, sum of the weights; and
-        figures: those of `PolicyOptimizer.step`, alike on every rank, and this rank's `memory_peak_gib` and `compute_s`,
-        seconds in `to_device`, `forward_backward`, `totals`, `optimizer`.
+        Returns values [4, C] of the share: log weight, clipped, masked, entropy of each sampled token, [5, C] with its learned
+        baseline last; totals [4] of the whole step: loss, KL to the reference, value loss, sum of the weights; and figures:
+        those of `PolicyOptimizer.step`, the same on every rank, and this rank's `memory_peak_gib` and `compute_s`, seconds in
+        `to_device`, `forward_backward`, `totals`, `optimizer`.
         """
         values, terms = [], []
         for host_batch in share:
@@ -310,13 +304,13 @@ class Learner:
             totals = self.world.sum(torch.stack(terms).double().sum(0)).cpu().numpy()
         with self._phases.measure("optimizer"):
             figures = self.optimizer.step(loss=float(totals[0]), total_weight=float(totals[3]))
-        there = torch.cat(values, dim=1).cpu().numpy()  # for which the device has come to the end of the step
+        there = torch.cat(values, dim=1).cpu().numpy()  # this waits for the device to finish the step
         figures["memory_peak_gib"] = take_memory_peak(self.policy.device) / 1024**3
         figures["compute_s"] = self._phases.take()
         return there, totals, figures
 
     def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Adds one micro-batch's gradient; its part of `compute`'s values and totals, on the device."""
+        """Add one micro-batch's gradient. Returns its part of `compute`'s values and totals, on the device."""
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(
                 batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0
@@ -338,19 +332,17 @@ class Learner:
             return self.reference.scores(batch.row, batch.predictors, batch.targets, self.temperature).logprobs
 
     def score(self, token_ids: TokenIds, *, adapters: bool = True) -> Logprobs:
-        """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1.
-
-        `adapters=False`: under the weights that adapters adapt; without adapters, the current ones.
-        """
+        """Return float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1.
+        `adapters=False`: under the base weights without adapters; for a model without adapters, the current weights."""
         self.order(SCORE, token_ids=np.asarray(token_ids), adapters=np.asarray(adapters))
         with nullcontext() if adapters else adapters_off(self.policy.model):
             return self.policy.sequence_logprobs(token_ids)
 
     def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters by their checkpoint names, one after the other. All ranks go through it, to its end.
+        """Yield whole parameters by their checkpoint names, one after the other. All ranks must iterate to the end.
 
-        `WEIGHTS`: what actors serve, with adapters merged in. `VALUE_HEAD`: nothing where there is none. `ADAPTER`: A and B of
-        each adapted layer; nothing where all weights are trained.
+        `WEIGHTS`: the weights that actors serve, with adapters merged in. `VALUE_HEAD`: nothing if there is none. `ADAPTER`: A
+        and B of each adapted layer; nothing if all weights are trained.
         """
         self.order(kind)
         if kind == WEIGHTS:

@@ -1,1 +1,1 @@
-"""What a run writes of itself: records of steps, samples, the summary."""
+"""Reporting of a run: records of steps, samples, metrics, the live page, trackers and the summary."""

@@ -1,7 +1,7 @@
-"""What the trainer exports to Prometheus. Sums and rates are the server's business.
+"""The trainer's Prometheus metrics. Sums and rates are left to the server.
 
-Figures of an optimizer step come with its record, others are told as they happen; states are read when they are scraped, on the
-HTTP thread.
+Figures of an optimizer step come with its record, and others when they happen; states are read at each scrape, on the HTTP
+thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """What the first rank of a further node exports, for its node's pod. Counted on the thread that carries the orders out."""
+    """Return the metric that the first rank of a further node exports for its pod. The thread that carries the orders out
+    counts."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
     )
@@ -56,14 +57,14 @@ OF_STEP: dict[str, tuple[str, ...]] = {
     "reference_kl": ("reference_kl_nats", "KL estimate to the initial policy; with algorithm.kl_coefficient only."),
     "grad_norm": ("gradient_norm", "L2 norm of the gradient before clipping.", "none"),
     "loss": ("loss", "Loss of the batch.", "none"),
-    "value_loss": ("value_loss", "Loss of the learned baseline, before its coefficient; with one only.", "none"),
+    "value_loss": ("value_loss", "Loss of the learned baseline, before its coefficient; with a baseline only.", "none"),
     "learning_rate": ("learning_rate", "Learning rate of the step.", "none"),
     "completion_tokens_mean": ("completion_length_tokens", "Mean sampled tokens of the batch's sequences."),
-    "turns_mean": ("episode_turns", "Mean turns of the batch's episodes; with such only.", "turns"),
-    "branches_mean": ("episode_branches", "Mean branches of the batch's episodes; with such only.", "branches"),
+    "turns_mean": ("episode_turns", "Mean turns of the batch's episodes; with episodes only.", "turns"),
+    "branches_mean": ("episode_branches", "Mean branches of the batch's episodes; with episodes only.", "branches"),
     "observed_fraction": (
         "observed_ratio",
-        "Share of the tokens after the prompts that environments added and nothing is trained on; with episodes only.",
+        "Share of the tokens after the prompts that environments added, without training on them; with episodes only.",
     ),
     "multi_version_fraction": ("multi_version_ratio", "Share of the batch's sequences that more than one version sampled."),
     "truncated_fraction": ("truncated_ratio", "Share of the batch's sequences that were cut at their length limit."),
@@ -76,15 +77,15 @@ OF_STEP: dict[str, tuple[str, ...]] = {
     ),
     "trainer_busy_fraction": ("trainer_busy_ratio", "Share of the trainer's time spent on steps."),
 }
-"""Key of a step's record: the metric's name, its text, and its unit where the name does not end with it. A figure that the step
-lacks is no series."""
+"""Key of a step's record: the metric's name, its text, and its unit unless the name ends with it. A figure that the step lacks
+has no series."""
 OF_TASK: dict[str, tuple[str, ...]] = {
     "sequences": ("task_sequences", "Sequences of the batch"),
     "reward_mean": ("task_reward_mean", "Mean reward of the sequences", "reward"),
     "completion_tokens_mean": ("task_completion_length_tokens", "Mean sampled tokens of the sequences"),
     "truncated_fraction": ("task_truncated_ratio", "Share, cut at their length limit, of the sequences"),
 }
-"""The same of one task, with `tasks` in the recipe."""
+"""The same for one task, with `tasks` in the recipe."""
 NOW_AND_THEN: dict[str, tuple[str, ...]] = {
     "heldout_accuracy": ("heldout_accuracy_ratio", "Held-out accuracy, last evaluation."),
     "heldout_accuracy_lower_bound": (
@@ -105,19 +106,19 @@ NOW_AND_THEN: dict[str, tuple[str, ...]] = {
         "1 - Var(R - v) / Var(R) over tokens, of a learned baseline v; last step with unequal returns.",
     ),
 }
-"""Those that not every step has: the newest stays."""
+"""Figures that not every step has; the newest value stays."""
 BY_LAG = {"lag": LAG_BUCKETS}
 GIB = 1024**3
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
-"""From a model of a million parameters on a CPU to an hour, in which no alert would wait for the next bucket."""
+"""Bucket edges, from a model of a million parameters on a CPU to an hour."""
 PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""A part of a step: from copying little to waiting long."""
+"""Bucket edges for a part of a step, from short copies to long waits."""
 STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
 
 class StepMetrics:
-    """The figures of an optimizer step: whether the policy learns, how old its tokens were, where the time goes."""
+    """Figures of an optimizer step: learning progress, token lag, and time by phase."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._of_step, self._now_and_then = (
@@ -159,7 +160,7 @@ class StepMetrics:
         )
         self._heldout_reported = metrics.reading(
             "heldout_set_reported_mean",
-            "The same of the answers to one set of problems, last evaluation.",
+            "The same for the answers to one set of problems, last evaluation.",
             {**sets, **reported},
             unit="as reported",
         )
@@ -173,11 +174,11 @@ class StepMetrics:
             "heldout_tokens_total", "Completion tokens of held-out evaluations.", unit="tokens"
         )
         self._commits_held = metrics.counter(
-            "commits_held_seconds_total", "Time of evaluations and probes, in which no later version was committed."
+            "commits_held_seconds_total", "Time of evaluations and probes, during which no later version was committed."
         )
         self._skipped = metrics.counter("steps_skipped_total", "Optimizer steps that changed no weight.", unit="steps")
         self._clipped = metrics.counter(
-            "steps_clipped_total", "Optimizer steps whose gradient was cut to the bound of its norm.", unit="steps"
+            "steps_clipped_total", "Optimizer steps whose gradient was clipped to the bound of its norm.", unit="steps"
         )
         name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
         self._lags = metrics.histogram_of(name, text, LAG_EDGES, TokenLagHistogram)
@@ -191,19 +192,19 @@ class StepMetrics:
         )
         self._compute = metrics.histogram(
             "compute_phase_seconds",
-            "Parts of a step's compute; plan and build are beside the step before.",
+            "Parts of a step's compute; plan and build run during the previous step.",
             PHASE_SECONDS,
             {"phase": COMPUTE_PHASES},
         )
         self._idle = metrics.histogram(
-            "update_idle_seconds", "Time of a step in which sending weights kept compute waiting.", PHASE_SECONDS
+            "update_idle_seconds", "Time of a step in which compute waited for sending weights.", PHASE_SECONDS
         )
         self._memory = metrics.reading(
-            "memory_peak_bytes", "Most memory: tensors on a GPU since the step before, else the process since its start."
+            "memory_peak_bytes", "Peak memory of tensors on a GPU since the previous step, else of the process since its start."
         )
 
     def observe(self, record: StepRecord) -> None:
-        """One step's record, as it goes to metrics.jsonl."""
+        """Record one step, as in metrics.jsonl."""
         for key, reading in self._of_step.items():
             reading.set(record.get(key))
         for key, reading in self._now_and_then.items():
@@ -241,31 +242,31 @@ class StepMetrics:
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""From a toy model inside one machine to `weights.deadline_s`, which ends an update after minutes."""
+"""Bucket edges, from a toy model on one machine to minutes, after which `weights.deadline_s` ends an update."""
 
 
 class MembershipMetrics:
-    """Members that come and go, and how weights reach them."""
+    """Joins and departures of members, and the weight updates that reach them."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self.regroups = metrics.counter(
-            "regroups_total", "Times that the group of all members was formed anew.", unit="groups of members"
+            "regroups_total", "Regroupings: the group of all members was formed again.", unit="groups of members"
         )
         self.evictions = metrics.counter(
             "evictions_total",
-            "Actors that were put out of an epoch against their wish.",
+            "Actors that were put out of an epoch without being told to leave.",
             {"reason": tuple(cause.value for cause in EvictionCause)},
             unit="actors",
         )
         self.joins = metrics.counter(
-            "joins_total", "Times that an actor came to serve, with an epoch or on a side group.", unit="actors"
+            "joins_total", "Arrivals: an actor began to serve, in an epoch or on a side group.", unit="actors"
         )
         self.join_seconds = metrics.histogram(
             "join_seconds", "Bringing one actor to the served version on a side group.", SECONDS
         )
         self.updates = metrics.counter(
             "weight_updates_total",
-            "Versions that all members serve, and transfers that were begun again.",
+            "Versions that all members serve, and transfers that were started again.",
             {"outcome": ("served", "aborted")},
             unit="updates",
         )
@@ -290,18 +291,18 @@ _NONE_STALE = {reason.value: 0 for reason in StaleReason}
 
 
 def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, float]:
-    """The `most` frequent ones, and the sum of the others as `OTHER`. Pure."""
+    """Return the `most` frequent ones, and the sum of the others as `OTHER`. Pure."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     rest = sum(count for _, count in ordered[most:])
     return {**{reason: float(count) for reason, count in ordered[:most]}, **({OTHER: float(rest)} if rest else {})}
 
 
 CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""From megabytes to a slow disk that takes a large model."""
+"""Bucket edges, from megabytes to a large model on a slow disk."""
 
 
 def phase_name(phase: int) -> str:
-    """A `TrainerPhase` without its prefix, lower case. Pure."""
+    """Return the name of a `TrainerPhase` in lower case without its prefix. Pure."""
     return trainer_pb2.TrainerPhase.Name(phase).removeprefix("TRAINER_PHASE_").lower()
 
 
@@ -309,12 +310,12 @@ PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() 
 
 
 class CheckpointMetrics:
-    """How much work could be lost."""
+    """The newest checkpoint, which tells how much work could be lost."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s, self._has_begun = clock_s, False
         self._planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
-        self._version = metrics.reading("checkpoint_version", "Of the newest checkpoint; none before the first.")
+        self._version = metrics.reading("checkpoint_version", "Version of the newest checkpoint; none before the first.")
         self._at = metrics.reading(
             "checkpoint_timestamp_seconds",
             "When the newest checkpoint was written, by this trainer or one before it; before the first, when training began.",
@@ -322,15 +323,15 @@ class CheckpointMetrics:
         self._seconds = metrics.histogram("checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS)
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
-        """`checkpoint`: the version of the one that this trainer goes on from; `since_s`: when that was written, or when a
-        run that has none yet first started. None: this trainer is the first, and its work begins with `training_begins`."""
+        """`checkpoint`: version of the one that this trainer resumes from. `since_s`: when that was written, or when a run that
+        has none yet first started; None: this trainer is the first, and its work begins with `training_begins`."""
         self._planned.set(planned_steps)
         self._version.set(checkpoint)
         self._at.set(since_s)
         self._has_begun = since_s is not None
 
     def training_begins(self) -> None:
-        """From here on there is work to lose."""
+        """Record that from now on there is work to lose."""
         if not self._has_begun:
             self._at.set(self._clock_s())
             self._has_begun = True
@@ -343,21 +344,21 @@ class CheckpointMetrics:
 
 
 class UploadMetrics:
-    """Models of checkpoints in the store that `checkpoint.upload` names."""
+    """Uploads of checkpoints' models to the store that `checkpoint.upload` names."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
         self._tries = metrics.counter(
-            "checkpoint_uploads_total", "Tries to upload a checkpoint.", {"outcome": ("uploaded", "failed")}, unit="tries"
+            "checkpoint_uploads_total", "Attempts to upload a checkpoint.", {"outcome": ("uploaded", "failed")}, unit="tries"
         )
-        self._version = metrics.reading("checkpoint_upload_version", "Of the last upload; none before the first.")
+        self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
         self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
         self._seconds = metrics.histogram(
             "checkpoint_upload_seconds", "Uploading and verifying one checkpoint, beside training.", CHECKPOINT_SECONDS
         )
 
     def took_over(self, version: int, at_s: float) -> None:
-        """Of an earlier trainer of the run."""
+        """Restore the last upload of an earlier trainer of the run."""
         self._version.set(version)
         self._at.set(at_s)
 
@@ -375,7 +376,7 @@ BY_STREAM = {"stream": STREAMS}
 
 
 class StreamMetrics:
-    """Streams as of the last look at them."""
+    """The streams when they were last checked."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
@@ -387,7 +388,7 @@ class StreamMetrics:
         )
 
     def saw(self, stream: str, info: StreamInfo) -> None:
-        """One of `STREAMS`, as it is now."""
+        """Record the present state of one of `STREAMS`."""
         self.seen = seen = {**self.seen, stream: info}
         now_s = self._clock_s()
         self._messages.set_each({name: one.messages for name, one in seen.items()})
@@ -397,14 +398,14 @@ class StreamMetrics:
 
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Optimizer steps, inclusive: those of the lag buckets, and on to the lags of the paper's setting without a bound."""
+"""Optimizer steps, inclusive: the edges of the lag buckets, and further ones for the paper's setting without a bound."""
 
 
 class TokenLagHistogram(Collector):
-    """Tokens by lag since the start. Added to on one thread, read on any: what is read is replaced whole.
+    """Tokens by lag since the start. One thread adds, any thread reads: the state is replaced as a whole.
 
-    The client library's histogram takes one observation at a time; a step brings tokens by the hundred thousand, counted by
-    lag already.
+    The client library's histogram takes one observation at a time, but a step brings hundreds of thousands of tokens that are
+    already counted by lag.
     """
 
     NAME, TEXT = "token_lag_steps", "Token lag at use, optimizer steps; each trained token counts once."
@@ -429,7 +430,7 @@ class TokenLagHistogram(Collector):
 
 
 class TrainerMetrics:
-    """All topics, on one registry."""
+    """All groups of metrics, on one registry."""
 
     def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
         metrics = MetricSet(PREFIX, registry)
@@ -447,7 +448,8 @@ class TrainerMetrics:
         self._run, self._phase = run, phase
 
     def _read_states(self, metrics: MetricSet) -> None:
-        """What is read at each scrape, on the HTTP thread. In phase `loading` and without other series until `watch`."""
+        """Register the values that are read at each scrape, on the HTTP thread. Until `watch`, only the phase `loading` is
+        exported."""
 
         def read(name: str, text: str, value: Callable[[TrainingRun], float | None], unit: str = "") -> None:
             metrics.reading(name, text, unit=unit).read(lambda: value(self._run) if self._run else None)
@@ -467,16 +469,12 @@ class TrainerMetrics:
             lambda run: run.updater.served_version if run.updater.served_version >= 0 else None,
         )
         read_each(
-            "members",
-            "Registered actors by what they are doing.",
-            {"state": MEMBER_STATES},
-            lambda run: run.updater.member_states,
-            "actors",
+            "members", "Registered actors by state.", {"state": MEMBER_STATES}, lambda run: run.updater.member_states, "actors"
         )
         read("epoch", "Number of the weight-transfer group's membership.", lambda run: run.updater.epoch, "epoch")
         read_each(
             "ledger_sequences",
-            "The ledger: issued, and what became of them; over all of the run.",
+            "Sequences of the whole run: issued, and by outcome.",
             {"state": STATES},
             lambda run: run.tracker.ledger.counts.as_dict(),
         )
@@ -488,7 +486,7 @@ class TrainerMetrics:
         read_each(
             "failed_sequences",
             "Failed sequences by reason.",
-            {"reason": "see docs/errors.md; (other) for what is not among the most frequent"},
+            {"reason": "see docs/errors.md; (other) sums up the less frequent ones"},
             lambda run: bounded(run.tracker.ledger.reasons(Outcome.FAILED)),
         )
         read_each(
@@ -499,7 +497,7 @@ class TrainerMetrics:
         )
         read_each(
             "tokens_total",
-            "Completion tokens by what became of their sequence, since this start.",
+            "Completion tokens by outcome of their sequence, since this start.",
             {"outcome": OUTCOMES},
             lambda run: dict(run.tracker.tokens),
         )
@@ -523,36 +521,36 @@ class TrainerMetrics:
         )
         read(
             "checkpoint_upload_waiting_seconds",
-            "For how long a checkpoint has been waiting to be uploaded; no series where none is.",
+            "Time that a checkpoint has been waiting for its upload; no series without uploads.",
             lambda run: run.uploads.waiting_s,
         )
         read("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
         read("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready)
         read(
             "feeder_allowance_groups",
-            "Groups that the staleness bound alone lets the feeder issue now; to the end of the run without a bound.",
+            "Groups that the staleness bound alone allows the feeder to issue now; without a bound, up to the run's end.",
             lambda run: run.feeder.allowance_by_version,
         )
         read(
             "in_flight_sequences",
-            "Sequences on their way, or complete groups of them whose step has not begun.",
+            "Sequences in progress, and those in complete groups whose step has not begun.",
             lambda run: run.feeder.in_flight,
         )
         read(
             "in_flight_limit_sequences",
-            "The most of them that the freshness limit allows now; none in conventional mode.",
+            "Maximum of in_flight_sequences by the freshness limit now; none in conventional mode.",
             lambda run: run.feeder.in_flight_limit,
         )
 
     def _unread(self, run: TrainingRun) -> int | None:
-        """What was read since the last look at the stream counts as nothing."""
+        """Return the unread messages as of the last check of the stream; messages read since then are subtracted."""
         log = self.streams.seen.get("sequences")
         return None if log is None else max(0, log.last_position - run.intake.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
-    """With the metric `pipelinerl_actor_replicas_wanted`, which an autoscaler of the actors follows: no value before that
-    is known, so that an autoscaler keeps the replicas that there are."""
+    """Export `pipelinerl_actor_replicas_wanted`, which an autoscaler of the actors follows. It has no value until it is known,
+    so that an autoscaler keeps the present replicas."""
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )
@@ -563,7 +561,7 @@ def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWante
 
 
 def most_in_flight(recipe: Recipe) -> int | None:
-    """M: sequences that may be issued and not consumed; None where nothing but the actors' number bounds them. Pure."""
+    """Return M: sequences that may be issued and not consumed; None if only the number of actors bounds them. Pure."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g * recipe.trainer.batch_size
     max_lag = recipe.algorithm.max_lag

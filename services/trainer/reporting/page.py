@@ -1,12 +1,12 @@
-"""The live page: what it shows, ready as text, and its HTTP routes. The event loop writes, the HTTP server's thread reads.
+"""The live page: its content as JSON, and its HTTP routes. The event loop writes, the HTTP server's thread reads.
 
-Bounded however long the run is: records are thinned, and of the samples the first and the newest stay. Nothing is kept for a
-reader, who asks about once a second for what came after a position in the steps that are kept; one that is further behind, or
-read an earlier trainer's, is told to fetch everything anew. What the keys of the page's object mean: `pipelinerl.page.data`,
-which makes the same object of a finished run.
+Memory is bounded for any length of run: records are thinned, and only the first and the newest samples stay. No state is kept
+per reader. A reader asks about once a second for the steps after its position; one that is too far behind, or read from an
+earlier trainer, is told to fetch everything again. `pipelinerl.page.data` explains the keys of the page's object, and makes the
+same object for a finished run.
 
-Nothing can be changed from the page. It shows model output, so it may load scripts and styles from here alone, and no other
-site may read it. With a key, which its path then begins with, nobody reads it who does not know the key.
+The page cannot change anything. It shows model output, so it may load scripts and styles only from here, and no other site may
+read it. If there is a key, the page's path begins with it, and only clients that know it can read the page.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState
 
 MOST_PENDING = 16
-"""Samples between two steps; the newest are kept."""
+"""Maximum number of samples between two steps; the newest are kept."""
 STEPS_KEPT = 256
-"""Steps that a reader who was away can still catch up with."""
+"""Number of steps that a reader who was away can still catch up with."""
 ASKED_WITHIN_S = 1.5
 
 
 class PageBoard:
-    """`begin` comes before `step`; all but the writing methods may be called by any thread."""
+    """Content of the page. `begin` comes before `step`. Any thread may call the reading methods."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -53,7 +53,7 @@ class PageBoard:
         self._anew()
         self._state: dict[str, Any] = {"phase": "starting"}
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=MOST_PENDING)
-        """Since the last step."""
+        """Samples since the last step."""
         self._asked_at = -math.inf
 
     def _anew(self) -> None:
@@ -64,7 +64,7 @@ class PageBoard:
     # --- written by the trainer --------------------------------------------------------------------------------------
 
     def begin(self, about: Mapping[str, Any], records: Iterable[Mapping[str, Any]], samples: Iterable[Any]) -> None:
-        """The run is known: what does not change of it (`about`), its steps so far and their samples."""
+        """Set the constant part of the run (`about`), its steps so far and their samples."""
         history = RunHistory()
         for record in records:
             history.add(record)
@@ -74,11 +74,11 @@ class PageBoard:
             self._anew()
 
     def sample(self, sample: Mapping[str, Any]) -> None:
-        """Shown with the next step."""
+        """Add a sample, which is shown with the next step."""
         self._samples.append(sample)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """One optimizer step, with the samples since the one before."""
+        """Add one optimizer step, with the samples since the previous one."""
         samples = list(self._samples)
         self._samples.clear()
         with self._lock:
@@ -93,14 +93,14 @@ class PageBoard:
     # --- read by the HTTP server -------------------------------------------------------------------------------------
 
     def history(self) -> str:
-        """JSON of everything so far, and the `position` from which a reader goes on."""
+        """Return JSON of everything so far, and the `position` from which a reader continues."""
         with self._lock:
             data = {**self._about, **self._history.data(), "state": self._state, "position": self._position()}
         return to_json(data)
 
     def news(self, after: str) -> str:
-        """JSON of the `steps` since position `after`, the `state` now and the new `position`; `{"reset": true}` when steps are
-        missing in between, or `after` is a position of another trainer or none."""
+        """Return JSON of the `steps` since position `after`, the present `state` and the new `position`; `{"reset": true}` if
+        steps in between are missing, or `after` is invalid or another trainer's."""
         self._asked_at = time.monotonic()
         token, _, number = after[:64].partition("-")
         with self._lock:
@@ -113,7 +113,7 @@ class PageBoard:
 
     @property
     def is_read(self) -> bool:
-        """Whether a page is open that will ask again within `ASKED_WITHIN_S`."""
+        """Return whether an open page will ask again within `ASKED_WITHIN_S`."""
         return time.monotonic() - self._asked_at < 2 * ASKED_WITHIN_S
 
     def _position(self) -> str:
@@ -121,7 +121,7 @@ class PageBoard:
 
 
 def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
-    """What does not change of a run while a trainer is up, for `PageBoard.begin`."""
+    """Return the part of the page's object that stays constant while a trainer runs, for `PageBoard.begin`."""
     return {
         "run": run,
         "description": recipe.description or recipe.name,
@@ -135,12 +135,12 @@ def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
 
 MOST_MEMBERS = 256
-"""That are listed; a run with more is better watched on a dashboard."""
+"""Maximum number of listed members; a larger run is better watched on a dashboard."""
 
 
 def member_rows(states: Mapping[str, str], served_version: int, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
-    """Each registered actor in order of its name, with its state. An actor that is serving serves `served_version`;
-    of the others, the version is known that they named when they were asked last."""
+    """Return each registered actor with its state, ordered by name. A serving actor serves `served_version`; for another one,
+    the version is the last that it reported."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)
@@ -151,7 +151,7 @@ def member_rows(states: Mapping[str, str], served_version: int, loads: Mapping[s
 
 
 def natural(name: str) -> list[str | int]:
-    """Key by which actor-10 comes after actor-9."""
+    """Return a sort key by which actor-10 comes after actor-9."""
     return [int(part) if index % 2 else part for index, part in enumerate(re.split("([0-9]+)", name))]
 
 
@@ -191,8 +191,8 @@ def add_page(app: FastAPI, board: PageBoard) -> None:
 
 
 def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
-    """`app` with its page for those who know its key, if it has one, and call the trainer by a name of its own. A loopback
-    interface is `serve_http`'s."""
+    """Restrict `app`'s page to clients that know its key, if it has one, and use one of the trainer's own host names. On a
+    loopback interface, `serve_http` checks the name."""
     if settings.page_key is not None:
         app = behind_key(app, settings.page_key.read_bytes())
     if not settings.page or is_loopback(settings.http_host):
@@ -201,13 +201,13 @@ def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
 
 
 def behind_key(app: ASGIApp, key: bytes) -> ASGIApp:
-    """`app` below the path `/KEY/`; what is `PROBED` is also where it was, and all else is refused."""
+    """Serve `app` below the path `/KEY/`. Paths in `PROBED` also work without the key, and all others are refused."""
 
     async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PROBED:
             given, slash, path = scope["path"][1:].partition("/")
             if not (hmac.compare_digest(given.encode(), key) and slash):
-                refusal = "refused: ask for the page by the link that `pipelinerl run` has printed\n"
+                refusal = "refused: open the page by the link that `pipelinerl run` has printed\n"
                 await PlainTextResponse(refusal, 403)(scope, receive, send)
                 return
             scope = {**scope, "path": f"/{path}", "raw_path": f"/{path}".encode()}

@@ -1,8 +1,8 @@
-"""The one place that hears what happens in a run, and tells every sink: files, metrics, live page, trackers, the gRPC feed of
-steps, logs.
+"""The recorder of a run: it receives the run's events and passes them to every sink: files, metrics, live page, trackers, the
+gRPC feed of steps, logs.
 
-It makes one record of each optimizer step, which all sinks share, adds up the run's totals and writes its summary. It changes
-nothing in the run. Called on the trainer's event loop; nothing waits.
+It makes one record per optimizer step, which all sinks share, adds up the run's totals and writes its summary. It does not
+change the run. It is called on the trainer's event loop and never waits.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ log = logging.getLogger(__name__)
 
 PAGE_STATE_EVERY_S = 1.0
 SAMPLES_READ = 256
-"""Of the first samples of a run that goes on, and as many of the last: the page has a choice of trained and held-out ones."""
+"""Number of first and of last samples that a resumed run reads, so that the page can choose trained and held-out ones."""
 
 
 class Recorder:
-    """`watch` comes once the parts of the run exist, before anything happens."""
+    """Records a run. `watch` is called once the parts of the run exist, before anything happens."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Recorder:
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """The caller opens and closes the sinks; one that is None is off. Without a `tokenizer`, samples have no tokens."""
+        """The caller opens and closes the sinks; a sink that is None is off. Without a `tokenizer`, samples have no tokens."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
         self._trackers = trackers or RunTrackers()
@@ -77,14 +77,14 @@ class Recorder:
         self._used_up: int | None = None
         self._warned_of_lag = False
         self._cut: deque[float] = deque(maxlen=CUT_STEPS)
-        """Shares of the tokens that the loss cut in the last steps, where it cuts any."""
+        """Share of the tokens that the loss clipped, for each of the last steps, if the loss clips at all."""
         self._warned_of_range = False
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
         self._started_at = self._last_step_at = time.monotonic()
         self._arrived = _nothing_arrived()
         self._loads: dict[str, ActorState] = {}
-        """The newest answer of each actor, by name; an actor that left keeps its last."""
+        """The newest answer of each actor by name; an actor that left keeps its last."""
         self.totals = RunTotals()
         self.feed = StepFeed(files.kept)
         self._tell_page(
@@ -94,7 +94,7 @@ class Recorder:
         )
 
     def watch(self, run: TrainingRun) -> None:
-        """What the page, a scrape and callers over gRPC read when they ask."""
+        """Connect the run, whose state the page, scrapes and gRPC callers read on demand."""
         self._training = run
         metrics, start = self.metrics, self._start
         metrics.checkpoints.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
@@ -103,11 +103,11 @@ class Recorder:
         metrics.watch(run, lambda: self.phase)
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able; for a checkpoint."""
+        """Return a JSON-able state for a checkpoint."""
         return {"time_s": time.monotonic() - self._started_at, "totals": self.totals.to_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `to_state` of an earlier trainer of this run; the time between does not count."""
+        """Continue from `to_state` of an earlier trainer of this run; the time between does not count."""
         self._last_step_at = time.monotonic()
         self._started_at = self._last_step_at - state["time_s"]
         self.totals = RunTotals.from_state(state["totals"])
@@ -120,10 +120,8 @@ class Recorder:
         self.metrics.checkpoints.training_begins()
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
-        """One optimizer step on `batch`: completes its record, tells every sink and returns it.
-
-        `figures`: from the learner and the loop; those under SAMPLED_WEIGHTS are for samples, and not part of the record.
-        """
+        """Record one optimizer step on `batch`: complete its record, pass it to every sink and return it. `figures`: from the
+        learner and the loop. Those under SAMPLED_WEIGHTS are for samples, and not part of the record."""
         record = self._complete(figures, batch, tokens_arrived)
         self._arrived = _nothing_arrived()
         self.totals.add_step(record)
@@ -168,7 +166,7 @@ class Recorder:
             self.totals.logprob_mismatch.append(parity.mismatch)
 
     def commits_held(self, seconds: float) -> None:
-        """A measurement has ended, for which no later version was committed."""
+        """Record that a measurement has ended, during which no later version was committed."""
         self._arrived["commits_held_s"] += seconds
         self.totals.commits_held_s += seconds
 
@@ -176,7 +174,7 @@ class Recorder:
         self.metrics.checkpoints.written(written)
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
-        """However the run ended. No sink is told anything after this."""
+        """Record the end of the run. No sink gets anything after this."""
         shown = {"finished": finished, "steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]}
         log.info("run ended", extra=shown)
         self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
@@ -190,12 +188,12 @@ class Recorder:
     # --- its members and weight updates ------------------------------------------------------------------------------
 
     def actor_loads(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
-        """What the actors answered when they were asked; `measuring`: they are being evaluated."""
+        """Record the actors' last answers. `measuring`: they are being evaluated."""
         self._loads.update(loads)
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Every member serves the version of `update`. Its record has the slowest actor's seconds."""
+        """Record that every member serves the version of `update`. The record has the slowest actor's seconds."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,
@@ -211,13 +209,13 @@ class Recorder:
         self.metrics.membership.served(update)
 
     def joined(self, actor: str, update: UpdateRecord) -> None:
-        """A side group has brought `actor` to the served version; `round_trip_s` is what that took."""
+        """Record that a side group has brought `actor` to the served version, in `round_trip_s`."""
         self._arrived["joins"].append({"actor": actor, "version": update.version, "join_s": update.round_trip_s})
         self.totals.join_s.append(update.round_trip_s)
         self.metrics.membership.join_seconds.observe(update.round_trip_s)
 
     def update_aborted(self) -> None:
-        """A transfer, of an epoch or on a side group, is begun again."""
+        """Record that a transfer, in an epoch or on a side group, is begun again."""
         self.metrics.membership.updates.labels("aborted").inc()
 
     def member_changed(self, change: MemberChange) -> None:
@@ -238,17 +236,17 @@ class Recorder:
     def regrouped(self) -> None:
         self.metrics.membership.regroups.inc()
 
-    # --- what is true now: for callers over gRPC, for the page, for a scrape -------------------------------------------
+    # --- present state, for callers over gRPC, the page, and scrapes -----------------------------------------------------
 
     @property
     def phase(self) -> trainer_pb2.TrainerPhase:
-        """Sending weights and waiting for actors to take them is part of training: alerts of a run under way go by it."""
+        """Return the phase. Sending weights and waiting for actors to take them count as training, on which alerts rely."""
         if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and self._training.loop.waiting_for.startswith("sequences"):
             return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return self._phase
 
     def status(self) -> trainer_pb2.TrainerStatus:
-        """As the trainer's gRPC service answers."""
+        """Return the answer of the trainer's gRPC service."""
         phase = self.phase
         waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else self._training.loop.waiting_for
         return trainer_pb2.TrainerStatus(
@@ -265,7 +263,7 @@ class Recorder:
         )
 
     async def publish_state(self) -> None:
-        """Tells the page about once a second what is true of the run, until cancelled. Returns at once if there is none."""
+        """Update the page's state about once a second, until cancelled. Returns at once if there is no page."""
         while self._board is not None:
             self._tell_page(lambda board: board.state(self._page_state()))
             await asyncio.sleep(PAGE_STATE_EVERY_S)
@@ -287,12 +285,12 @@ class Recorder:
         }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
-        """The boundary between a run and its page: what fails there is logged, and ends no run."""
+        """Call the page. As a boundary between run and page, it logs errors, which do not end the run."""
         if self._board is not None:
             try:
                 tell(self._board)
             except Exception:
-                log.exception("the live page could not be told; training goes on")
+                log.exception("the live page could not be updated; training goes on")
 
     # --- records and summary -----------------------------------------------------------------------------------------
 
@@ -322,16 +320,17 @@ class Recorder:
         }
 
     def _advise(self, record: StepRecord) -> None:
-        """What was used up before this trainer's first step is not known."""
+        """Advise on replicas. The sequences consumed before this trainer's first step are unknown."""
         before, self._used_up = self._used_up, sum(record["sequences"][outcome] for outcome in Outcome)
         seconds = record["step_s"]
         self._replicas.step(0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0))
 
     def _max_lag_too_small(self, record: StepRecord) -> bool:
-        """Whether the lag limit is below the formula's, and costs something: the trainer waits for sequences that the limit
+        """Return whether the lag limit is below the formula's, and has a cost: the trainer waits for sequences that the limit
         keeps from being issued, or more than `MOST_STALE` of the sequences were dropped. Logged once.
 
-        Not before the first sequences have ended, the longest included: until then lengths are those of the short ones."""
+        It is False until the first sequences have ended, the longest included: before that only short lengths are known.
+        """
         problem, seconds = too_small_max_lag(self._recipe, record["largest_lag"]), record["step_s"]
         if problem is None or record["step"] <= record["largest_lag"]:
             return False
@@ -345,7 +344,8 @@ class Recorder:
         return True
 
     def _clip_range_cut(self, record: StepRecord) -> float | None:
-        """Share of the tokens of the last `CUT_STEPS` steps that the loss cut, where it is above `MOST_CUT`. Logged once."""
+        """Return the share of the tokens that the loss clipped in the last `CUT_STEPS` steps, if it is above `MOST_CUT`. Logged
+        once."""
         if self._recipe.algorithm.loss in CUTTING and not record["skipped"]:
             self._cut.append(record["clip_fraction"])
         share = sum(self._cut) / CUT_STEPS
@@ -357,13 +357,14 @@ class Recorder:
         return share
 
     def _sample(self, sample: Sample) -> None:
-        """The page shows the newest with its tokens; the file, which only grows, has those of some steps."""
+        """Pass a sample on. The page shows the newest with tokens; the file, which keeps growing, has tokens only for some
+        steps."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
         self._files.append(SAMPLES, sample if due else without_tokens(sample))
         self._tell_page(lambda board: board.sample(sample))
 
     def _actor_busy_fraction(self) -> float | None:
-        """Share of the actors' time, since their engines were up, in which they generated."""
+        """Return the share of the actors' time, since their engines were up, in which they generated."""
         uptime_s = sum(load.uptime_s for load in self._loads.values())
         return sum(load.busy_s for load in self._loads.values()) / uptime_s if uptime_s else None
 
@@ -372,7 +373,7 @@ class Recorder:
             self._context.policy_version = version
 
     def write_summary(self, *, finished: bool) -> dict[str, Any]:
-        """summary.json from everything so far."""
+        """Write summary.json from everything so far."""
         run, wall_s = self._training, time.monotonic() - self._started_at
         ledger = run.tracker.ledger
         reasons = {outcome.value: ledger.reasons(outcome) for outcome in Outcome}
@@ -391,7 +392,7 @@ class Recorder:
 
 
 def _nothing_arrived() -> StepRecord:
-    """What comes between two steps and goes into the record of the next one, before any of it has come."""
+    """Return the empty values of events between two steps, which go into the next step's record."""
     return {
         "heldout_accuracy": None,
         "heldout_accuracy_lower_bound": None,
@@ -409,7 +410,7 @@ def _nothing_arrived() -> StepRecord:
 
 
 def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
-    """How episodes went, under the names of metrics.jsonl; nothing without any. Pure."""
+    """Return episode statistics, named as in metrics.jsonl; empty without episodes. Pure."""
     episodes = [sequence for sequence in sequences if sequence.turns]
     branches = [branch for episode in episodes for branch in episode.all_branches]
     if not episodes:
@@ -423,7 +424,7 @@ def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
 
 
 def task_figures(sequences: list[Sequence]) -> dict[str, dict[str, float]]:
-    """What a step says of each task that it has sequences of, by name, as metrics.jsonl has it. Pure."""
+    """Return a step's figures for each task that has sequences in it, by name, as in metrics.jsonl. Pure."""
     return {
         name: {
             "sequences": len(own),
@@ -441,7 +442,7 @@ def _by_task(sequences: list[Sequence]) -> dict[str, list[Sequence]]:
 
 
 def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:
-    """How much rewards differ inside the groups of a step, under the names of metrics.jsonl. Pure."""
+    """Return the spread of rewards inside the groups of a step, named as in metrics.jsonl. Pure."""
     groups = [np.array([sequence.reward for sequence in group.sequences]) for group in batch]
     return {
         "group_reward_std": float(np.mean([rewards.std() for rewards in groups])),

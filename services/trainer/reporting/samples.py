@@ -1,5 +1,5 @@
-"""Samples: completions as a person reads them, each token with its piece of the text and its importance weight; of an episode
-its turns, and what it observed between them.
+"""Samples: completions for people to read, each token with its piece of the text and its importance weight; an episode with its
+turns and the observations between them.
 
 Pure. `learn.meter.sampled_sequences` chooses the completions.
 """
@@ -26,27 +26,27 @@ log = logging.getLogger(__name__)
 Sample = dict[str, Any]
 """One object of samples.jsonl. Keys: docs/run-directory.md."""
 MOST_TOKENS = 1024
-"""Of a completion that are written one by one."""
+"""Maximum number of a completion's tokens that are written one by one."""
 MOST_WITH_TOKENS = 500
-"""Steps of a run whose samples are written token by token: a sample so has up to 20 KB, and without them 1 to 4."""
+"""Number of steps of a run whose samples are written token by token: such a sample has up to 20 KB, others 1 to 4."""
 
 
 def has_tokens(step: int, steps: int) -> bool:
-    """Whether the samples of `step` of a run of `steps` are written with tokens and weights: about `MOST_WITH_TOKENS` steps,
-    the first and the last among them. Pure."""
+    """Return whether the samples of `step` in a run of `steps` are written with tokens and weights. That holds for about
+    `MOST_WITH_TOKENS` steps, the first and the last among them. Pure."""
     return step <= 1 or step == steps or step % -(-steps // MOST_WITH_TOKENS) == 0
 
 
 def trained_sample(
     step: int, sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: NDArray[np.float64] | None
 ) -> Sample:
-    """Of a sequence that optimizer step `step` trained on; `weights` float64[sampled tokens]: its importance weights, which are
-    written with four digits: enough to read, and a third of the text."""
+    """Return the sample of a sequence that optimizer step `step` trained on. `weights` float64[sampled tokens]: its importance
+    weights, which are written with four digits to save space."""
     return {"step": step, "version": step - 1, "heldout": False, **_told(sequence, tokenizer, weights)}
 
 
 def heldout_sample(version: int, answer: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
-    """Of the evaluation of `version`. An answer with a `failure` has no verdict."""
+    """Return the sample of an answer in the evaluation of `version`. An answer with a `failure` has no verdict."""
     return {"step": version, "version": version, "heldout": True, **_told(answer, tokenizer, None)}
 
 
@@ -73,7 +73,7 @@ def _told(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights
 
 
 def _reference(text: str) -> Any:
-    """The answer that the reward compares with; None where the task has none."""
+    """Return the answer that the reward compares with; None if the task has none."""
     try:
         reference = json.loads(text)
     except (ValueError, RecursionError):
@@ -84,7 +84,7 @@ def _reference(text: str) -> Any:
 def _branches(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: list[float] | None
 ) -> list[dict[str, Any]]:
-    """Of an episode, special tokens written out: they tell whose words these are. `weights` of all branches."""
+    """Return an episode's branches, with special tokens written out, since they mark the roles. `weights`: of all branches."""
     branches, written = [], 0
     for branch in sequence.all_branches:
         pieces, parts, end = _pieces(tokenizer, branch.completion_token_ids) or [], [], 0
@@ -113,7 +113,7 @@ def _branches(
 
 
 def without_tokens(sample: Sample) -> Sample:
-    """The same with the texts alone."""
+    """Return the same sample with only the texts."""
     bare = {**sample, "tokens": None, "weights": None}
     if "branches" in sample:
         bare["branches"] = [
@@ -124,10 +124,10 @@ def without_tokens(sample: Sample) -> Sample:
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
-    """The pieces of `text`, to which `token_ids` were decoded, that the first `limit` of them make.
+    """Return the pieces of `text`, the decoded `token_ids`, that the first `limit` tokens make.
 
-    A character of several tokens stands at the last of them, and special tokens have no text. None where tokens and text
-    cannot be matched: without a tokenizer, with one that is not of the tokenizers library, or when it fails.
+    A character of several tokens belongs to the last of them, and special tokens have no text. None if tokens and text cannot
+    be matched: without a tokenizer, with one that is not of the tokenizers library, or when it fails.
     """
     pieces = _pieces(tokenizer, token_ids[:limit], skip_special_tokens=True)
     return pieces if pieces is not None and text.startswith("".join(pieces)) else None
@@ -142,11 +142,11 @@ def _pieces(
     stream = DecodeStream(skip_special_tokens=skip_special_tokens)
     try:
         return [stream.step(backend, int(token)) or "" for token in token_ids]
-    except Exception:  # noqa: BLE001 - the library has no type of its own; samples are for people, and no run ends for one
+    except Exception:  # noqa: BLE001 - the library has no error type; a failed sample must not end a run
         _tell_of_failing(backend)
         return None
 
 
 @functools.cache
-def _tell_of_failing(tokenizer: Tokenizer) -> None:  # once of each, not with each sample
-    log.warning("samples are written without their tokens where the tokenizer fails", exc_info=True)
+def _tell_of_failing(tokenizer: Tokenizer) -> None:  # once per tokenizer
+    log.warning("samples are written without their tokens because the tokenizer fails", exc_info=True)

@@ -1,6 +1,6 @@
-"""The clients of the experiment trackers. Each imports its library when it is made, so that none is needed without it.
+"""The clients of the experiment trackers. Each imports its library when it is made, so that unused libraries need not exist.
 
-A client is configured by its library's own environment variables. What the libraries log or print is silenced, since it may
+A client is configured by its library's own environment variables. The libraries' logs and output are silenced, since they may
 hold secrets. No code, console output, artifact or measurement of the machine is sent.
 """
 
@@ -26,8 +26,8 @@ STEP, HELDOUT_VERSION = "step", "heldout/version"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """`params`: the recipe's fields by dotted path. `version`: optimizer steps that count when the trainer starts, 0 for a
-    run that begins. `incarnation`: how many times its trainer has started, from 1."""
+    """A run for the trackers. `params`: the recipe's fields by dotted path. `version`: optimizer steps that count when the
+    trainer starts, 0 for a new run. `incarnation`: how many times its trainer has started, from 1."""
 
     name: str
     description: str
@@ -38,21 +38,22 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Called on one thread; each call may wait for a network and raise what its library raises."""
+    """Interface of a tracker. It is called on one thread; each call may wait for a network and raise its library's errors."""
 
     def start(self, run: TrackedRun) -> None:
-        """Opens the run, or goes on with it if an earlier trainer opened it. Called again when it raised."""
+        """Open the run, or continue it if an earlier trainer opened it. It is called again after an error."""
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """Figures at `position` of `axis`: `STEP` or `HELDOUT_VERSION`, the version of an evaluation, which may be older than
-        the last step. `time_s`: Unix time."""
+        """Log figures at `position` of `axis`: `STEP`, or `HELDOUT_VERSION`, the version of an evaluation, which may be older
+        than the last step. `time_s`: Unix time."""
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
-        """The run's summary at its last step, and all that is not sent yet. `finished`: to its last step, or stopped before."""
+        """Log the run's summary at its last step, and send everything left. `finished`: the run was not stopped before its last
+        step."""
 
 
 def open_tracker(name: str) -> Tracker:
-    """`name` as in the recipe's field `trackers`. Raises `MissingPackage` if its library cannot be imported."""
+    """Return the tracker `name` of the recipe's field `trackers`. Raises `MissingPackage` if its library cannot be imported."""
     clients: dict[str, type[Tracker]]
     clients = {"tensorboard": TensorBoardTracker, "mlflow": MlflowTracker, "wandb": WandbTracker}
     try:
@@ -62,8 +63,8 @@ def open_tracker(name: str) -> Tracker:
 
 
 def kept_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
-    """The identity that a run has at a tracker, kept in the run directory so that a later trainer goes on with the same run;
-    without one, what `make` gives. Raises `ValueError` or `KeyError` for a file that is not ours."""
+    """Return the run's identity at a tracker, kept in the run directory so that a later trainer continues the same run. Without
+    one, store and return the result of `make`. Raises `ValueError` or `KeyError` for a file that is not ours."""
     path = run_dir / "trackers" / f"{tracker}.json"
     if path.is_file():
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
@@ -107,13 +108,13 @@ class TensorBoardTracker:
 
 
 class MlflowTracker:
-    """At `MLFLOW_TRACKING_URI`, or else in an SQLite file `<run dir>/mlflow.db`."""
+    """Logs to `MLFLOW_TRACKING_URI`, or else to an SQLite file `<run dir>/mlflow.db`."""
 
     _PARAMS_PER_CALL, _LONGEST_VALUE = 100, 6000
-    """What MLflow takes."""
+    """Limits of MLflow."""
 
     def __init__(self) -> None:
-        # It prints the run's address when a run ends, with the login that the tracking URI may have.
+        # At a run's end it would print the run's address, with any login in the tracking URI.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import entities
         from mlflow.tracking import MlflowClient
@@ -130,7 +131,7 @@ class MlflowTracker:
             return str(self._client.create_run(self._experiment(), run_name=run.name, tags=tags).info.run_id)
 
         self._run_id = kept_id(run.run_dir, "mlflow", create)
-        self._client.update_run(self._run_id, status="RUNNING")  # a trainer before this one may have ended it
+        self._client.update_run(self._run_id, status="RUNNING")  # an earlier trainer may have ended it
         self._log_params(run)
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
@@ -143,7 +144,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
 
     def _experiment(self) -> str:
-        """Its id; the experiment is made if there is none of its name."""
+        """Return the experiment's id; the experiment is made if there is none of its name."""
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
@@ -151,7 +152,7 @@ class MlflowTracker:
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def _log_params(self, run: TrackedRun) -> None:
-        """A parameter cannot be changed: a value that a later trainer was started with becomes a tag."""
+        """Log the recipe. A parameter cannot be changed, so a changed value of a later trainer becomes a tag."""
         known = self._client.get_run(self._run_id).data.params
         values = {name: str(value)[: self._LONGEST_VALUE] for name, value in run.params.items()}
         fresh = [self._entities.Param(name, value) for name, value in values.items() if name not in known]
@@ -163,10 +164,8 @@ class MlflowTracker:
 
 
 class WandbTracker:
-    """Project, team, key and mode are W&B's own variables (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...).
-
-    Its files are in `<run dir>/wandb`, from which `wandb sync` sends what could not be sent.
-    """
+    """Logs to W&B. Project, team, key and mode are W&B's own variables (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...).
+    Its files are in `<run dir>/wandb`, from which `wandb sync` sends the rest later."""
 
     def __init__(self) -> None:
         import wandb
@@ -178,7 +177,7 @@ class WandbTracker:
     def start(self, run: TrackedRun) -> None:
         self._incarnation = run.incarnation
         quiet = {"console": "off", "silent": True}
-        # Unless told otherwise, "Stop run" on W&B's page sends SIGINT to this process: a tracker does not stop a run.
+        # By default "Stop run" on W&B's page sends SIGINT to this process, but a tracker must not stop a run.
         unstoppable = {"stop_fn": lambda: None}
         figures_only = {"disable_git": True, "disable_code": True, "x_disable_stats": True}
         self._run = self._wandb.init(
@@ -198,7 +197,7 @@ class WandbTracker:
         self._run.define_metric("heldout/*", step_metric=HELDOUT_VERSION)
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """W&B's own step only ever grows, so the run's is a figure: a trainer that starts again takes some of them twice."""
+        """Log figures. The run's step is one of them: W&B's own step only grows, but a restarted trainer repeats some steps."""
         incarnation = {"incarnation": self._incarnation} if axis == STEP else {}
         self._run.log({axis: position, **incarnation, **figures})
 

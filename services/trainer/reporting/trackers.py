@@ -1,7 +1,7 @@
 """Experiment trackers (Weights & Biases, MLflow, TensorBoard) beside the run: a bounded queue and a thread for each.
 
 The trainer queues points on its event loop and never waits for a tracker: not for its import, its server or an upload. A
-tracker that hangs loses its oldest points, and one that fails is warned of once. Only the end of the run waits, for a bounded
+tracker that hangs loses its oldest points, and a failing one is warned about once. Only the end of the run waits, for a bounded
 time. Library calls are in `tracker_clients.py`.
 """
 
@@ -34,20 +34,20 @@ from services.trainer.reporting.tracker_clients import HELDOUT_VERSION, STEP, Tr
 log = logging.getLogger(__name__)
 
 BACKLOG = 1000
-"""Points that wait at most; a step's record has 3 KB."""
+"""Maximum number of waiting points; a step's record has 3 KB."""
 RETRY_OPEN_S = 30.0
-"""Between attempts to open the run while the tracker's server cannot be reached."""
+"""Seconds between attempts to open the run while the tracker's server cannot be reached."""
 FLUSH_S, FLUSH_STOPPED_S = 20.0, 1.5
-"""From the end of a run, or of one that is stopped early, until trackers that are not done are abandoned."""
+"""Time after the end of a run, or of one that is stopped early, until unfinished trackers are abandoned."""
 
 THREAD = "tracker "
-"""Names of trackers' threads begin with it."""
+"""Prefix of the names of trackers' threads."""
 
 Call = Callable[[Tracker], None]
 
 
 class TrackerThread:
-    """Makes the queued calls in order. `lost`: points that the tracker has not taken, those under way included."""
+    """Makes the queued calls in order. `lost`: points that the tracker has not taken, including one in progress."""
 
     def __init__(self, name: str, run: TrackedRun, open_this: Callable[[], Tracker]) -> None:
         """`open_this` imports the tracker's library, which may be missing."""
@@ -67,7 +67,7 @@ class TrackerThread:
         return self._sent - self._taken
 
     def send(self, point: Call) -> None:
-        """Returns at once. If the queue is full, the oldest point is dropped."""
+        """Queue a point and return at once. If the queue is full, the oldest point is dropped."""
         with self._changed:
             self._sent += 1
             if len(self._points) == self._points.maxlen:
@@ -76,23 +76,23 @@ class TrackerThread:
             self._changed.notify()
 
     def end(self, call: Call) -> None:
-        """The last call, behind all points."""
+        """Queue the last call, behind all points."""
         with self._changed:
             self._end = call
             self._changed.notify()
 
     def close(self, within_s: float) -> None:
-        """Blocks until the last call has returned, for at most `within_s`; logs how many points were lost."""
+        """Block until the last call has returned, for at most `within_s`; log how many points were lost."""
         self._thread.join(within_s)
         if self._thread.is_alive():
-            self._warn("was not done in time at the run's end, and is left behind")
+            self._warn("did not finish in time at the run's end, and is abandoned")
             with self._changed:
                 self._points.clear()
         if self.lost:
             log.warning("tracker %s: %d of %d points did not reach it", self.name, self.lost, self._sent)
 
     def _work(self) -> None:
-        """Consumes the queue until the last call, which `end` gives; waits for the next call and for the tracker."""
+        """Consume the queue until the last call, from `end`; wait for the next call and for the tracker."""
         self._try(lambda tracker: None)  # opens the run before its first step
         while True:
             with self._changed:
@@ -105,7 +105,7 @@ class TrackerThread:
         self._try(self._end)
 
     def _try(self, call: Call) -> bool:
-        """Whether the tracker took it. A failed call does not stop the next one."""
+        """Return whether the tracker took the call. A failed call does not stop the next one."""
         try:
             if self._tracker is None:
                 if time.monotonic() < self._retry_at_s:
@@ -121,7 +121,7 @@ class TrackerThread:
         return True
 
     def _warn(self, what: str) -> None:
-        """Once: a tracker that is away would fill the log."""
+        """Warn once, because a tracker that cannot be reached would fill the log."""
         if not self._warned:
             self._warned = True
             log.warning("tracker %s %s; training goes on without waiting for it", self.name, what)
@@ -152,7 +152,7 @@ class RunTrackers:
             tracker.send(lambda to: to.log(HELDOUT_VERSION, result.version, time_s, figures))
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
-        """Points sent after the first call of this are lost."""
+        """Queue the last call. Points sent after the first call of this method are lost."""
         if self._abandon_at_s is None:
             self._abandon_at_s = time.monotonic() + (FLUSH_S if finished else FLUSH_STOPPED_S)
             last_step = self._last_step
@@ -160,7 +160,7 @@ class RunTrackers:
                 tracker.end(lambda to: to.end(last_step, flat({"summary": summary}), finished=finished))
 
     async def close(self) -> None:
-        """Waits for what is not sent yet. A run that has not ended is taken for one that was stopped."""
+        """Wait for unsent points. A run that has not ended counts as stopped."""
         self.end({}, finished=False)
         assert self._abandon_at_s is not None
         within_s = max(0.0, self._abandon_at_s - time.monotonic())
@@ -169,7 +169,7 @@ class RunTrackers:
 
 @asynccontextmanager
 async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start) -> AsyncIterator[RunTrackers]:
-    """Every tracker that the recipe names, until the block is left."""
+    """Open every tracker that the recipe names, and close them at the end of the block."""
     run = TrackedRun(
         name=settings.run,
         description=recipe.description,
@@ -189,7 +189,8 @@ async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start) 
 
 
 def is_not_of_a_library(record: logging.LogRecord) -> bool:
-    """False for what a tracker's thread logs outside our own code (urllib3, requests, warnings): it may hold secrets."""
+    """Return False for records of a tracker's thread outside our own code (urllib3, requests, warnings): they may hold
+    secrets."""
     return not (record.threadName or "").startswith(THREAD) or record.name.startswith(("services.", "pipelinerl."))
 
 
@@ -198,9 +199,9 @@ _NOT_LOGGED = frozenset({"step", "lag_histogram", "skipped", "joins"})
 
 
 def step_figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """`{"lag": {"mean": 2}}` becomes `lag/mean`. Evaluations are left out: they have an axis of their own. Pure."""
+    """Turn `{"lag": {"mean": 2}}` into `lag/mean`. Evaluations are left out, since they have their own axis. Pure."""
     plain = {key: value for key, value in record.items() if key not in _NOT_LOGGED and not key.startswith("heldout_")}
-    tokens: dict[str, int] = {}  # by bucket, of which there are few
+    tokens: dict[str, int] = {}  # by lag bucket
     for lag, count in record.get("lag_histogram", {}).items():
         bucket = LAG_BUCKETS[int(lag_bucket(np.array([int(lag)]))[0])]
         tokens[bucket] = tokens.get(bucket, 0) + count
@@ -209,7 +210,7 @@ def step_figures(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, float]:
-    """Every finite number in `values`, by its path. `17+` becomes `17-up`: not every tracker takes a plus. Pure."""
+    """Return every finite number in `values`, by its path. `17+` becomes `17-up`, as some trackers accept no plus. Pure."""
     return {
         path.replace("+", "-up"): float(value)
         for path, value in _leaves(values, "/")
@@ -218,7 +219,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def recipe_params(recipe: Recipe) -> dict[str, str | int | float | bool]:
-    """Each field of the recipe by its dotted path; lists, null and empty mappings as JSON. Pure."""
+    """Return each field of the recipe by its dotted path; lists, null and empty mappings as JSON. Pure."""
     return {
         path: value if isinstance(value, str | bool | int | float) else json.dumps(value, ensure_ascii=False)
         for path, value in _leaves(recipe.model_dump(mode="json"), ".")
@@ -226,7 +227,7 @@ def recipe_params(recipe: Recipe) -> dict[str, str | int | float | bool]:
 
 
 def _leaves(values: Mapping[Any, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All that is no filled mapping, with its path."""
+    """Yield everything that is not a filled mapping, with its path."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, separator, f"{prefix}{key}{separator}")

@@ -1,19 +1,19 @@
-"""Who is in the weight-transfer group and what happens to one version, as a pure state machine stepped by events.
+"""The members of the weight-transfer group and the progress of one version, as a pure state machine stepped by events.
 
-The trainer's side of the protocol (docs/weight-updates.md). No clock, socket or thread: `step(event)` returns the
-actions to perform, in order; `updater.py` performs them and feeds back what happened, deadlines included. What members
-answer is an event as it comes, and the trainer's own end of the group answers as they do.
+This is the trainer's side of the protocol (docs/weight-updates.md), without clock, socket or thread: `step(event)` returns the
+actions to perform, in order; `updater.py` performs them and feeds back what happened, deadlines included. Answers of members
+are events, and the trainer's own end of the group answers like a member.
 
-Invariants that the tests drive every order of events against:
-  * `SendCommit(v)` only after every member of the epoch that has not left has staged v in that epoch with the sender's
+The tests check these invariants against every order of events:
+  * `SendCommit(v)` comes only after every member of the epoch that has not left has staged v in that epoch with the sender's
     checksum;
   * an epoch's membership never changes; any change makes a new epoch with a higher number;
-  * one version is in transfer at a time, and a version once begun ends in `VersionServed`, with whoever is left;
-  * who came late, or failed, is not in an epoch with others before `MemberReady` says that it has served a version on a
-    side group: no actor holds up the others twice.
+  * one version is in transfer at a time, and a version once begun ends in `VersionServed`, with the remaining members;
+  * an actor that came late or failed is not in an epoch with others before `MemberReady` reports that it has served a version
+    on a side group: no actor delays the others twice.
 
-The run has one for the epoch of all actors, and one for each side group that brings a joiner up to date (`membership.py`).
-Deliberately not here: when a joiner gets a side group, and anything that knows what bytes are.
+A run has one for the epoch of all actors, and one for each side group that brings a joiner up to date (`membership.py`), which
+decides when a joiner gets one. Nothing here knows the bytes of a version.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from enum import Enum, StrEnum
 from pipelinerl.messages.control import Abort, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
-"""Attempts at one version with the same members after the first. Then each has to show alone that it can."""
+"""Further attempts at one version with the same members. After them, each member must first succeed alone."""
 TRAINER = ""
-"""Actor of the trainer's own answers: it has joined when its end of the group stands, and staged when it has sent all bytes."""
+"""Name for the trainer's own answers: it has joined when its end of the group stands, and staged when it has sent all bytes."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One actor process. `ranks` = tensor-parallel size = ranks it takes in the group."""
+    """One actor process. `ranks`: tensor-parallel size, which is the number of ranks it takes in the group."""
 
     actor: str
     process: str
     ranks: int = 1
     grpc_address: str = ""
     pod_uid: str = ""
-    """Of the Kubernetes pod that it runs in; "" = none."""
+    """Uid of the Kubernetes pod that it runs in; "" = none."""
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -48,23 +48,23 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberUp:
-    """Registered, or registered again (as the same or as a new process)."""
+    """An actor registered, or registered again (as the same or as a new process)."""
 
     member: Member
 
 
 @dataclass(frozen=True)
 class MembersDown:
-    """They removed their registrations, or their heartbeats expired: together, so that one new epoch is enough."""
+    """Actors removed their registrations, or their heartbeats expired: in one event, so that one new epoch is enough."""
 
     actors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class MembersLeaving:
-    """These processes end because they were told to. `still_running`: for a while they are there, and take part in a transfer
-    under way, which goes on with them for as long as they last; nothing waits for them. Who is left takes no notice. Said again
-    with them gone, it ends a transfer that may hang on their ranks."""
+    """These processes were told to end. `still_running`: for a while they still take part in a running transfer, which
+    continues with them as long as they last but waits for none of them; the remaining members are not affected. A second event,
+    when they are gone, ends a transfer that may hang on their ranks."""
 
     members: tuple[Member, ...]
     reason: str
@@ -73,7 +73,8 @@ class MembersLeaving:
 
 @dataclass(frozen=True)
 class MemberReady:
-    """It serves a version that a side group brought it: it may be in the next epoch. `process`: which one of that name."""
+    """An actor serves a version from a side group, and may be in the next epoch. `process`: tells processes of one name
+    apart."""
 
     actor: str
     process: str
@@ -81,14 +82,14 @@ class MemberReady:
 
 @dataclass(frozen=True)
 class VersionReady:
-    """The trainer has a version to send. Only while `idle`."""
+    """The trainer has a version to send. Only valid while `idle`."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class TransferFailed:
-    """The trainer's end of the group, or of a broadcast, failed. `missing`: actors that did not come to the group."""
+    """The trainer's end of the group, or of a broadcast, failed. `missing`: actors that did not join the group."""
 
     epoch: int
     reason: str
@@ -97,20 +98,20 @@ class TransferFailed:
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """Of the phase that `SetDeadline` named; stale ones are ignored."""
+    """The deadline of the phase that `SetDeadline` named has passed. Old tokens are ignored."""
 
     token: int
 
 
 @dataclass(frozen=True)
 class HoldCommits:
-    """Somebody measures a version (evaluation, probe): stage later ones, but do not commit them. None: no longer."""
+    """A measurement (evaluation, probe) runs: stage later versions than `above`, but do not commit them. None: it has ended."""
 
     above: int | None
 
 
 Answer = EpochJoined | Staged | Serving | Abort
-"""What a member says: it has joined, staged, serves, or has failed; the trainer's own, the first two."""
+"""A member's report that it has joined, staged, serves, or has failed. The trainer's own end reports only the first two."""
 Event = (
     MemberUp
     | MembersDown
@@ -135,7 +136,7 @@ class FormGroup:
 
 @dataclass(frozen=True)
 class SendVersion:
-    """Announce, then broadcast on this epoch's group."""
+    """Announce the version, then broadcast it on this epoch's group."""
 
     epoch: int
     version: int
@@ -149,7 +150,7 @@ class SendCommit:
 
 @dataclass(frozen=True)
 class SendAbort:
-    """Tell the members to discard, and tear the group down: it may be stuck in a collective."""
+    """Tell the members to discard the version, and close the group, which may be stuck in a collective."""
 
     epoch: int
     version: int
@@ -157,7 +158,7 @@ class SendAbort:
 
 
 class EvictionCause(StrEnum):
-    """Why an actor is put out of an epoch, in a few words; the reason has the details."""
+    """Reason class for putting an actor out of an epoch; the reason has the details."""
 
     HEARTBEAT = "heartbeat"
     RESTARTED = "restarted"
@@ -170,7 +171,7 @@ class EvictionCause(StrEnum):
 
 @dataclass(frozen=True)
 class Evicted:
-    """`cause` None: it left in order, on somebody's wish."""
+    """An actor was put out of an epoch. `cause` None: it left in order, because it was told to."""
 
     actor: str
     epoch: int
@@ -187,7 +188,7 @@ class SetDeadline:
 
 @dataclass(frozen=True)
 class VersionServed:
-    """Every member that is left serves it."""
+    """Every remaining member serves the version."""
 
     version: int
     epoch: int
@@ -215,16 +216,17 @@ _WAITED_FOR: dict[Phase, type] = {Phase.FORMING: EpochJoined, Phase.SENDING: Sta
 
 @dataclass
 class _Round:
-    """What has been heard in the current epoch, of the group's forming or of one version's sending."""
+    """Answers in the current epoch, while the group forms or one version is sent."""
 
     answered: dict[str, int] = field(default_factory=dict)
-    """Who has answered in this phase, the trainer included, with the checksum of what they staged."""
+    """Actors that have answered in this phase, the trainer included, with the checksum of the bytes they staged."""
     left: set[str] = field(default_factory=set)
-    """Processes that have left while their ranks were in the group: if the group breaks, or hangs, nobody else is to blame."""
+    """Processes that left while their ranks were in the group: if the group breaks or hangs, no other member is blamed."""
 
 
 class Coordinator:
-    """`epoch` 0 means that no group has been formed yet; `epochs` numbers those to come, shared in a run."""
+    """Steps one group. `epoch` 0 means that no group has been formed yet; `epochs` numbers later ones, and is shared in a
+    run."""
 
     def __init__(self, epochs: Iterator[int] | None = None) -> None:
         self._epochs = itertools.count(1) if epochs is None else epochs
@@ -232,21 +234,21 @@ class Coordinator:
         self.epoch = 0
         self.version = -1
         self.members: dict[str, Member] = {}
-        """The current epoch's."""
+        """Members of the current epoch."""
         self.present: dict[str, Member] = {}
-        """All that are registered."""
+        """All registered actors."""
         self._newcomers: set[str] = set()
-        """Came after the first version was offered: not in an epoch with others before `MemberReady`."""
+        """Actors that came after the first version was offered: not in an epoch with others before `MemberReady`."""
         self._benched: dict[str, int] = {}
-        """Failed in an epoch, the when-th failure of the run: the same, and when there is nobody else, they are tried one
-        at a time as they send heartbeats, the one whose failure is the longest ago first."""
+        """Failure order per actor. A failed actor rejoins through a side group; if nobody else is left, they are tried one at a
+        time at their heartbeats, and the one that failed longest ago is tried first."""
         self._failures = itertools.count()
         self._group_stands = False
         self._round = _Round()
         self._restarts = 0
-        """Of the current version, with the same members: nobody could be blamed."""
+        """Attempts at the current version with the same members that failed without a member to blame."""
         self._breaks = False
-        """The last group of several members had to be taken apart: the next is not tried so often."""
+        """The last group of several members was dissolved after it broke repeatedly; the next one is retried less often."""
         self._held_above: int | None = None
         self._deadline_token = 0
 
@@ -256,11 +258,11 @@ class Coordinator:
 
     @property
     def held(self) -> bool:
-        """Whether the version under way may be staged, but not committed yet."""
+        """Return whether the version in transfer may be staged, but not committed yet."""
         return self._under_way and self._held_above is not None and self.version > self._held_above
 
     def step(self, event: Event) -> list[Action]:
-        """Actions to perform, in order. Events of an old epoch or version, or of no member, change nothing."""
+        """Return the actions to perform, in order. Events of an old epoch or version, or of no member, change nothing."""
         match event:
             case MemberUp(member):
                 return self._member_up(member)
@@ -348,7 +350,7 @@ class Coordinator:
             return []
         late = set(self.members) - self._round.answered.keys()
         if not late and TRAINER in self._round.answered:
-            return [self._new_deadline()]  # complete everywhere; a held commit is nobody's fault
+            return [self._new_deadline()]  # complete everywhere; only the commit is held
         if not late or self._round.left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)
@@ -407,7 +409,8 @@ class Coordinator:
         return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
 
     def _eligible(self) -> dict[str, Member]:
-        """Members of an epoch that begins now, in the order of their ranks: newcomers only if there is nobody else."""
+        """Return the members of an epoch that begins now, in order of their ranks. Newcomers are included only if there is
+        nobody else."""
         able = {actor: member for actor, member in sorted(self.present.items()) if actor not in self._benched}
         return {actor: member for actor, member in able.items() if actor not in self._newcomers} or able
 
@@ -417,7 +420,7 @@ class Coordinator:
         return [SendVersion(self.epoch, self.version), self._new_deadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
-        """Some members are gone: go on with the rest. While committing the rest already has the bytes; no rest: aborted."""
+        """Remove members and continue with the rest, which already has the bytes while committing. Without a rest, abort."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
         for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):
@@ -432,7 +435,7 @@ class Coordinator:
         return evicted
 
     def _restart(self, reason: str) -> list[Action]:
-        """The group broke, and it is not known by whom: the next meeting tells. One that breaks on and on is taken apart."""
+        """Form the group again after it broke without a member to blame. One that breaks repeatedly is dissolved."""
         if self._round.left:
             return self._again(reason)
         self._restarts += 1
@@ -452,5 +455,5 @@ class Coordinator:
 
 
 def _of(processes: Mapping[str, str], members: Mapping[str, Member]) -> set[str]:
-    """Actors whose process among `members` is the one given. Pure."""
+    """Return the actors whose process among `members` is the given one. Pure."""
     return {actor for actor, process in processes.items() if actor in members and members[actor].process == process}

@@ -1,9 +1,8 @@
-"""Who has come and gone, what is known of each registered actor, and which of them get a side group of their own. Pure.
+"""Arrivals and departures of actors, the known state of each, and the choice of actors for side groups. Pure.
 
-An actor that comes, or that was left out of an epoch, is brought to the newest served version at once on a group of the
-trainer and itself, beside the epoch of the others. Once it serves that, it is a member of the next epoch like any other; until
-then it cannot hold anybody up. Not here: what happens within a transfer, and what a departure means for an epoch
-(`coordinator.py`).
+A new actor, or one that was put out of an epoch, is brought to the newest served version at once. That happens on a group of
+the trainer and this actor, beside the epoch of the others. Once it serves the version, it joins the next epoch like any other;
+until then it cannot delay others. `coordinator.py` steps the transfer itself, and handles departures from an epoch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pipelinerl.kube.client import PodEnd
 from services.trainer.weight_sync.coordinator import Evicted, EvictionCause, Member, MembersLeaving
 
 MOST_REMEMBERED = 4096
-"""Pods that have ended: their processes' last heartbeats come within seconds."""
+"""Maximum number of remembered pods that have ended. Late heartbeats of their processes come within seconds."""
 
 
 Kind = Literal["joined", "left", "evicted"]
@@ -24,8 +23,8 @@ Kind = Literal["joined", "left", "evicted"]
 
 @dataclass(frozen=True)
 class MemberChange:
-    """One line of the run's history. `joined`: it serves `version` from now on. `left`: on somebody's wish. `evicted`: it was
-    put out of epoch `epoch`, then with the `cause`, or is no longer heard of."""
+    """One line of the run's history. `joined`: the actor now serves `version`. `left`: it was told to leave. `evicted`: it was
+    put out of `epoch` for a `cause`, or its heartbeats stopped."""
 
     kind: Kind
     member: Member
@@ -36,40 +35,41 @@ class MemberChange:
 
 
 MOST_AT_ONCE = 4
-"""Side groups at a time: each has the whole version to send, and their sum is the trainer's uplink."""
+"""Maximum number of side groups at a time: each sends the whole version over the trainer's uplink."""
 
 MOST_RESTED = 16
-"""Heartbeats between two tries of an actor that fails again and again: each may cost the whole version's bytes."""
+"""Maximum heartbeats between two attempts with an actor that fails repeatedly: each may cost the whole version's bytes."""
 
 
 @dataclass
 class _Registered:
-    """What is known of one registered process."""
+    """Known state of one registered process."""
 
     member: Member
     version: int = -1
-    """Newest that it is known to serve."""
+    """Newest version that it is known to serve; -1 = none."""
     joined: bool = False
-    """Its arrival has been told, and no departure since."""
+    """Its arrival was reported, and no departure since."""
     met: bool = False
-    """A group was built with it: prepared, and so quick to come to the next."""
+    """A group was built with it, so it is prepared and will join the next one quickly."""
     failures: int = 0
-    """In a row, in an epoch or on a side group."""
+    """Failures in a row, in epochs or on side groups."""
     rest: int = 0
-    """Failed lately: heartbeats until the next try."""
+    """Heartbeats until the next attempt, after a failure."""
 
 
 class Roster:
-    """Registered actors, in the order in which they came, and pods that are known to end. Tells each arrival and each
-    departure once."""
+    """Registered actors in order of arrival, and pods that are known to end. It reports each arrival and each departure
+    once."""
 
     def __init__(self) -> None:
         self._actors: dict[str, _Registered] = {}
         self._ended: dict[str, tuple[Member, ...]] = {}
-        """Pods by uid; of actors that do not know theirs, processes. With who was told to end and may still run."""
+        """Members by the uid of an ended pod, or by process if an actor does not know its pod: those that were told to end and
+        may still run."""
 
     def up(self, member: Member) -> None:
-        """Registered, or sent a heartbeat. A new process of a known actor serves nothing yet."""
+        """Record a registration or heartbeat. A new process of a known actor serves nothing yet."""
         known = self._process(member)
         if known is None:
             self._actors[member.actor] = _Registered(member)
@@ -77,14 +77,14 @@ class Roster:
             known.member, known.rest = member, max(known.rest - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """It is no longer registered. Nothing new when an epoch has put it out before."""
+        """Remove an actor that is no longer registered. Its departure is not reported again if an epoch has put it out."""
         known = self._actors.pop(actor, None)
         if known is None or not known.joined:
             return []
         return [MemberChange("left" if left else "evicted", known.member, epoch, version, reason)]
 
     def put_out(self, evicted: Evicted, version: int) -> list[MemberChange]:
-        """Of an epoch, whether it served anything or not."""
+        """Record that an epoch put an actor out, whether or not it served anything."""
         known = self._actors.get(evicted.actor)
         if known is None:
             return []
@@ -94,7 +94,7 @@ class Roster:
         return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, evicted.cause)]
 
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
-        """The version was brought to them, by an epoch or on a side group."""
+        """Record that these members received the version, in an epoch or on a side group."""
         changes = []
         for member in members:
             known = self._process(member)
@@ -106,12 +106,12 @@ class Roster:
         return changes
 
     def serving(self, version: int) -> dict[str, Member]:
-        """Actors that are known to serve `version`; nobody before a first one. May be called on any thread."""
+        """Return the actors that are known to serve `version`, none before the first. May be called on any thread."""
         actors = list(self._actors.values())
         return {known.member.actor: known.member for known in actors if known.version == version >= 0}
 
     def met(self, members: Iterable[Member]) -> None:
-        """A group was built with them."""
+        """Record that a group was built with these members."""
         for known in map(self._process, members):
             if known is not None:
                 known.met = True
@@ -120,7 +120,7 @@ class Roster:
         return all(known is not None and known.met for known in map(self._process, members))
 
     def side_failed(self, member: Member) -> None:
-        """Its side group did not come to its end. It rests for 1, 2, 4, … `MOST_RESTED` heartbeats."""
+        """Record that an actor's side group failed. It rests for 1, 2, 4, … `MOST_RESTED` heartbeats."""
         known = self._process(member)
         if known is not None:
             _rest(known)
@@ -128,8 +128,8 @@ class Roster:
     def side_groups(
         self, version: int, epoch: Collection[str], running: Mapping[str, Member]
     ) -> tuple[list[str], list[Member]]:
-        """Which side groups of those `running` end, because their actor is gone, is a new process, or is in the `epoch` now;
-        and who is to be brought to `version` on a new one."""
+        """Return the `running` side groups to end, because their actor is gone, is a new process, or is in the `epoch` now; and
+        the members to bring to `version` on new ones."""
         ended = [actor for actor, member in running.items() if actor in epoch or self._process(member) is None]
         busy = {*epoch, *running}.difference(set(ended) - set(epoch))
         due = [
@@ -140,9 +140,9 @@ class Roster:
         return ended, due[: MOST_AT_ONCE - len(running) + len(ended)]
 
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
-        """The departure that follows from a pod's end; None where no actor of that pod is present (yet). Where one was told to
-        end before, the end of its processes is a departure once more. One whose end is not certain comes back with its next
-        heartbeat."""
+        """Return the departure that follows from a pod's end; None if no actor of that pod is present (yet). After a departure
+        because a pod was told to end, the end of its processes is a second one. An actor whose pod's end is uncertain returns
+        with its next heartbeat."""
         of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
         nameless = present.get(pod.name)
         if nameless is not None and not nameless.pod_uid:
@@ -155,8 +155,8 @@ class Roster:
         return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
 
     def has_left(self, member: Member) -> bool:
-        """Its pod is known to end: a late heartbeat brings nobody back. A new pod of the same name, or a container that starts
-        again in its pod, is somebody else."""
+        """Return whether the member's pod is known to end, so that a late heartbeat does not bring it back. A new pod of the
+        same name, or a container that restarts in its pod, is another member."""
         return member.pod_uid in self._ended or member.process in self._ended
 
     def _remember(self, key: str, still_running: tuple[Member, ...] = ()) -> None:

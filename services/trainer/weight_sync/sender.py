@@ -1,13 +1,12 @@
-"""The trainer's end of the weight transfer: what is sent, as a manifest; snapshots of a version; groups; broadcasts of chunks.
+"""The trainer's end of the weight transfer: the manifest, snapshots of a version, groups, and broadcasts of chunks.
 
-`snapshot` is the only part that stops the optimizer: one copy of the weights, in the wire dtype. On a device it is queued on a
-stream of its own and the host goes on; what the optimizer queues next begins when the copy is done. The snapshot may be sent
-any number of times, on any group (a joiner's side group, a rebuilt one), on a background thread. On the wire, each chunk
-follows a header of int64[6]: magic, incarnation, version, chunk index, checksum, bytes. The next chunk's checksum is computed
-while one is sent.
+Only `snapshot` stops the optimizer: it copies the weights once, in the wire dtype. On a device the copy is queued on a separate
+stream and the host continues; later work of the optimizer begins after the copy. The snapshot may be sent any number of times,
+on any group (a joiner's side group, a rebuilt one), on a background thread. On the wire, a header of int64[6] comes before each
+chunk: magic, incarnation, version, chunk index, checksum, bytes. The next chunk's checksum is computed while one is sent.
 
-A group that is abandoned while stuck is left to its own thread, which ends within the stall timeout; other groups do not wait
-for it. Not here: members, messages, and when a group is given up.
+A group that is abandoned while stuck keeps its own thread, which ends within the stall timeout; other groups do not wait for
+it. Members, messages, and the decision to give up a group are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ from services.trainer.weight_sync.updater import TransferResult
 def as_in_files(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]], converted: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of `model`, one parameter after the other, under the names and in the shapes that its files have: what any
+    """Yield the weights of `model`, one parameter after the other, under the names and in the shapes of its files, which any
     engine loads. They differ where transformers renames layers, or stacks the experts of a mixture.
 
-    `converted`: what `converted_parameters` gives, where it is known; only these are looked at.
+    `converted`: the result of `converted_parameters`, if it is known; only these parameters are converted.
     """
     for name, tensor in parameters:
         plain = converted is not None and name not in converted
@@ -58,24 +57,25 @@ def as_in_files(
 
 
 def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Parameters that files of `model` do not hold as they are. transformers takes 10 to 50 µs for each to find out, so it is
-    asked once for all versions, and not while the optimizer waits for a snapshot."""
+    """Return the parameters whose form in files of `model` differs. transformers takes 10 to 50 µs per parameter to tell, so
+    they are computed once for all versions, and not while the optimizer waits for a snapshot."""
     shapes = _shapes(model)
     return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
 
 def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
-    """What is sent of a model whose weights actors load: names, shapes and dtypes, which one rank can tell alone."""
+    """Return the manifest of a model whose weights actors load: names, shapes and dtypes, which one rank knows without the
+    others."""
     return describe(as_in_files(model, _shapes(model)), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
 
 
 def _shapes(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Served parameters without memory."""
+    """Yield the served parameters without memory."""
     return ((name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in served_parameters(model))
 
 
 def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
-    """The same where the factors of its adapters are sent, and what receivers are to do with them."""
+    """Return the manifest for sending factors of adapters, which also tells receivers how to merge them."""
     factors, low_rank = [], []
     for name, adapter in layer_adapters(model).items():
         (a, b), dtype = factor_names(name), dtype_name(adapter.weight.dtype)
@@ -94,21 +94,21 @@ def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int
 
 
 MOST_SNAPSHOTS = 3
-"""Whose memory is used again: of the version served, the one under way and the one that waits."""
+"""Number of reused buffers: for the served version, the one in transfer and the one that waits."""
 
 
 class Snapshot:
-    """Weights of one version, frozen: `stream` is uint8[manifest.total_bytes], where and in what order `placement` says."""
+    """Weights of one version, frozen. `stream`: uint8[manifest.total_bytes], at `placement`, in the manifest's order."""
 
     def __init__(self, manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST) -> None:
         self.manifest, self.version, self.stream, self._placement = manifest, version, stream, placement
         self._checksums: dict[int, int] = {}
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
-        """The chunk's bytes where a group of `placement` sends them from, and their checksum, as computed there.
+        """Return the chunk's bytes at the `placement` of the sending group, and their checksum, computed there.
 
-        The checksum is computed once, so that the first broadcast overlaps it with sending. On a device it is queued behind the
-        copy into `stream` and waited for: a chunk with a checksum is there.
+        The checksum is computed once, so that during the first broadcast it overlaps with sending. On a device it is queued
+        behind the copy into `stream` and waited for: if a chunk has a checksum, its bytes are there.
         """
         with placement.scope(), self._placement.scope():
             raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
@@ -120,10 +120,10 @@ class Snapshot:
 class WeightSender:
     """The trainer's end of the collective: takes snapshots, opens a group per epoch or joiner, starts broadcasts.
 
-    `stall_timeout_s` is the longest that one chunk may take before the group counts as broken; it also bounds an abort.
-    `placement`: where snapshots are kept. `group_placement`: that of the groups they are sent on, the same unless snapshots
-    of a device's weights are kept in host memory, from where each chunk then goes to the device just before it is sent.
-    `store`: where its groups meet; None: it opens none. `host`: the address on which actors reach this pod.
+    `stall_timeout_s`: maximum time for one chunk before the group counts as broken; it also bounds an abort. `placement`:
+    memory of the snapshots. `group_placement`: memory of the groups that send them; it differs only if a device's snapshots are
+    kept in host memory, and each chunk is copied to the device just before it is sent. `store`: meeting place of its groups;
+    None: it opens none. `host`: address on which actors reach this pod.
     """
 
     def __init__(
@@ -144,26 +144,26 @@ class WeightSender:
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy the parameters (such as `model.named_parameters()`); they may change as soon as this returns.
+        """Copy the parameters (such as `model.named_parameters()`), which may change as soon as this returns.
 
-        On a device: by whatever is queued on the caller's stream from then on. Raises ManifestDiffers when they are not what
-        the manifest describes.
+        On a device, this holds for work that is queued on the caller's stream afterwards. Raises ManifestDiffers if the
+        parameters do not fit the manifest.
         """
         with self.placement.beside():
             stream = pack(self.manifest, parameters, self._empty_stream())
         return Snapshot(self.manifest, version, stream, self.placement)
 
     def _empty_stream(self) -> Tensor:
-        """Host memory of devices' weights is such that a device copies from and to it without a detour."""
+        """Return memory for a snapshot. For a device's weights, it is pinned host memory."""
         num_bytes, device, of_groups = self.manifest.total_bytes, self.placement.device, self.group_placement.device
         if device.type == of_groups.type == "cpu":
             return self._memory.take(num_bytes)
-        # Not reused here: torch's allocators keep this memory themselves.
+        # Not reused here, since torch's allocators cache this memory.
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
-        """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice. `patience_s`: how long to
-        wait for the next rank once one has come; None: to the deadline."""
+        """Start to meet the other ranks of `epoch`, as rank 0. Epoch numbers are never reused. `patience_s`: maximum wait for
+        the next rank once one has come; None: until the deadline."""
         assert self._store is not None
         spec = GroupSpec(self._store.own_address, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), on_device(self.group_placement.device)
@@ -174,10 +174,8 @@ class WeightSender:
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
-        """Starts sending on `group`, on a thread of its own; nothing else may use the group until that is done.
-
-        If it fails the group is closed. `given_up` makes it fail within the stall timeout.
-        """
+        """Start sending on `group`, on a separate thread; until it is done, no other code may use the group. If it fails, the
+        group is closed. `given_up` makes it fail within the stall timeout."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         chunks = snapshot.manifest.chunks
         ready: Generator[tuple[Tensor, int], None, None] = (snapshot.ready(chunk, placement) for chunk in chunks)
@@ -206,10 +204,8 @@ class WeightSender:
 
 
 class CollectiveGroup:
-    """The trainer's end of one group. `store_address`: host:port where its members meet.
-
-    What is under way goes on when whoever waits for it is cancelled; `given_up` ends it.
-    """
+    """The trainer's end of one group. `store_address`: host:port where its members meet. Cancelling a waiting caller does not
+    stop the operation; `given_up` does."""
 
     def __init__(
         self, sender: WeightSender, store_address: str, meeting: Future[WeightGroup], given_up: threading.Event
@@ -219,17 +215,17 @@ class CollectiveGroup:
         self._broadcast: Future[TransferResult] | None = None
 
     async def built(self) -> None:
-        """Returns when every rank has connected. Raises `TransferError`; at the deadline `RanksMissing`."""
+        """Return when every rank has connected. Raises `TransferError`; at the deadline `RanksMissing`."""
         await asyncio.wrap_future(self._meeting)
 
     async def broadcast(self, snapshot: Snapshot, deadline_s: float) -> TransferResult:
-        """Raises `TransferError`; the group is then closed."""
+        """Send the snapshot. Raises `TransferError`; the group is then closed."""
         self._broadcast = self._sender.broadcast(snapshot, self._meeting.result(), deadline_s, self._given_up)
         return await asyncio.wrap_future(self._broadcast)
 
     async def abandon(self) -> None:
-        """Give up whatever is under way. Returns at once; what is stuck ends by its own timeouts and closes its group."""
-        self._given_up.set()  # tells those who wait in a meeting, too, and ends a broadcast that can be interrupted
+        """Give up the running operation. Returns at once; a stuck one ends by its own timeouts and closes its group."""
+        self._given_up.set()  # also ends a meeting, and a broadcast between two chunks
         if self._broadcast is not None and not self._broadcast.done():
             return  # its thread closes the group
         if self._meeting.done():

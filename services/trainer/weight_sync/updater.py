@@ -1,9 +1,9 @@
-"""Brings every version to every actor: the session of the epoch, side sessions of joiners, control messages in and out.
+"""Bring every version to every actor: the session of the epoch, side sessions of joiners, and control messages in and out.
 
-Consumes versions offered by the optimizer loop and the actors' answers; produces served versions. `offer` returns as soon
-as sending has begun, so that the next batch is computed while bytes move; it waits only for the version before, so that
-sending trails the optimizer by at most one version. Registered actors, their answers and deadlines unblock it. An outage of
-NATS is waited for. Only the first version has a limit to its waiting: a run that no actor can serve ends with their reasons.
+It consumes versions offered by the optimizer loop and the actors' answers, and produces served versions. `offer` returns as
+soon as sending has begun, so that the next batch is computed meanwhile; it waits only for the previous version, so that sending
+is at most one version behind the optimizer. Registered actors, their answers and deadlines unblock it. It waits through an
+outage of NATS. Only the wait for the first version is limited: a run that no actor can serve ends with their reasons.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": EpochJoined, "staged": Staged, "serving": Serving, "failed": Abort}
-"""What actors say, by kind."""
+"""Message types of the actors' answers, by kind."""
 MEETING_SHARE = 0.8
-"""Of the deadline, for a group's members to meet: a meeting knows who did not come, and says so before the deadline of the
-phase, which would blame all whom it kept waiting."""
+"""Share of the deadline in which a group's members must meet. A meeting knows which members are missing and reports them before
+the phase's deadline, which would blame all members that it kept waiting."""
 PATIENCE_S = 3.0
-"""For the next rank once one has come, in a meeting of members that have met before: who died a moment ago is found out by
-this, long before its registration expires. Who is only slow is left out too, and comes back by a side group."""
+"""Maximum wait for the next rank once one has come, in a meeting of members that have met before. It reveals a member that has
+just died long before its registration expires. A slow member is left out, too, and returns through a side group."""
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""`waiting`: it serves no version, or an older one, and its turn is still to come. `leaving`: it was told to end, and is still
-registered."""
+"""`waiting`: the actor serves no version, or an older one, and its turn is still to come. `leaving`: it was told to end, and is
+still registered."""
 MOST_REASONS = 16
-"""Actors whose last reason is remembered: enough for a person, and bounded where names keep changing."""
+"""Maximum number of actors whose last reason is remembered, since names may keep changing."""
 
 
 @dataclass(frozen=True)
 class TransferResult:
-    """A version whose every byte has left. `checksum`: of the whole version, to compare with what receivers staged."""
+    """Result of sending a whole version. `checksum`: of all its bytes, to compare with the receivers' checksums."""
 
     checksum: int
     num_bytes: int
@@ -74,7 +74,7 @@ class TransferResult:
 
 @dataclass
 class UpdateRecord:
-    """What one version's update took. Seconds, bytes."""
+    """Figures of one version's update, in seconds and bytes."""
 
     version: int
     num_bytes: int = 0
@@ -86,12 +86,12 @@ class UpdateRecord:
 
 
 class TransferSession:
-    """One transfer group and the state machine that directs it: the epoch of all actors, or the side group of a `joiner`, who
-    is then the only one spoken to.
+    """One transfer group and the state machine that directs it: the epoch of all actors, or the side group of a `joiner`, which
+    is then the only addressee.
 
-    Performs its coordinator's actions that concern the group itself: opening, announcing, broadcasting, committing, aborting,
-    deadlines; and records what the update took. The update's span lasts from its offer until every member serves the version,
-    or it is given up; members' spans follow the announcement or the commit that they answer.
+    It performs its coordinator's actions on the group itself (open, announce, broadcast, commit, abort, deadlines) and records
+    the update's figures. The update's span lasts from its offer until every member serves the version, or it is given up;
+    members' spans follow the announcement or the commit that they answer.
     """
 
     def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiner: c.Member | None = None) -> None:
@@ -106,13 +106,13 @@ class TransferSession:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, version: int, snapshot: Snapshot) -> None:
-        """What the next `VersionReady` will send."""
+        """Set the version that the next `VersionReady` sends."""
         self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
         about: a.Attributes = {a.VERSION: version, **({a.ACTOR: self.joiner.actor} if self.joiner else {})}
         self._span = root("weight_update", attributes=about)
 
     async def step(self, event: c.Event) -> list[c.Action]:
-        """Takes an event of this session and performs what follows from it for the group; returns what follows from it."""
+        """Take an event of this session, and perform the resulting actions on the group; returns the actions."""
         self._note(event)
         actions = self.coordinator.step(event)
         for action in actions:
@@ -120,14 +120,14 @@ class TransferSession:
         return actions
 
     async def close(self) -> None:
-        """Ends what is under way, in bounded time."""
+        """End running operations, in bounded time."""
         if self._timer is not None:
             self._timer.cancel()
         await self._stop_transfer()
         self._end_spans("given up")
 
     def _note(self, event: c.Event) -> None:
-        """Keeps the times that a member says of the version under way."""
+        """Record the times that a member reports for the version in transfer."""
         if not isinstance(event, Staged | Serving) or event.actor == c.TRAINER:
             return
         if (event.epoch, event.version) != (self.coordinator.epoch, self.record.version):
@@ -229,25 +229,25 @@ class TransferSession:
         task, group = self._task, self._group
         self._task = self._group = None
         if task is not None:
-            task.cancel()  # before anything is waited for: one that has not begun must not
+            task.cancel()  # first, so that a task that has not begun does not begin
         if group is not None:
             await group.abandon()
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _say(self, kind: str, order: EpochStart | Announce | Commit | Abort, span: Span = INVALID_SPAN) -> None:
-        """To all actors, or to the joiner alone."""
+        """Send an order to all actors, or to the joiner alone."""
         payload, actor = order.SerializeToString(), self.joiner.actor if self.joiner else ""
         headers, bus = headers_of(trace_of(span)), self._updater.bus
         await retry_forever(lambda: bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
 
     def _order_span(self, kind: str, epoch: int) -> Span:
-        """Of saying `kind` to the members."""
+        """Return the span of sending an order of this `kind` to the members."""
         attributes = {a.EPOCH: epoch, **a.messaging("send", f"control.{kind}")}
         return child(trace_of(self._span), f"weight_update.{kind}", kind=SpanKind.PRODUCER, attributes=attributes)
 
     def _end_spans(self, failure: str = "", *, of_commit_only: bool = False) -> None:
-        """Served by all, or given up for a reason. Only the first call counts."""
+        """End the spans, because the version is served, or was given up for a reason. Only the first call counts."""
         for span in (self._commit_span,) if of_commit_only else (self._commit_span, self._span):
             if failure:
                 span.set_status(Status(StatusCode.ERROR, failure))
@@ -257,10 +257,10 @@ class TransferSession:
 
 
 class WeightUpdater:
-    """`join_timeout_s`: from the offer of the first version until some version is served.
+    """Sends versions to all actors. `join_timeout_s`: from the offer of the first version until some version is served.
 
-    Keeps the snapshot of the newest served version for joiners, beside that of the version under way. `on_change`: called when
-    the epoch, or one more actor, serves a version, and when an actor is gone.
+    It keeps the snapshot of the newest served version for joiners, beside that of the version in transfer. `on_change`: called
+    when the epoch, or one more actor, serves a version, and when an actor is gone.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class WeightUpdater:
         self._sides: dict[str, TransferSession] = {}
         self._formed_before = False
         self._changed = asyncio.Condition()
-        """Told after each event."""
+        """Notified after each event."""
         self._under_way: Snapshot | None = None
         self._served_snapshot: Snapshot | None = None
         self._reasons: dict[str, str] = {}
@@ -295,7 +295,7 @@ class WeightUpdater:
         self.bad_messages = 0
         """Answers and registrations that could not be read, since the start."""
 
-    # --- what the rest of the trainer uses --------------------------------------------------------------------------
+    # --- used by the rest of the trainer ----------------------------------------------------------------------------
 
     @property
     def members(self) -> dict[str, c.Member]:
@@ -304,15 +304,13 @@ class WeightUpdater:
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Actors that are known to serve `served_version`: whom to ask while it is held."""
+        """Return the actors that are known to serve `served_version`; while it is held, they can be measured."""
         return self.roster.serving(self.served_version)
 
     @property
     def states(self) -> dict[str, str]:
-        """Of each registered actor, by name; on a side group it is joining, though it may still serve the version before.
-
-        May be read on any thread.
-        """
+        """Return the state of each registered actor by name. `joining`: it is on a side group, and may still serve an older
+        version. May be read on any thread."""
         serving, joining = set(self.serving), set(self._sides)
         states = {
             name: "joining" if name in joining else "serving" if name in serving else "waiting"
@@ -322,7 +320,7 @@ class WeightUpdater:
 
     @property
     def member_states(self) -> dict[str, int]:
-        """Registered actors by state, each of `MEMBER_STATES`. May be read on any thread."""
+        """Return the number of registered actors by state, for each of `MEMBER_STATES`. May be read on any thread."""
         states = list(self.states.values())
         return {state: states.count(state) for state in MEMBER_STATES}
 
@@ -332,7 +330,7 @@ class WeightUpdater:
 
     @property
     def reasons(self) -> str:
-        """Why actors did not serve, in their own words where they had any; empty when nothing was heard."""
+        """Return why actors did not serve, preferably in their own words; empty if no reason is known."""
         return "; ".join(f"{actor}: {reason}" for actor, reason in sorted(self._reasons.items()))
 
     async def wait_for_members(self, count: int) -> None:
@@ -343,30 +341,30 @@ class WeightUpdater:
         return len(self._main.coordinator.present)
 
     async def offer(self, version: int, snapshot: Snapshot) -> None:
-        """Begins sending `version`. Waits until the version before is served by everyone who is left."""
+        """Begin to send `version`. Waits until all remaining members serve the previous version."""
         await self.all_served()
         self._under_way = snapshot
         self._main.begin(version, snapshot)
         self.post(self._main, c.VersionReady(version))
 
     def pod_ends(self, pod: PodEnd) -> None:
-        """An actor's pod is being deleted, or has ended: its departure, whatever its heart does."""
+        """Record that an actor's pod is being deleted, or has ended: the actor departs even if it still sends heartbeats."""
         leaving = self.roster.leaving(pod, self._main.coordinator.present)
         if leaving is not None:
             self.post(None, leaving)
 
     @property
     def commit_held(self) -> bool:
-        """Whether `hold_when_served` keeps the version under way from being served."""
+        """Return whether `hold_when_served` keeps the version in transfer from being served."""
         return self._main.coordinator.held
 
     async def all_served(self) -> None:
-        """Returns when the epoch has nothing under way."""
+        """Return when the epoch has no version in transfer."""
         await self._until(lambda: self._under_way is None)
 
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
-        """Enters once `version`, offered before, is served; while inside, no later one is committed. Staging goes on."""
+        """Enter once `version`, offered before, is served. Inside the block later versions are staged, but not committed."""
         self.post(self._main, c.HoldCommits(above=version))
         try:
             await self._until(lambda: self.served_version >= version)
@@ -375,7 +373,7 @@ class WeightUpdater:
             self.post(self._main, c.HoldCommits(above=None))
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises `ServiceError` when no actor comes to serve the first version."""
+        """Run until cancelled. Raises `ServiceError` if no actor serves the first version in time."""
         manifest = self.sender.manifest.to_bytes()
         await retry_forever(lambda: self.bus.publish_control("manifest", manifest), "say 'manifest'")
         try:
@@ -396,7 +394,7 @@ class WeightUpdater:
         except TimeoutError as error:
             raise ServiceError(
                 f"version {self._main.record.version} was served by no actor within weights.join_timeout_s = "
-                f"{self._join_timeout_s:g} s; {f'last heard: {self.reasons}' if self._reasons else 'no actor said why'}. "
+                f"{self._join_timeout_s:g} s; {f'last reasons: {self.reasons}' if self._reasons else 'no actor said why'}. "
                 "Look at the actors' logs, or raise it"
             ) from error
 
@@ -433,15 +431,13 @@ class WeightUpdater:
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error, extra=AGGREGATED)
                     continue
                 about = {a.ACTOR: message.actor, **a.messaging("process", f"control.{message.kind}")}
-                trace = trace_in(message.headers)  # the last span on the member's side follows into the trainer
+                trace = trace_in(message.headers)  # the member's last span continues in the trainer
                 child(trace, "weight_update.answer", kind=SpanKind.CONSUMER, attributes=about).end()
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Posts an answer to this incarnation to the session that it is about; nobody else's.
-
-        That of an epoch that is over goes to the main session, which ignores it.
-        """
+        """Post an answer to the session that it concerns, if it is for this incarnation. An answer for an epoch that is over
+        goes to the main session, which ignores it."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
@@ -454,15 +450,15 @@ class WeightUpdater:
         self.post(next(sides, self._main), answer)
 
     def _note_reason(self, actor: str, reason: str) -> None:
-        """What an actor said itself is not replaced by what was seen of it from here."""
+        """Note a reason observed here, unless the actor has given its own."""
         self._reasons.setdefault(actor, reason)
         while len(self._reasons) > MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]
 
-    # --- what follows from them -------------------------------------------------------------------------------------
+    # --- consequences of events --------------------------------------------------------------------------------------
 
     def post(self, session: TransferSession | None, event: c.Event) -> None:
-        """`session` None: of the membership, which concerns all sessions."""
+        """Queue an event. `session` None: the event is about the membership, and concerns all sessions."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:
@@ -496,7 +492,7 @@ class WeightUpdater:
                     self._gone(actor, "left, or its heartbeat stopped", left=False)
             case c.MembersLeaving(members, reason):
                 for member in members:
-                    if member.actor not in self._main.coordinator.present:  # else another process of that name is there
+                    if member.actor not in self._main.coordinator.present:  # else another process has the name
                         self._gone(member.actor, reason, left=True)
         await self._tend_sides()
 
@@ -529,10 +525,10 @@ class WeightUpdater:
                     self._tell(self.roster.served(self.members.values(), epoch, version))
                     self._recorder.served(self._main.record)
                     self._on_change()
-        await self._tend_sides()  # after all of them: who is put out rests first
+        await self._tend_sides()  # after all actions, so that evicted actors rest first
 
     async def _tend_sides(self) -> None:
-        """Ends the side groups that are over, and begins those that may begin."""
+        """End the side groups that are over, and begin new ones."""
         running = {actor: session.joiner for actor, session in self._sides.items() if session.joiner is not None}
         ended, due = self.roster.side_groups(self.served_version, self.members, running)
         for actor in ended:
@@ -540,7 +536,7 @@ class WeightUpdater:
         for member in due:
             log.info("actor %s is brought to version %d on a side group", member.actor, self.served_version)
             session = self._sides[member.actor] = TransferSession(self, c.Coordinator(self._epochs), member)
-            assert self._served_snapshot is not None, "nobody is brought to a version before one is served"
+            assert self._served_snapshot is not None, "side groups begin after a version is served"
             session.begin(self.served_version, self._served_snapshot)
             session.coordinator.step(c.MemberUp(member))
             await self._step_side(session, c.VersionReady(self.served_version))
@@ -568,7 +564,7 @@ class WeightUpdater:
 
 
 def coalesce_departures(events: list[tuple[TransferSession | None, c.Event]]) -> list[tuple[TransferSession | None, c.Event]]:
-    """The same events in the same order, departures that follow one another as one. Pure."""
+    """Return the same events in the same order, with consecutive departures merged. Pure."""
     merged: list[tuple[TransferSession | None, c.Event]] = []
     for session, event in events:
         before = merged[-1][1] if merged else None
@@ -583,16 +579,16 @@ def coalesce_departures(events: list[tuple[TransferSession | None, c.Event]]) ->
 
 
 def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:
-    """Rank layout: rank 0 is the trainer, then each actor's ranks in the members' order. Pure."""
+    """Return the rank layout: rank 0 is the trainer, then come each actor's ranks in the members' order. Pure."""
     first_ranks = accumulate((member.ranks for member in members), initial=1)
     return tuple(
         EpochMember(actor=member.actor, process=member.process, first_rank=first_rank, ranks=member.ranks)
-        for member, first_rank in zip(members, first_ranks, strict=False)  # the last is the next one's
+        for member, first_rank in zip(members, first_ranks, strict=False)  # the last number is not used
     )
 
 
 def actors_of(ranks: Iterable[int], members: tuple[c.Member, ...]) -> tuple[str, ...]:
-    """Whose ranks these are, each actor once. Pure."""
+    """Return the actors to which these ranks belong, each once. Pure."""
     wanted = set(ranks)
     return tuple(
         member.actor
