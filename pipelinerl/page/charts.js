@@ -1,9 +1,8 @@
 /* Charts of the run's pages: lines, bars and a heat map as inline SVG. No dependency, no network.
  *
- * Each function fills one element with a <figure>: title, legend where there are several series, a drawing that follows the
- * element's width, and a readout under the pointer or, with the arrow keys, under the keyboard. Drawn again in the same element,
- * with newer data, it keeps the keyboard's focus and the readout. Text is only ever set as text, never as HTML. What to draw is
- * views.js's business. */
+ * Each function fills one element with a <figure>: a title, a legend for several series, a drawing that follows the element's
+ * width, and a readout that follows the pointer or the arrow keys. When a figure is drawn again in the same element with newer
+ * data, it keeps the keyboard's focus and the readout. Text is always set as text, never as HTML. views.js decides what to draw. */
 "use strict";
 
 const PrlCharts = (() => {
@@ -14,7 +13,7 @@ const PrlCharts = (() => {
   function node(name, attributes = {}, text) {
     const made = document.createElement(name);
     for (const [key, value] of Object.entries(attributes)) {
-      if (key === "style") made.style.cssText = value; // as an attribute, a page's security policy refuses it
+      if (key === "style") made.style.cssText = value; // the page's security policy refuses it as an attribute
       else made.setAttribute(key, value);
     }
     if (text !== undefined) made.textContent = text;
@@ -28,7 +27,7 @@ const PrlCharts = (() => {
     return made;
   }
 
-  /* Round values within [low, high], about `count` of them; `whole` ones if that is true. */
+  /* Returns about `count` round values within [low, high]; if `whole` is true, integers. */
   function ticks(low, high, count, whole = false) {
     const rough = Math.max(whole ? 1 : 0, (high - low || 1) / Math.max(1, count));
     const power = 10 ** Math.floor(Math.log10(rough));
@@ -48,16 +47,16 @@ const PrlCharts = (() => {
     return String(Number(value.toPrecision(3)));
   }
 
-  const placeText = (value) => (Number.isInteger(value) ? String(value) : number(value)); // a step is written out
+  const placeText = (value) => (Number.isInteger(value) ? String(value) : number(value)); // steps are not abbreviated
 
-  /* What a reader has at hand in each element that was drawn in: {at: place of the readout, focused}. */
+  /* The reader's state in each element with a drawing: {at: place of the readout, focused}. */
   const reading = new WeakMap();
 
   function frame(root, options) {
     const focused = document.activeElement !== null && root.contains(document.activeElement);
     reading.set(root, { at: (reading.get(root) || {}).at ?? null, focused });
     const kept = { ...reading.get(root) };
-    root.replaceChildren(); // blurs what was focused, which closes the readout
+    root.replaceChildren(); // blurs the focused element, which closes the readout
     reading.set(root, kept);
     const figure = node("figure", { class: "chart" });
     const caption = node("figcaption");
@@ -116,7 +115,7 @@ const PrlCharts = (() => {
     svg.append(shape("text", { x: width - PAD.right, y: HEIGHT - 3, "text-anchor": "end" }, text));
   }
 
-  /* A readout that follows the pointer or the arrow keys. positions: [{x, lines: [{name, color, text}], at}], x in pixels. */
+  /* Adds a readout that follows the pointer or the arrow keys. positions: [{x, lines: [{name, color, text}], at}], x in pixels. */
   function readout(figure, svg, width, positions) {
     if (!positions.length) return;
     const cross = shape("line", { class: "cross", y1: PAD.top, y2: HEIGHT - PAD.bottom, visibility: "hidden" });
@@ -170,8 +169,8 @@ const PrlCharts = (() => {
     };
   }
 
-  /* Range of a vertical axis; `low` and `high` fix its ends. Values that are all the same stand between 0 and their double, and
-   * others fill it unless labels of three digits would then be the same. */
+  /* Returns the range of a vertical axis; `low` and `high` fix its ends. Equal values get a range from 0 to twice the value. Other
+   * values fill the range, unless labels of three digits would then be equal. */
   function extent(values, low, high) {
     let least = low ?? Infinity, most = high ?? -Infinity;
     for (const value of values) { if (low === undefined && value < least) least = value; if (high === undefined && value > most) most = value; }
@@ -182,14 +181,15 @@ const PrlCharts = (() => {
     return least === 0 ? [0, 1] : [Math.min(0, 2 * least), Math.max(0, 2 * least)];
   }
 
-  /* Range and tick labels of a horizontal axis `width` pixels wide. A single value stands in the middle; whole numbers stay whole. */
+  /* Returns the range and tick labels of a horizontal axis of `width` pixels. A single value is in the middle; the labels of
+   * integers are integers. */
   function across(values, width) {
     const low = Math.min(...values), high = Math.max(...values);
     if (low === high) return { low: low - 0.5, high: high + 0.5, marks: [low] };
     return { low, high, marks: ticks(low, high, width / 90, values.every(Number.isInteger)) };
   }
 
-  /* Lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots}]; yLow, yHigh fix the range. */
+  /* Draws lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots}]; yLow, yHigh fix the range. */
   function lines(root, options) {
     const format = options.format || number;
     const series = options.series.filter((one) => one.points.some((point) => point[1] !== null && point[1] !== undefined));
@@ -234,7 +234,7 @@ const PrlCharts = (() => {
     return known.map((points, i) => `${series[i].name} from ${format(points[0][1])} to ${format(points[points.length - 1][1])}`).join("; ");
   }
 
-  /* One bar for each of bars: [{label, value, note}]; where value is null, its place is left free. */
+  /* Draws one bar for each of bars: [{label, value, note}]; if a value is null, its place stays free. */
   function bars(root, options) {
     const format = options.format || number;
     const figure = frame(root, options);
@@ -260,7 +260,7 @@ const PrlCharts = (() => {
     });
   }
 
-  /* Shares by column and row as shades of one colour. columns: [{x, shares: {row: share}}], rows: sorted row keys. */
+  /* Draws shares by column and row as shades of one colour. columns: [{x, shares: {row: share}}], rows: sorted row keys. */
   function heat(root, options) {
     const figure = frame(root, options);
     const { columns, rows } = options;

@@ -1,6 +1,6 @@
-"""What the pages show of a run, as one plain object. Pure and bounded: records of a long run are thinned.
+"""The data of a run's pages, as one plain object. Pure and bounded: records of a long run are thinned.
 
-`pipelinerl.local.ending` makes it from a finished run's files; while a run goes on the trainer keeps it up to date
+`pipelinerl.local.ending` makes it from a finished run's files; during a run the trainer keeps it up to date
 (`services.trainer.reporting.page`).
 """
 
@@ -19,13 +19,13 @@ Item = TypeVar("Item")
 Record = Mapping[str, Any]
 
 MAX_RECORDS = 1500
-"""Steps that are drawn at most, about; a longer run is thinned evenly."""
+"""Approximate maximum of steps that are drawn; a longer run is thinned evenly."""
 NEWEST = 20
-"""Steps that are never thinned: what the views call the last ones."""
+"""Number of last steps, which are never thinned."""
 SAMPLES_SHOWN = 8
 _MAX_TEXT = 4000
 _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
-"""Of an episode, turns and observations of a branch, characters of each of these."""
+"""Limits of a shown episode: branches, turns and observations of a branch, characters of each of these."""
 _DIGITS = 6
 _SHOWN = (
     "step", "time_s", "reward_mean", "entropy", "grad_norm", "clipped", "ess", "lag", "lag_histogram", "largest_lag",
@@ -36,12 +36,12 @@ _SHOWN = (
 
 
 class ThinnedSeries(Generic[Item]):
-    """Of all that was added, evenly spaced ones and all of the last `newest`: at most 2 · `limit` + `newest`."""
+    """Keeps evenly spaced items, and all of the last `newest`: at most 2 · `limit` + `newest` in total."""
 
     def __init__(self, limit: int, newest: int) -> None:
         self._limit, self._stride, self._count = limit, 1, 0
         self._kept: list[Item] = []
-        """Numbers 0, stride, 2 · stride, …"""
+        """Items number 0, stride, 2 · stride, …"""
         self._newest: deque[Item] = deque(maxlen=newest)
 
     def add(self, item: Item) -> None:
@@ -54,18 +54,18 @@ class ThinnedSeries(Generic[Item]):
             self._stride *= 2
 
     def items(self) -> list[Item]:
-        """In order of adding; a list of the caller's own."""
+        """Return a new list of the kept items, in order of adding."""
         before = self._count - len(self._newest)
         return self._kept[: -(-before // self._stride)] + list(self._newest)
 
 
 NEWEST_OF_A_KIND = SAMPLES_SHOWN // 2
-"""Held-out samples, and as many trained ones, that stay beside the first of the run."""
+"""Number of newest held-out samples, and of newest trained ones, that are kept besides the first of the run."""
 _TIMES_KEPT = 256
 
 
 class RunHistory:
-    """The run so far, as the page's views draw it. `limit`: records and evaluations after which the older ones are thinned."""
+    """The run so far, as the page's views draw it. `limit`: number of records and evaluations above which they are thinned."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._records: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, NEWEST)
@@ -75,16 +75,16 @@ class RunHistory:
         self._lengths: dict[str, list[int]] = {}
         self._mismatch: float | None = None
         self._parity_failures = 0
-        """Of the last probe that could be compared, nats; and of all."""
+        """`_mismatch` is that of the last comparable probe, in nats; failures are counted over all probes."""
         self._ess: defaultdict[str, float] = defaultdict(float)
         self._ess_steps: Counter[str] = Counter()
-        """Sum and number of steps, by lag bucket."""
+        """Sum of the ESS, and number of steps, by lag bucket."""
         self._early: list[dict[str, Any]] = []
         self._late = {kind: deque[dict[str, Any]](maxlen=NEWEST_OF_A_KIND) for kind in (True, False)}
 
     def add(self, record: Record, samples: Iterable[Record] = ()) -> dict[str, Any]:
-        """One more step and the samples since the one before. Returns what a page that has the rest needs to hear."""
-        shown = {key: _short(record[key]) for key in _SHOWN if key in record}  # what the charts need of one step
+        """Add a step and the samples since the previous step. Return the update for pages that have all earlier data."""
+        shown = {key: _short(record[key]) for key in _SHOWN if key in record}
         self._records.add(shown)
         self._times_s[record.get("step", 0)] = record.get("time_s")
         if len(self._times_s) > _TIMES_KEPT:
@@ -106,13 +106,13 @@ class RunHistory:
         return {"record": shown, "heldout": point, "samples": fresh, **self._totals()}
 
     def add_samples(self, samples: Iterable[Record]) -> None:
-        """Of before. A line without a step, as of a file that somebody edited, is left out."""
+        """Add earlier samples. A sample without a step, as in a file that somebody edited, is left out."""
         for sample in samples:
             if isinstance(sample.get("step"), int):
                 self._add_sample(sample)
 
     def data(self) -> dict[str, Any]:
-        """All of it; nothing in it changes any more."""
+        """Return all data, as a snapshot that does not change."""
         late = [sample for kind in (True, False) for sample in self._late[kind]]
         return {
             "records": self._records.items(),
@@ -131,7 +131,7 @@ class RunHistory:
         }
 
     def _heldout_point(self, record: Record) -> dict[str, Any] | None:
-        """At the policy version that was measured, not at the step that it ended in."""
+        """Return a record's evaluation at the policy version that was measured, not at the step in which it ended."""
         if record.get("heldout_accuracy") is None:
             return None
         version = record.get("heldout_version", record.get("step"))
@@ -152,7 +152,7 @@ class RunHistory:
 def report_data(
     run: str, description: str, summary: Record, records: Sequence[Record], samples: Sequence[Record], recipe_text: str
 ) -> dict[str, Any]:
-    """The object that pipelinerl/page/views.js draws; its keys are described there."""
+    """Return the object that pipelinerl/page/views.js draws and describes."""
     history = RunHistory(MAX_RECORDS // 2)
     history.add_samples(samples)
     for record in records:
@@ -174,7 +174,7 @@ def report_data(
 
 
 def _short(value: Any) -> Any:
-    """Numbers of six digits."""
+    """Round numbers to six digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):
@@ -183,8 +183,7 @@ def _short(value: Any) -> Any:
 
 
 def shown_sample(sample: Record) -> dict[str, Any]:
-    """One line of samples.jsonl, its texts clipped and with them its tokens, of which `num_tokens` says how many there were.
-    Older lines lack some keys."""
+    """Return a line of samples.jsonl, of which old ones lack some keys, with clipped texts. `num_tokens` is not clipped."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
     known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
     tokens, weights = _clipped_tokens(sample)
@@ -205,7 +204,7 @@ def _shown_branch(branch: Record) -> dict[str, Any]:
 
 
 def _clipped_tokens(sample: Record, most: int = _MAX_TEXT) -> tuple[list[str] | None, list[float | None] | None]:
-    """Tokens and weights of what is shown of a text."""
+    """Return the tokens and weights of the shown part of a text."""
     tokens, weights = sample.get("tokens"), sample.get("weights")
     if tokens is None:
         return None, weights

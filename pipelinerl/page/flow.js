@@ -1,5 +1,5 @@
-/* The ledger as a flow: what was issued, and what became of it. An SVG of bands as wide as their share, and a table with the
- * numbers. Text is only ever set as text. Where the counts come from is not known here. */
+/* The ledger as a flow from issued sequences to their outcomes: an SVG with bands as wide as their share, and a table with the
+ * numbers. Text is always set as text, never as HTML. */
 "use strict";
 
 const PrlFlow = (() => {
@@ -16,12 +16,12 @@ const PrlFlow = (() => {
   const whole = (count) => count.toLocaleString("en-US");
   const share = (count, all) => (all ? `${Number(((100 * count) / all).toFixed(1))}%` : "–");
 
-  /* Issued less everything that it became: 0 in a ledger that adds up. */
+  /* Returns issued sequences minus all outcomes, which is 0 in a ledger that adds up. */
   function discrepancy(counts) {
     return (counts.issued || 0) - OUTCOMES.reduce((sum, [key]) => sum + (counts[key] || 0), 0);
   }
 
-  /* Heights of bands in `height` pixels, with a gap between them: by share, but each at least so high that it is seen. */
+  /* Returns the heights of bands in `height` pixels, with a gap between them: by share, but each at least `least` pixels. */
   function heights(values, height, gap, least = 3) {
     const room = height - gap * (values.length - 1), total = values.reduce((a, b) => a + b, 0) || 1;
     const small = values.map((value) => (value / total) * room < least);
@@ -30,7 +30,7 @@ const PrlFlow = (() => {
     return values.map((value, i) => (small[i] ? least : (value / rest) * (room - taken)));
   }
 
-  /* Middles of labels `apart` from each other, as near to `wanted`, which rise, as `low` and `high` allow. */
+  /* Returns the middles of labels, at least `apart` from each other and near to the ascending `wanted`, within `low` and `high`. */
   function spread(wanted, apart, low, high) {
     const places = [];
     wanted.forEach((y, i) => places.push(Math.max(y, i ? places[i - 1] + apart : low)));
@@ -60,7 +60,7 @@ const PrlFlow = (() => {
     });
   }
 
-  /* counts: {issued, trained, dropped_stale, dropped_filtered, failed, in_flight}; outcomes of none are left to the table. */
+  /* counts: {issued, trained, dropped_stale, dropped_filtered, failed, in_flight}; outcomes with 0 only appear in the table. */
   function diagram(root, counts, title = "What became of the sequences") {
     const figure = frame(root, { title, sub: "Every issued sequence ends in exactly one of these" });
     if (!counts || !counts.issued) return empty(figure, "Nothing issued yet");
@@ -75,7 +75,7 @@ const PrlFlow = (() => {
     return made;
   }
 
-  /* The numbers, reasons of the losses among them: {outcome: {reason: count}}; meanings: {reason: sentence}. */
+  /* Fills in the table of counts. reasons: {outcome: {reason: count}}; meanings: {reason: sentence}. */
   function table(root, counts, reasons, meanings) {
     const made = node("table", { class: "narrow" }), body = node("tbody"), given = counts || {};
     made.append(node("caption", { class: "hidden" }, "The ledger: sequences by outcome"));
@@ -97,7 +97,7 @@ const PrlFlow = (() => {
       root.append(node("p", off ? { class: "problem" } : { class: "note" }, off ? `The ledger does not add up: ${whole(off)} sequences are unaccounted for.` : "The ledger adds up: issued = trained + in flight + dropped + failed."));
   }
 
-  /* Diagram and table beside each other; `root` may be filled again. */
+  /* Shows diagram and table side by side; `root` may be filled again. */
   function flow(root, counts, reasons, meanings) {
     if (!root.firstChild) root.append(node("div"), node("div"));
     root.classList.add("pair");

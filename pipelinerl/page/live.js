@@ -1,8 +1,8 @@
-/* The live page: fetches the run so far, asks for what is new about once a second, and shows both with the views of views.js.
+/* The live page: fetches the run so far, asks for news about once a second, and shows both with the views of views.js.
  *
- * data is that of views.js, and: total_steps, max_lag, run_dir, meanings; position: of the newest step heard of; state: {phase, message,
- * ended, version, served_version, incarnation, epoch, members, sequences, reasons, actors_held_back} (services/trainer/reporting/page). The answer
- * to a page that missed too much is `reset`: it fetches everything again. */
+ * data is that of views.js, and: total_steps, max_lag, run_dir, meanings; position: that of the newest known step; state: {phase, message,
+ * ended, version, served_version, incarnation, epoch, members, sequences, reasons, actors_held_back} (services/trainer/reporting/page). If a
+ * page missed too much, the answer is `reset`, and the page fetches everything again. */
 "use strict";
 
 const PrlLive = (() => {
@@ -14,12 +14,12 @@ const PrlLive = (() => {
   const MOST_RETRY_MS = 10000;
   const MOST_RECORDS = 3000;
   const NEWEST = 20;
-  const NEAR_BOUND = 0.9; // of the lag bound
-  const MOST_STALE = 0.01; // of the sequences, as in pipelinerl/rl/throughput.py
+  const NEAR_BOUND = 0.9; // share of the lag bound
+  const MOST_STALE = 0.01; // share of the sequences, as in pipelinerl/rl/throughput.py
   const OF_A_KIND = 4;
   const EARLY = 8;
 
-  // --- data: what news change in it
+  // --- updates of the data
 
   function addStep(data, news) {
     const { records } = data, step = news.record.step;
@@ -34,7 +34,7 @@ const PrlLive = (() => {
     for (const sample of news.samples) addSample(data.samples, sample);
   }
 
-  /* Of the first steps the first ones stay; of the newest, as many held-out ones as trained ones. */
+  /* Keeps the first samples of the first steps, and equally many of the newest held-out and trained samples. */
   function addSample(samples, sample) {
     const { early } = samples;
     if (early.length < EARLY && (!early.length || sample.step <= early[0].step + 1)) { early.push(sample); return; }
@@ -42,9 +42,9 @@ const PrlLive = (() => {
     samples.late = kinds.flat();
   }
 
-  // --- what is seen
+  // --- drawing
 
-  /* Returns what brings it up to date. */
+  /* Draws the header and returns a function that updates it. */
   function header(root, data, link) {
     const box = root.appendChild(node("header")), line = node("p", {}, `${data.description || ""} `);
     const badge = line.appendChild(node("span", { class: "badge" })), message = node("p", { class: "message" });
@@ -59,10 +59,10 @@ const PrlLive = (() => {
     };
   }
 
-  /* What is known of the trainer's: a step's record and the state come one after the other. */
+  /* The newest known version of the trainer; a step's record and the state arrive one after the other. */
   const versionOf = ({ state, records }) => Math.max(state.version ?? 0, records.length ? records[records.length - 1].step : 0);
 
-  /* [note, mark] of the lag's tile. A bound is there to be reached: only one that costs something is marked. */
+  /* Returns [note, mark] of the lag's tile. A lag at its bound is normal; it is only marked if sequences are lost by it. */
   function lagNote(last, bound, counts) {
     const lag = last.lag || {}, formula = last.largest_lag;
     const seen = `p95 ${number(lag.p95)}, max ${number(lag.max)}, largest by the formula ${number(formula)}`;
@@ -85,7 +85,7 @@ const PrlLive = (() => {
       ["reward", "Train reward", number(last.reward_mean), `step ${last.step ?? "–"}; mean of the last ${recent.length}: ${number(mean)}`],
       ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}${heldoutNote(newest)}` : "no evaluation yet"],
       ["lag", "Token lag", number(lag.mean), ...lagNote(last, data.max_lag, counts)],
-      ["ess", "ESS", number(last.ess), "1 = on-policy; below 0.5 is worth a look", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
+      ["ess", "ESS", number(last.ess), "1 = on-policy; check the lag if it is below 0.5", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
       ["parity", "Parity", number(data.parity.mismatch), data.parity.failures ? `${number(data.parity.failures)} PROBES FAILED: actors serve another policy` : "nats, largest difference of the last probe", data.parity.failures ? "warn" : ""],
       ["throughput", "Tokens per second", number(last.tokens_trained_per_s), `trained; ${number(last.tokens_generated_per_s)} generated`],
       ["busy", "Trainer at work", percent(last.trainer_busy_fraction), `of the time; the actors ${percent(last.actor_busy_fraction)}${state.actors_held_back ? ": they outrun the trainer and idle rather than stockpile" : ""}`],
@@ -95,7 +95,7 @@ const PrlLive = (() => {
     ];
   }
 
-  const stateText = { serving: "serving", joining: "joining: gets the weights", waiting: "waiting to join", leaving: "leaving: was told to end" };
+  const stateText = { serving: "serving", joining: "joining: gets the weights", waiting: "waiting to join", leaving: "leaving: is stopping" };
 
   function memberRow(member, newest) {
     const row = node("tr", { "data-member": member.name });
@@ -118,7 +118,7 @@ const PrlLive = (() => {
     root.replaceChildren(box, node("p", { class: "note" }, `The trainer's policy is version ${version}. An actor one or two versions behind is normal: a version is sent while the next one is computed.`));
   }
 
-  /* Whoever reads or points at something does not have it replaced under their eyes. */
+  /* Returns whether the reader points at or focuses a box, which is then not replaced. */
   const inUse = (box) => box.matches(":hover, :focus-within");
 
   function view(root, data, link) {
@@ -177,10 +177,10 @@ const PrlLive = (() => {
       link.className = `link ${kind}`;
       if (link.textContent !== text) link.textContent = text;
       root.dataset.link = kind;
-      root.toggleAttribute("data-old", kind === "lost" && !(data && data.state.ended)); // what is shown may not be so any more
+      root.toggleAttribute("data-old", kind === "lost" && !(data && data.state.ended)); // the shown data may be outdated
     }
 
-    /* A tab that nobody looks at asks for nothing. After a failure it is tried again later and later. */
+    /* Schedules the next request, unless the tab is hidden. After failures, intervals become longer. */
     function askSoon() {
       clearTimeout(timer);
       const over = data && data.state.ended === "finished";
@@ -212,7 +212,7 @@ const PrlLive = (() => {
       told();
     }
 
-    /* From `position` on, or everything anew where the trainer does not know it. */
+    /* Fetches the news after `position`, or everything if the trainer does not know the position. */
     async function follow() {
       const news = await asked(`page/news?after=${encodeURIComponent(position)}`);
       if (news.reset) return load();

@@ -1,7 +1,6 @@
-/* report.html: a run that has ended, from its first step to its last. The views are views.js's.
+/* report.html: a run that has ended, from its first step to its last, drawn with views.js.
  *
- * data: as in views.js, and `summary`, the run's summary.json; `starts`: the version that each of its
- * trainers began at. */
+ * data: as in views.js, and `summary`, the run's summary.json; `starts`: the version from which each of its trainers began. */
 "use strict";
 
 const PrlReport = (() => {
@@ -17,7 +16,7 @@ const PrlReport = (() => {
     if (s.error) root.append(node("p", { class: "problem" }, s.error));
   }
 
-  /* starts: the version that each trainer of the run began at. */
+  /* starts: the version from which each trainer of the run began. */
   const restarts = (starts) => (starts.length > 1 ? `trainer started again at version ${starts.slice(1).join(", ")}; ` : "");
 
   const known = (value, text) => (value === null || value === undefined ? "" : text(value));

@@ -1,12 +1,11 @@
-/* Sample completions: which policy version sampled which token, seen in the text itself, and what each token weighed.
+/* Sample completions: the text shows which policy version sampled each token, and each token's importance weight.
  *
  * Samples are model output: they are set as text, never as HTML. sample: {step, version, task, prompt, completion, reward, terms: {name:
- * value}, metrics, reference, answer, reason, spans: [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens}; docs/run-directory.md, and
- * pipelinerl/page/data.py: long completions are clipped with their tokens, of which there were num_tokens. An episode has branches:
- * [{prompt, spans, parts, num_parts}], and these turns and observations: {role, start, end, text, finish_reason, tokens, weights}.
+ * value}, metrics, reference, answer, reason, spans: [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens};
+ * see docs/run-directory.md. pipelinerl/page/data.py clips long completions with their tokens; num_tokens is the original number. An episode has
+ * branches: [{prompt, spans, parts, num_parts}] with turns and observations: {role, start, end, text, finish_reason, tokens, weights}.
  *
- * Whose words an observed text is, and what a turn calls, is read off the special tokens of chat formats; the actor reads the tokens
- * themselves. */
+ * The role of an observed text and the calls of a turn are read from the texts of special tokens of chat formats. */
 "use strict";
 
 const PrlSamples = (() => {
@@ -14,7 +13,7 @@ const PrlSamples = (() => {
   const COLORS = 6;
   const FAR = 2;
 
-  /* Neighbouring versions never look alike, and a version looks the same in every sample. */
+  /* Neighbouring versions have different colours, and a version has the same colour in every sample. */
   const shade = (version) => `v${((version % COLORS) + COLORS) % COLORS}`;
 
   function versionAt(spans, index) {
@@ -29,7 +28,7 @@ const PrlSamples = (() => {
 
   const size = (sample) => sample.num_tokens || sample.tokens.length;
 
-  /* Of the completion, not of the part that is shown. */
+  /* Returns whether a token is the last of the whole completion, not only of the shown part. */
   const isLast = (sample, index) => index === size(sample) - 1;
 
   function describe(sample, index, version) {
@@ -41,7 +40,7 @@ const PrlSamples = (() => {
   }
 
   const HINT = "Point at a token, or move over the tokens with the arrow keys";
-  const LEGEND = "Colours and marks show which policy version sampled each token: where they change, new weights came in the middle of the completion. A dotted line under a token: its importance weight is above 2 or below 1/2. Point at a token, or move over the tokens with the arrow keys, to read its version and weight.";
+  const LEGEND = "Colours and marks show which policy version sampled each token: where they change, new weights arrived in the middle of the completion. A dotted line marks a token with an importance weight above 2 or below 1/2. Point at a token, or move over the tokens with the arrow keys, to read its version and weight.";
 
   function token(sample, index, before, version) {
     const span = node("span", { class: `token ${version === null ? "" : shade(version)}`, "data-index": index });
@@ -57,7 +56,7 @@ const PrlSamples = (() => {
     return span;
   }
 
-  /* The completion with its tokens coloured; one stop for the keyboard, whose arrows go from token to token. */
+  /* Returns the completion with coloured tokens. It is one tab stop, and arrow keys move from token to token. */
   function colored(sample, label = "Completion") {
     const box = node("div");
     const text = node("div", { class: "text scroll tokens", tabindex: 0, role: "group", "aria-label": `${label}, ${size(sample)} tokens`, title: HINT });
@@ -69,7 +68,7 @@ const PrlSamples = (() => {
       before = version;
       length += piece.length;
     });
-    text.append(sample.completion.slice(length)); // what is beyond the tokens that are shown, or how much was left out
+    text.append(sample.completion.slice(length)); // the text after the shown tokens, or the note about the left-out part
     box.append(text, readout);
     let current = null;
     const show = (span) => {
@@ -99,7 +98,7 @@ const PrlSamples = (() => {
     return box;
   }
 
-  /* Which versions sampled a completion: one entry each, and a strip of pieces as long as their share of the tokens. */
+  /* Returns the versions that sampled a completion: one entry each, and a strip of pieces as long as their share of the tokens. */
   function versions(sample) {
     const box = node("div"), spans = sample.branches ? sample.branches.flatMap((branch) => branch.spans) : sample.spans || [];
     if (!spans.length) return box;
@@ -125,8 +124,8 @@ const PrlSamples = (() => {
     return sample.tokens && sample.tokens.length ? colored(sample) : plain(sample.completion, "Completion");
   }
 
-  /* How chat formats of common families begin a message, by its role's name or a word for it, and a tool's result, which some write into
-   * a user's message. */
+  /* Beginnings of a message in chat formats of common families, with the role's name or another word for it, and of a tool's result,
+   * which some formats write into a user's message. */
   const HEADER = "(?:<\\|im_start\\|>|<\\|start_header_id\\|>|<start_of_turn>|<\\|turn>|\\]~b\\])(\\w{1,32})(?:<\\|end_header_id\\|>)?"
     + "|<[|｜](?:im_|message_|hy_)?(system|developer|user|assistant|model|tool|observation)(?::\\w+)?[|｜]>|\\[(INST|SYSTEM_PROMPT)\\]";
   const RESULT = "<\\|?tool_(?:response|result)s?\\b[^>]*>|<｜tool▁outputs▁begin｜>|\\[TOOL_RESULTS\\]|## Return of";
@@ -134,8 +133,8 @@ const PrlSamples = (() => {
   const ROLES = { model: "assistant", ai: "assistant", ipython: "tool", observation: "tool", inst: "user", system_prompt: "system", developer: "system" };
   const ONLY_MARKS = /^(?:\s|<[^<>\s]*>|\[[^[\]\s]*\])*$/;
 
-  /* An observed text, message by message: [{role, text}]. The role is "" where nothing tells it; what only begins the next turn belongs to
-   * the message before it. */
+  /* Splits an observed text into messages: [{role, text}]. An unknown role is "". Text that only begins the next turn belongs to the
+   * message before it. */
   function messages(text) {
     const begins = [...text.matchAll(MESSAGE)].map((found) => {
       const result = found[4], role = result ? "tool" : found.slice(5).find((name) => name).toLowerCase();
@@ -147,7 +146,7 @@ const PrlSamples = (() => {
     return begins.map(({ role, at }, i) => ({ role, text: text.slice(at, begins[i + 1] ? begins[i + 1].at : text.length) }));
   }
 
-  /* How models of common families call a tool: as JSON, by a name and JSON, by tags. */
+  /* Forms in which models of common families call a tool: as JSON, as a name and JSON, as tags. */
   const CALL = /<tool_call|<\|tool_call|<\|python_tag\|>|\[TOOL_CALLS\]|<function=|<｜tool▁call|<[^<>]*invoke name=/;
   const AS_JSON = /(<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|^)\s*([[{][^]*?[\]}])\s*(?=<\/tool_call>|<\|e\w+_id\|>|<\/s>|$)/g;
   const NAMED = /(?:<｜tool▁sep｜>|<\|tool_call_begin\|>(?:functions\.)?|\[TOOL_CALLS\])([\w.-]+)(?::\d+)?(?:\s*```json|<\|tool_call_argument_begin\|>|\[ARGS\])?\s*(\{[^]*?\})\s*(?=```|<\|tool_call_end\|>|\[TOOL_CALLS\]|<\/s>|$)/g;
@@ -158,10 +157,10 @@ const PrlSamples = (() => {
     try { return JSON.parse(json); } catch { return null; }
   }
 
-  /* The tools that a turn's text calls: [[name, arguments]]; those alone that can be read. */
+  /* Returns the readable tool calls of a turn's text: [[name, arguments]]. */
   function calls(text) {
     const objects = [...text.matchAll(AS_JSON)].flatMap(([, mark, json]) =>
-      [parsed(json)].flat().map((call) => [call?.name, call?.parameters ?? (mark && call?.arguments)])); // without a mark: Llama's
+      [parsed(json)].flat().map((call) => [call?.name, call?.parameters ?? (mark && call?.arguments)])); // without a mark: Llama's form
     const named = [...text.matchAll(NAMED)].map(([, name, json]) => [name, parsed(json)]);
     const tagged = [...text.matchAll(TAGGED)].map(([, name, inside]) =>
       [name, Object.fromEntries([...inside.matchAll(ARGUMENT)].map(([, key, value]) => [key.trim(), value.trim()]))]);
@@ -178,7 +177,7 @@ const PrlSamples = (() => {
 
   const rolesText = (parts) => [...new Set(parts.map((part) => part.role).filter((role) => role))].join(", ");
 
-  /* An observed text as it is; of several messages, each after its role. */
+  /* Returns an observed text unchanged; several messages are marked with their roles. */
   function observed(parts, label) {
     const box = plain("", label, "observed");
     for (const { role, text } of parts)
@@ -191,7 +190,7 @@ const PrlSamples = (() => {
     sample.branches.forEach((branch, index) => {
       const name = many ? `Branch ${index + 1} of ${sample.branches.length}` : "Episode";
       const prompt = node("details"), saw = messages(branch.prompt);
-      prompt.append(node("summary", {}, [`${name}: what its first turn saw`, rolesText(saw)].filter(Boolean).join(" · ")), observed(saw, "Prompt"));
+      prompt.append(node("summary", {}, [`${name}: context of its first turn`, rolesText(saw)].filter(Boolean).join(" · ")), observed(saw, "Prompt"));
       box.append(prompt);
       let turns = 0;
       for (const part of branch.parts) box.append(...turnOrObservation(sample, branch, part, part.role === "observation" ? 0 : ++turns));
@@ -201,7 +200,7 @@ const PrlSamples = (() => {
     return box;
   }
 
-  /* Its heading and its text; `turn` counts from 1, 0 is an observation. */
+  /* Returns heading and text of a part; `turn` counts from 1, and 0 is an observation. */
   function turnOrObservation(sample, branch, part, turn) {
     const tokens = part.end - part.start, saw = turn ? [] : messages(part.text), roles = rolesText(saw);
     const name = turn ? `Turn ${turn}` : roles ? roles[0].toUpperCase() + roles.slice(1) : "Observation";
@@ -213,7 +212,7 @@ const PrlSamples = (() => {
     return [head, colored({ ...part, spans, version: sample.version, completion: part.text, num_tokens: tokens }, name)];
   }
 
-  /* Below a reward: its terms, what the environment counted, and what was compared with what. */
+  /* Returns the notes below a reward: its terms, the environment's metrics, answer and reference. */
   function earned(sample) {
     const values = (of) => Object.entries(of || {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
     const known = [["", values(sample.terms)], ["", values(sample.metrics)], ["answer: ", sample.answer], ["reference: ", sample.reference], ["", sample.reason]];
@@ -232,7 +231,7 @@ const PrlSamples = (() => {
     return row;
   }
 
-  /* A titled table of samples, in place of what `root` held. */
+  /* Replaces the content of `root` by a titled table of samples. */
   function samples(root, title, rows) {
     root.replaceChildren(node("h3", {}, title));
     if (!rows.length) return root.append(node("p", { class: "lead" }, "None recorded yet."));

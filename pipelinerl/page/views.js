@@ -1,15 +1,15 @@
-/* What a run's pages show, as functions from the run's data to elements: charts, tiles, sections. Drawing is charts.js's
- * business; which of these a page has, and in which order, is report.js's and live.js's.
+/* The views of a run's pages: functions from the run's data to charts, tiles and sections. charts.js draws; report.js and live.js
+ * choose and order the views.
  *
  * data: {run, description, records, lag_totals, stale_share_by_length, ess_by_lag, parity, heldout, samples: {early, late}, recipe, meanings}; see pipelinerl/page/data.py.
- * Any number may be missing: it is shown as a dash, or its chart says so. */
+ * Any number may be missing; it is shown as a dash, or its chart says so. */
 "use strict";
 
 const PrlViews = (() => {
   const { node, number, lines, bars, heat } = PrlCharts;
   const percent = (v) => (v === null || v === undefined ? "–" : `${Number((100 * v).toFixed(1))}%`);
   const seconds = (v) => (v === null || v === undefined ? "–" : v === 0 || v >= 1 ? `${number(v)} s` : `${number(1000 * v)} ms`);
-  /* Of an evaluation with problems without a verdict: these as wrong answers. */
+  /* The accuracy of an evaluation if problems without a verdict count as wrong; null if all have a verdict. */
   const lowerBound = (one) => (one && (one.lower_bound ?? one.accuracy) < one.accuracy ? one.lower_bound : null);
   /* "; 95 % interval 61 % to 79 %, pass@8 90 %" of the only set of problems, or the accuracy of each of several. */
   function setsNote(one) {
@@ -57,7 +57,7 @@ const PrlViews = (() => {
     return even.length === points.length && even.every((p, i) => p[1] === points[i][1]) ? [{ ...each, name, faint: false }] : [each, { name: `${name}, mean`, color, points: even }];
   }
 
-  /* Records of before this figure was kept say nothing. */
+  /* Old records lack this figure and are ignored. */
   function clippedNote(records) {
     const known = records.filter((r) => typeof r.clipped === "boolean"), clipped = known.filter((r) => r.clipped).length;
     return known.length ? `Before clipping, which cut ${percent(clipped / known.length)} of the steps` : "Before clipping";
@@ -83,7 +83,7 @@ const PrlViews = (() => {
       return keys.map(([task, name], i) => ({ name: several ? `${task}: ${name}` : name, color: COLOR[i % COLOR.length], dots,
         points: smooth(pick(rows, axis, (one) => (of(one)[task] || {})[name])) }));
     };
-    /* Nothing is drawn of terms that are the reward itself, or where nothing is reported. */
+    /* Terms that equal the reward itself are not drawn, and neither is an empty chart. */
     const within = (points, at) => points.every(([x, y]) => Math.abs(y - at.get(x)) <= 1e-4 * Math.abs(y));
     const beside = (root, drawn, options) => {
       root.hidden = options.series.every((one) => drawn.some((points) => within(one.points, new Map(points))));
@@ -95,8 +95,8 @@ const PrlViews = (() => {
       (root) => lines(root, { title: "Held-out accuracy", sub: "Problems never trained on", series: evaluations, xName: axis.name, format: percent, yLow: 0, yHigh: 1, emptyText: "No evaluation yet" }),
       (root) => lines(root, { title: "Train reward", sub: "Mean over the batch", series: [...noisy("reward", COLOR[0], pick(r, axis, (one) => one.reward_mean)), ...rewards], xName: axis.name }),
       (root) => beside(root, earned, { title: "Reported in training", sub: "Terms of the reward and environments' metrics, mean over the step", series: reported(r, (one) => one.reported || {}), xName: axis.name }),
-      (root) => beside(root, evaluations.map((one) => smooth(one.points)), { title: "Reported on held-out problems", sub: "The same, mean over the answers of an evaluation", series: reported(data.heldout, ofSets, true), xName: axis.name }),
-      (root) => lines(root, { title: "Entropy", sub: "Of the policy's next token, nats; near zero means it has stopped exploring", series: noisy("entropy", COLOR[0], pick(r, axis, (one) => one.entropy)), xName: axis.name, yLow: 0 }),
+      (root) => beside(root, evaluations.map((one) => smooth(one.points)), { title: "Reported on held-out problems", sub: "Terms and metrics, mean over the answers of an evaluation", series: reported(data.heldout, ofSets, true), xName: axis.name }),
+      (root) => lines(root, { title: "Entropy", sub: "Entropy of the policy's next token, nats; near zero, the policy has stopped exploring", series: noisy("entropy", COLOR[0], pick(r, axis, (one) => one.entropy)), xName: axis.name, yLow: 0 }),
       (root) => lines(root, { title: "Gradient norm", sub: clippedNote(r), series: noisy("norm", COLOR[0], pick(r, axis, (one) => one.grad_norm)), xName: axis.name, yLow: 0 }),
     ];
   }
@@ -110,18 +110,18 @@ const PrlViews = (() => {
       (root) => bars(root, { title: recent.length ? `Token lag, last ${recent.length} steps` : "Token lag now", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(lagSums(recent)), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
       (root) => bars(root, { title: "Token lag, whole run", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(data.lag_totals), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
       (root) => heat(root, { title: "Token lag over time", sub: "Share of each step's tokens; darker is more (brighter in dark mode)", ...lagColumns(r, axis), xName: axis.name, rowName: "lag" }),
-      (root) => lines(root, { title: "Lag by step", sub: "Growing: completions take more steps, or weights arrive late", xName: axis.name, yLow: 0, series: [
+      (root) => lines(root, { title: "Lag by step", sub: "If it grows, completions take more steps, or weights arrive late", xName: axis.name, yLow: 0, series: [
         { name: "mean", color: COLOR[0], points: pick(r, axis, (one) => one.lag && one.lag.mean) },
         { name: "p95", color: COLOR[1], points: pick(r, axis, (one) => one.lag && one.lag.p95) },
         { name: "max", color: COLOR[2], points: pick(r, axis, (one) => one.lag && one.lag.max) }] }),
       (root) => lines(root, { title: "Effective sample size", sub: "1 = on-policy; unclamped importance weights", series: noisy("ESS", COLOR[0], pick(r, axis, (one) => one.ess)), xName: axis.name, yHigh: 1 }),
-      (root) => bars(root, { title: "Effective sample size by lag", sub: "Mean over the run: how much an older token is still worth", bars: essBars, xName: "lag", yLow: 0, yHigh: 1 }),
-      (root) => bars(root, { title: "Dropped as stale, by length", sub: "Share of the sequences of each length: where it grows, training sees too few long ones", bars: staleBars, xName: "completion tokens", format: percent, yLow: 0, yHigh: 1 }),
-      (root) => lines(root, { title: "Mismatch KL", sub: "Actor against trainer, nats; of steps that trained on tokens of lag 0", series: noisy("KL", COLOR[0], pick(r, axis, (one) => one.mismatch_kl)), xName: axis.name }),
+      (root) => bars(root, { title: "Effective sample size by lag", sub: "Mean over the run; it says how much older tokens are still worth", bars: essBars, xName: "lag", yLow: 0, yHigh: 1 }),
+      (root) => bars(root, { title: "Dropped as stale, by length", sub: "Share of the sequences of each length; if it grows with length, training sees too few long ones", bars: staleBars, xName: "completion tokens", format: percent, yLow: 0, yHigh: 1 }),
+      (root) => lines(root, { title: "Mismatch KL", sub: "Actor against trainer, nats; for steps that trained on tokens of lag 0", series: noisy("KL", COLOR[0], pick(r, axis, (one) => one.mismatch_kl)), xName: axis.name }),
     ];
   }
 
-  /* {lag: tokens} over records. */
+  /* Returns {lag: tokens}, summed over records. */
   function lagSums(records) {
     const sums = {};
     for (const record of records)
@@ -129,7 +129,7 @@ const PrlViews = (() => {
     return sums;
   }
 
-  /* From 0 to the largest, those that no token has among them. */
+  /* Returns all lags from 0 to the largest, also those without tokens. */
   const lagsTo = (...lags) => Array.from({ length: Math.max(-1, ...lags) + 1 }, (_, lag) => lag);
 
   function lagBars(sums) {
@@ -176,7 +176,7 @@ const PrlViews = (() => {
     ];
   }
 
-  /* Cells for `count` charts. */
+  /* Adds cells for `count` charts. */
   function cells(root, count) {
     const box = node("div", { class: "charts" });
     root.append(box);
@@ -191,8 +191,8 @@ const PrlViews = (() => {
     return box;
   }
 
-  /* All charts of `data`, under a choice of the horizontal axis. The returned function draws them again with what `data` holds
-   * by then: those in sight at once, the others when they come into sight. */
+  /* Draws all charts of `data`, below a choice of the horizontal axis. The returned function draws them again with the current
+   * `data`: visible charts at once, others when they become visible. */
   function plots(root, data) {
     const sets = [
       [learning, "Is it learning?", ""],
@@ -225,7 +225,7 @@ const PrlViews = (() => {
     return () => draw(false);
   }
 
-  /* entries: [key, label, value, note, class]; in place of what `root` held. */
+  /* Replaces the content of `root` by tiles. entries: [key, label, value, note, class]. */
   function tiles(root, entries) {
     root.className = "tiles";
     root.replaceChildren(...entries.map(([key, label, value, note, mark]) => {

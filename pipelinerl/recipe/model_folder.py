@@ -1,7 +1,7 @@
-"""What a folder with a Hugging Face model lacks, how many parameters a recipe's model has, and how its tokenizer counts.
+"""Check a folder with a Hugging Face model, count the parameters of a recipe's model, and count tokens with its tokenizer.
 
-Reads the headers of weight files and no tensor: seconds of a model of hundreds of GB. Whether the weights are those of the
-architecture is found when they are loaded.
+Only headers of weight files are read, which takes seconds for hundreds of GB. Weights that do not fit the architecture are only
+noticed when they are loaded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
 )
-"""One of them is in every folder of a tokenizer, but of one with code of its own, which its tokenizer_config.json names."""
+"""Files of which each tokenizer's folder has at least one, unless tokenizer_config.json names the tokenizer's own code."""
 SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
-"""Folder of the small models that come with this package. `benchmarks.small_models` has made them."""
+"""Folder of the small models of this package, which `benchmarks.small_models` has made."""
 _SMOLLM2_PARAMETERS = 134_515_008
 _COUNTED = 64
-"""Of so many texts, the longest by characters, tokens are counted: the longest by tokens is among them, but for oddities."""
+"""Number of texts, the longest by characters, whose tokens are counted. The longest by tokens is almost always among them."""
 
 
 def model_folder(model: ModelConfig) -> Path | None:
@@ -37,7 +37,7 @@ def model_folder(model: ModelConfig) -> Path | None:
 
 
 def problems_in(folder: Path) -> Iterator[str]:
-    """In words, each with what to do."""
+    """Yield the problems of a model's folder, each with its fix."""
     if not folder.is_dir():
         yield "no such folder; give one with a Hugging Face model in it"
         return
@@ -59,7 +59,7 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 
 def longest_context(folder: Path) -> int | None:
-    """Tokens, of a folder without problems; None where its config.json does not say, or scales what it says."""
+    """Return the context of a model in tokens; None if its config.json does not give it, or scales it."""
     config = json.loads((folder / "config.json").read_bytes())
     text = config.get("text_config")
     config |= text if isinstance(text, dict) else {}
@@ -96,8 +96,8 @@ def _some(names: list[str]) -> str:
 
 
 def header_of(path: Path) -> Mapping[str, Any]:
-    """Of a safetensors file: by the name of each tensor its shape, dtype and place. Raises `ValueError` for a file that is
-    none, or does not end where its last tensor does."""
+    """Return the header of a safetensors file: shape, dtype and position of each tensor by its name. Raises `ValueError` if
+    the file is invalid or has the wrong length."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -106,14 +106,14 @@ def header_of(path: Path) -> Mapping[str, Any]:
             tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
             end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise ValueError("is no safetensors file, or its beginning is cut") from None
+            raise ValueError("is not a safetensors file, or its beginning is cut") from None
     if size != end:
         raise ValueError(f"has {size:,} bytes where its header says {end:,}")
     return tensors
 
 
 def parameters_in(folder: Path) -> int:
-    """Elements of all tensors in the folder's safetensors files, by their headers. Raises `FieldError`."""
+    """Return the number of elements of all tensors in the folder's safetensors files. Raises `FieldError`."""
     parameters = 0
     for path in folder.glob("*.safetensors"):
         try:
@@ -124,7 +124,7 @@ def parameters_in(folder: Path) -> int:
 
 
 def known_parameters(model: ModelConfig) -> int:
-    """Of the recipe's model, before anything is loaded; 0 where that is not known. Raises `FieldError`."""
+    """Return the parameters of the recipe's model without loading it; 0 if unknown. Raises `FieldError`."""
     if (folder := model_folder(model)) is not None:
         return parameters_in(folder)
     if model.source == "smollm2":
@@ -133,8 +133,8 @@ def known_parameters(model: ModelConfig) -> int:
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
-    """Counts the tokens of the longest of some texts, with the tokenizer of the model's folder or, of a hub model, the one that
-    is in the cache; None where there is none, or the package tokenizers is not installed."""
+    """Return a function that counts the tokens of the longest of some texts, with the tokenizer in the model's folder or in the
+    hub's cache. Return None without a tokenizer or the package tokenizers."""
     folder = model_folder(model)
     path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
@@ -143,7 +143,7 @@ def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
 
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no type of its own
+    except Exception as error:  # the library has no error type
         raise FieldError("model.name", model.name, f"its tokenizer.json cannot be read ({error}); copy it again") from error
 
     def longest(texts: Iterable[str]) -> int:
@@ -154,13 +154,13 @@ def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
 
 
 def cached(model: ModelConfig, file: str) -> Path | None:
-    """A file of a hub model in this machine's cache."""
+    """Return a file of a hub model in this machine's cache, or None."""
     if model.source != "hub" or importlib.util.find_spec("huggingface_hub") is None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
     try:
         found = try_to_load_from_cache(model.name, file, revision=model.revision or None)
-    except ValueError:  # no name that a hub has
+    except ValueError:  # an invalid name
         return None
     return Path(found) if isinstance(found, str) else None

@@ -1,8 +1,8 @@
-"""What is wrong with a well-formed recipe, and what this machine lacks for running it.
+"""Find mistakes in a well-formed recipe, and what this machine lacks to run it.
 
-A **mistake** is in the input: a task that cannot be, a bad line in a file of problems, a reward function that is not there.
-What is **lacking** is this machine's, and another one may have it: a GPU, a package. Starts no service, loads no model and
-reaches for no network: a hub model that does not exist is found when it is downloaded.
+A **mistake** is in the input: an impossible task, a bad line in a file of problems, a missing reward function. Something is
+**lacking** if another machine may have it: a GPU, a package. The checks start no service, load no model and use no network, so
+a hub model that does not exist is only noticed when it is downloaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipelinerl.tasks.source import FileSource, Source
 
 _IMPORT_S = 180.0
-"""Large packages take a minute where the machine is busy and nothing of them is in memory yet."""
+"""Time limit of an import. On a busy machine, the first import of a large package takes a minute."""
 _IMPORTED, _NOT_INSTALLED = 70, 71
 _IMPORT = f"""
 import difflib, importlib, json, sys
@@ -50,7 +50,7 @@ except (Exception, SystemExit) as error:
     sys.exit(f"cannot import {{module}}: {{located(error)}}")
 if not callable(found.get(name)):
     near = difflib.get_close_matches(name, [key for key, value in found.items() if callable(value)], n=1)
-    what = "is not a function" if name in found else "is not there"
+    what = "is not a function" if name in found else "does not exist"
     fix = f"did you mean {{near[0]}}?" if near else "name a function of that module"
     sys.exit(f"{{name}} {{what}} in {{module}}; {{fix}}")
 try:
@@ -65,9 +65,10 @@ except ValueError as error:
 sys.exit({_IMPORTED})
 """
 VERIFIERS = Path(sys.prefix, "verifiers")
-"""Where `make verifiers` puts the package verifiers with what it needs in other releases than the rest of this environment."""
+"""Folder of `make verifiers`, with the package verifiers and its dependencies in other releases than this environment's."""
 VERIFIERS_MISSING = (
-    "the package is not installed here; run make verifiers, or, where vLLM is not, pip install 'pipelinerl[verifiers]'"
+    "the package is not installed here; run make verifiers or, in an environment without vLLM, pip install "
+    "'pipelinerl[verifiers]'"
 )
 _TASKSET = f"""
 import sys
@@ -85,20 +86,20 @@ sys.exit({_IMPORTED})
 
 
 def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
-    """Imports `pkg.module:name` as the verifier will, with the current folder on the path, in a process of its own: a
-    user's module may do anything. Does not call it, but looks at a tool's parameters and an environment's methods. `config`:
-    `task.config` as JSON. Raises `MissingPackage` where a module is not installed here, else `UserError`."""
+    """Import `pkg.module:name` like the verifier, with the current folder on the path, in a separate process, since a user's
+    module may do anything. The object is not called, but a tool's parameters and an environment's methods are checked.
+    `config`: `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, else `UserError`."""
     command = [sys.executable, "-c", code, path, field, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
-        raise UserError(f"importing its module takes more than {_IMPORT_S:g} s; do the work when it is called") from None
+        raise UserError(f"importing its module takes more than {_IMPORT_S:g} s; move the work into the function") from None
     if tried.returncode == _IMPORTED:
         return
     if tried.returncode not in (1, _NOT_INSTALLED):
         how = f"code {tried.returncode}" if tried.returncode >= 0 else f"signal {-tried.returncode}"
-        raise UserError(f"importing its module ends the process, with {how}; leave that out of the module")
-    why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, and says nothing"])[-1]
+        raise UserError(f"importing its module ends the process with {how}; remove the cause from the module")
+    why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, without a message"])[-1]
     if tried.returncode == _NOT_INSTALLED:
         raise MissingPackage(f"{why}; install the package, or work in the folder that holds it")
     raise UserError(why)
@@ -109,19 +110,19 @@ _DEVICES = Path("/dev")
 
 @dataclasses.dataclass
 class Examination:
-    """What was found of a recipe."""
+    """The results of a recipe's checks."""
 
     problems: list[FieldError] = dataclasses.field(default_factory=list)
-    """The recipe's mistakes, then what is `Lacking` here."""
+    """Mistakes of the recipe, then everything `Lacking` here."""
     sources: dict[str, Source] = dataclasses.field(default_factory=dict)
-    """Of the problems of each set that can be used, by `Recipe.sets_by_place`."""
+    """Sources of the usable problem sets, by `Recipe.sets_by_place`."""
     calls: list[Call] = dataclasses.field(default_factory=list)
-    """Of rewards, in their rehearsal."""
+    """Calls of rewards in their rehearsal."""
     preview: Preview = dataclasses.field(default_factory=Preview)
 
 
 def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
-    """Raises `RecipeError` with everything that keeps `recipe` from running here. `reward_rows`: as of `examine`."""
+    """Check a recipe. Raises `RecipeError` with everything that prevents a run here. `reward_rows`: as for `examine`."""
     examined = examine(recipe, reward_rows)
     if examined.problems:
         raise RecipeError(recipe.name, examined.problems)
@@ -129,9 +130,9 @@ def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
 
 
 def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> Examination:
-    """Makes the held-out problems and imports the reward function, which takes a second or more; then renders a prompt of each
-    set, if a chat template writes any or `prompts` is true, and calls rewards on as many problems of each set as
-    `reward_rows`."""
+    """Check a recipe by making the held-out problems and importing the reward function, which takes a second or more. Then
+    render a prompt of each set, if one uses a chat template or `prompts` is true, and call the rewards on `reward_rows`
+    problems of each set."""
     examined = Examination()
     for rule in (_model, _cache, _gpu, _ranks, _compiler, _packages, _trackers, _actors):
         examined.problems += rule(recipe)
@@ -150,7 +151,7 @@ def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> E
 
 
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
-    """What a person should know and may mean: no mistakes."""
+    """Yield warnings about settings that are probably wrong but may be intended."""
     found = unreached_learning_rate(recipe), too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count))
     yield from filter(None, found)
     for place, share in recipe.sets_by_place.items():
@@ -171,14 +172,14 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
 
 
 def files_in(sources: dict[str, Source]) -> Iterator[tuple[str, FileSource]]:
-    """Those that are files of the user's."""
+    """Yield the sources that read files or data sets."""
     from pipelinerl.tasks.source import FileSource
 
     yield from ((place, source) for place, source in sources.items() if isinstance(source, FileSource))
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU seems to be there, told without CUDA's libraries."""
+    """Return whether an NVIDIA GPU seems to exist, without using CUDA's libraries."""
     return any(_DEVICES.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
@@ -197,14 +198,14 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _cache(recipe: Recipe) -> Iterator[FieldError]:
-    """Of the models that runs of this machine build, where this one needs another."""
+    """Check the cache of initial models, if the recipe must build one."""
     cache = cache_folder(os.environ)
     if recipe.model.source != "smollm2" or is_complete(built_folder(recipe, "", cache / "models")):
         return
     if why := why_unwritable(cache / "models"):
         yield Lacking("PIPELINERL_CACHE", str(cache), f"{why}, and initial models are kept there; name another folder")
         return
-    free, needed = free_bytes(cache), 4 * known_parameters(recipe.model)  # float32, whatever it is loaded as
+    free, needed = free_bytes(cache), 4 * known_parameters(recipe.model)  # the cache always holds float32
     if free < needed:
         what = f"its disk has {free / 1e6:,.0f} MB free, and the initial model takes {needed / 1e6:,.0f} MB there"
         yield Lacking("PIPELINERL_CACHE", str(cache), f"{what}; free some, or name a folder on another disk")
@@ -221,7 +222,7 @@ def _gpu(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _ranks(recipe: Recipe) -> Iterator[FieldError]:
-    """Of a run here; on a cluster there may be more than the recipe says."""
+    """Check the ranks of a local run; a cluster may have more than the recipe says."""
     trainer, num_gpus = recipe.trainer, len([*_DEVICES.glob("nvidia[0-9]*")])
     for name in ("context_parallel", "shard_ranks"):
         value = getattr(trainer, name)
@@ -229,7 +230,7 @@ def _ranks(recipe: Recipe) -> Iterator[FieldError]:
             fix = f"does not divide trainer.nproc = {trainer.nproc}, the ranks of a run here; change one of them"
             yield Lacking(f"trainer.{name}", value, fix)
     if 0 < num_gpus < trainer.nproc:
-        fix = f"each rank needs a GPU of its own, and this machine has {num_gpus}; use at most that"
+        fix = f"each rank needs its own GPU, and this machine has {num_gpus}; use at most that"
         yield Lacking("trainer.nproc", trainer.nproc, fix)
 
 
@@ -243,7 +244,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _trackers(recipe: Recipe) -> Iterator[FieldError]:
-    """Each is a package of the tracker's own name; a plain folder of that name, which some of them leave behind, is none."""
+    """Check the trackers' packages, which have their names. A plain folder that a tracker left behind does not count."""
     found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
     missing = [name for name, spec in found.items() if spec is None or spec.origin is None]
     if missing:
@@ -252,15 +253,15 @@ def _trackers(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _compiler(recipe: Recipe) -> Iterator[FieldError]:
-    """That of the CPU, by the name that torch looks for. What a GPU needs comes with its build of torch."""
+    """Check the C++ compiler for the CPU, by the name that torch uses. For a GPU, torch brings its compiler."""
     name = os.environ.get("CXX", "g++")
     if recipe.trainer.compile and not has_gpu() and shutil.which(name) is None:
-        fix = f"no C++ compiler is here ({name}); install g++, name another one with CXX, or set false"
+        fix = f"this machine has no C++ compiler ({name}); install g++, name another one with CXX, or set false"
         yield Lacking("trainer.compile", True, fix)
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
-    """Try the held-out problems. A source that is good is put into `sources`."""
+    """Check a set's source by making a held-out problem, and add a good source to `sources`."""
     from pipelinerl.tasks.source import Split, make_source
 
     task = share.task
@@ -277,11 +278,11 @@ def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Sour
 
 
 def _code(share: ProblemSet) -> Iterator[FieldError]:
-    """What the verifier imports or starts."""
+    """Check the code that the verifier imports or starts."""
     task, scorer, judge = share.task, share.reward.scorer, share.reward.judge
     if judge is not None and judge.api_key_env and not os.environ.get(judge.api_key_env):
         yield Lacking(
-            "reward.judge.api_key_env", judge.api_key_env, "there is no such variable here; set it where the run starts"
+            "reward.judge.api_key_env", judge.api_key_env, "is not set in this environment; set it where the run starts"
         )
     imported = [("reward.scorer", scorer)] if ":" in scorer else []
     imported += [("task.tools", path) for path in task.tools]
@@ -300,17 +301,17 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
     if task.source == "agent" and find_program(shlex.split(task.command)[0]) is None:
         yield Lacking("task.command", task.command, "there is no such program here; give its path, or install it")
     elif task.source == "agent" and (file := _missing_script(task.command)):
-        yield Lacking("task.command", task.command, f"{file} is no file here; start the run in the folder that holds it")
+        yield Lacking("task.command", task.command, f"{file} is not a file here; start the run in the folder that holds it")
 
 
 def _missing_script(command: str) -> str:
-    """What an interpreter would not find, where its first argument looks like a file."""
+    """Return a program's first argument if it looks like a script that does not exist, else ""."""
     first = next(iter(shlex.split(command)[1:]), "")
     return first if Path(first).suffix in (".py", ".js", ".ts", ".sh") and not Path(first).is_file() else ""
 
 
 def find_program(name: str) -> str | None:
-    """Its path, as the verifier finds an agent's program: beside this interpreter first, so that `python` is this one."""
+    """Return a program's path, as the verifier finds it: first in this interpreter's folder, so that `python` is this one."""
     folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
     return shutil.which(name, path=os.pathsep.join(folders))
 

@@ -1,4 +1,4 @@
-"""Calls a recipe's rewards on some of its own problems before anything is started, and says what a run would meet.
+"""Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems.
 
 The completions are made up, since no model is loaded: the reference answer of each problem (mathematics in a box, with its
 near misses), and an empty text. The calls are made in the verifier's worker processes (`services.verifier.rehearsal`), since a
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 _MATHEMATICS = ("math", "math_boxed")
 _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
-"""By scorer, what it needs that may not be installed where a recipe is only checked."""
+"""Packages of scorers that may be missing on a machine that only checks recipes."""
 _BARE = ("task", "exact", "code", *_MATHEMATICS)
-"""Scorers to which a reference answer, put into a box for mathematics, is a right one: no instance of a schema."""
+"""Scorers for which the reference answer itself (in a box for mathematics) is a right answer, unlike a schema or pattern."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong one that looks like it. The
-    first of the `forms` (completion, wanted answer) in which the reward finds the wanted answer takes its place."""
+    """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong answer that looks like it. It
+    is replaced by the first of the `forms` (completion, wanted answer) in which the reward finds the wanted answer."""
 
     place: str
     problem: Problem
@@ -54,12 +54,12 @@ class Call:
     answer: str = ""
     """The answer that `reward.answer_pattern` found; empty if it found none."""
     status: str = ""
-    """`ok`, or why there is no reward; empty when there is no result."""
+    """`ok`, or why the call gave no reward; empty without a result."""
     reward: float = 0.0
     seconds: float = 0.0
     message: str = ""
     near_miss: str = ""
-    """The wrong answer in the completion, where it is one."""
+    """The wrong answer in the completion, if it is a near miss."""
 
     def __str__(self) -> str:
         answer = "the reference answer" if self.completion else "an empty answer"
@@ -68,13 +68,13 @@ class Call:
 
 
 def is_rehearsed(share: ProblemSet) -> bool:
-    """Whether a rehearsal says anything of its reward."""
+    """Return whether a set's reward is rehearsed."""
     knows_all = share.reward.scorer == "task" and share.task.source == "reasoning_gym"
     return not (share.task.is_episodic or share.reward.scorer == "judge" or knows_all)
 
 
 def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
-    """The calls on `num_rows` problems of each set that has a source, and what is wrong. Linux: nothing elsewhere."""
+    """Call the rewards on `num_rows` problems of each set with a source; return the calls and the problems. Only on Linux."""
     shares = {place: share for place, share in recipe.sets_by_place.items() if place in sources and is_rehearsed(share)}
     asked = [call for place, share in shares.items() for call in _calls(recipe, place, share, sources[place], num_rows)]
     if not asked or sys.platform != "linux":
@@ -99,7 +99,7 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
             calls.append(dataclasses.replace(calling, **line))
     if done.returncode < 0:
         how = signal.Signals(-done.returncode).name
-        fix = f"ends the process that is above its own ({how}), with {calling}: in a run, the verifier; leave that out"
+        fix = f"kills its parent process ({how}) with {calling}, which is the verifier in a run; remove the cause"
         return calls, [FieldError(f"{calling.place}reward.scorer", shares[calling.place].reward.scorer, fix)]
     if done.returncode > 0:
         raise ServiceError(f"rewards cannot be tried (--reward-rows 0 leaves that out):\n{done.stderr}")
@@ -107,7 +107,7 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
 
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
-    """The first problem gets an empty completion too: many a reward has not thought of one."""
+    """Yield the calls for a set. The first problem also gets an empty completion, which many rewards do not expect."""
     from pipelinerl.tasks.final_answer import final_answer, near_misses
     from pipelinerl.tasks.source import FileSource, Split
 
@@ -129,10 +129,10 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def _forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Completions that give `answer` as the policy has to, each with what `answer_pattern` then finds: mathematics in a box
-    first; within a text that the pattern around its group matches first."""
+    """Return completions that give `answer` in the required form, each with the answer that `answer_pattern` must find. Forms
+    with a box (for mathematics), and with a text that the pattern around its group matches, come first."""
     pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
-    pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # the first of what it may be
+    pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # the first alternative
     before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
     before, after = (re.sub(r"\\(\W)", r"\1", text) for text in (before, after.rpartition(")")[2]))
     answers = [rf"\boxed{{{answer}}}", answer] if share.reward.scorer in _MATHEMATICS else [answer]
@@ -153,7 +153,7 @@ def _item(share: ProblemSet, call: Call) -> dict[str, Any]:
 
 
 def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError:
-    """What a worker said when it did not come up, as an error of the field that it names."""
+    """Convert a worker's message about a failed start to an error of the field that it names."""
     for place, share in shares.items():
         for name in ("scorer", "sandbox", "json_schema"):
             value = getattr(share.reward, name)
@@ -166,8 +166,8 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """A reference that cannot be used is its line's mistake, unless all are so; a scorer may not look at it for an empty
-    completion."""
+    """Yield an error for a set whose reward fails. A single unusable reference is a mistake of its row, so it only counts if
+    all references are unusable. Empty completions do not count here, since a scorer may not look at the reference then."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -181,7 +181,7 @@ def _failures(made: list[Call], failed: list[Call]) -> str:
 
 
 def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
-    """What the calls of one set gave, for a person."""
+    """Describe the results of one set's calls."""
     failed, good = ([call for call in calls if (call.status == "ok") is is_good] for is_good in (False, True))
     told = []
     kinds = {"reference answers": (True, False), "their near misses": (True, True), "empty ones": (False, False)}
@@ -198,8 +198,8 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """A doubt if the reference answers of a set earn what an empty text earns, or if none of them earns anything: from such a
-    reward, nothing can be learned. A scorer that takes no bare reference for an answer may give it nothing."""
+    """Yield a warning if a set's reference answers all earn the same as an empty text, or nothing, so that nothing could be
+    learned. Scorers that do not accept the bare reference as an answer may give it nothing."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)
@@ -213,14 +213,14 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """A doubt for each reference of mathematics that earns no full marks or is a text, and for each near miss that does."""
+    """Yield a warning for each mathematics reference without full marks or in prose, and for each near miss with full marks."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
             continue
         told, right = f"task {share.name}: {call}", full.setdefault(call.problem.place or id(call.problem), call.reward)
         if call.status == "bad_reference" and not call.near_miss:
-            yield FieldError(f"{place}reward.scorer", scorer, f"{told} cannot be marked ({call.message})")
+            yield FieldError(f"{place}reward.scorer", scorer, f"{told} cannot be scored ({call.message})")
         elif call.near_miss and call.reward >= max(right, share.reward.correct):
             yield FieldError(
                 f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; correct that line"
@@ -229,7 +229,7 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
             fix = "write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
             yield FieldError(f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; {fix}")
         elif not call.near_miss and len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
-            fix = "is a text that no policy repeats; leave that line out, or name the field of the answer"
+            fix = "is prose that no policy would repeat; leave that line out, or name the field of the answer"
             yield FieldError(f"{place}reward.scorer", scorer, f"{told}, {call.answer!r:.80}, {fix}")
 
 

@@ -1,6 +1,6 @@
-"""What must hold between the fields of a recipe, as one list of rules; all that are broken are told at once.
+"""Rules between the fields of a recipe; all broken rules are reported at once.
 
-Pure. What one field allows by itself stands beside it in `fields`; what the machine must have is checked by `preflight`.
+Pure. Rules for single fields are in `fields`; `preflight` checks the machine.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""The small models of this package, and the source and name of the only task that each can read."""
+"""Source and name of the only task that each small model of this package can read."""
 
 Broken = Iterator[tuple[str, str]]
-"""(dotted field, what is wrong with its value)."""
+"""(dotted field, problem with its value)."""
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """`pkg.module:name`."""
 
@@ -40,7 +40,7 @@ class BrokenRules(ValueError):
 
 
 def check_rules(recipe: Recipe) -> None:
-    """Raises `BrokenRules` with every rule that `recipe` breaks, in the order of its sections."""
+    """Raise `BrokenRules` with all rules that `recipe` breaks, in the order of its sections."""
     rules = (_model, _tasks, _lengths, _rewards, _groups, _conventional_lag, _schedule, _ranks, _adapters, _evaluation, _upload)
     broken = [one for rule in rules for one in rule(recipe)]
     if broken:
@@ -48,7 +48,7 @@ def check_rules(recipe: Recipe) -> None:
 
 
 def unreached_learning_rate(recipe: Recipe) -> FieldError | None:
-    """What is wrong with a warm-up that outlasts the run, such as a short trial of a recipe: no error."""
+    """Return a warning, not an error, if the warm-up outlasts the run, as in a short trial of a recipe."""
     trainer = recipe.trainer
     if trainer.warmup_steps <= trainer.steps:
         return None
@@ -57,7 +57,7 @@ def unreached_learning_rate(recipe: Recipe) -> FieldError | None:
 
 
 def value_at(recipe: Recipe, field: str) -> Any:
-    """Of a dotted field; a number is a position in a list."""
+    """Return the value of a dotted field, in which a number is a position in a list."""
     value: Any = recipe
     for name in field.split("."):
         value = value[int(name)] if name.isdecimal() else getattr(value, name)
@@ -68,14 +68,14 @@ STORES = ("s3", "gs", "hf", "file")
 
 
 def wrong_url(url: str) -> str:
-    """Why this is no URL of a folder in a store; empty for one that is."""
+    """Return why this is not the URL of a folder in a store; empty if it is."""
     parts = urlsplit(url)
     if parts.scheme not in STORES or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in STORES)}..."
     if parts.username or parts.password:
         return "credentials do not belong here: give them in the environment, from a Secret (docs/storage.md)"
     if parts.query or parts.fragment:
-        return "a URL here has no ? and no #: give the store's settings in the environment, such as AWS_ENDPOINT_URL"
+        return "must not contain ? or #: give the store's settings in the environment, such as AWS_ENDPOINT_URL"
     if not (parts.path.startswith("/") and parts.path.strip("/") if parts.scheme == "file" else parts.netloc):
         return "names no folder" if parts.scheme == "file" else "names no bucket"
     return ""
@@ -101,16 +101,16 @@ def _tasks(recipe: Recipe) -> Broken:
     if not recipe.tasks_by_place:
         yield "task", "a recipe needs this section, or several in tasks"
     if recipe.task is not None and recipe.tasks:
-        yield "tasks", "stands in place of task; give one of the two"
+        yield "tasks", "replaces task; give only one of the two"
     names = [one.name for one in recipe.sets_by_place.values()]
     for place, one in recipe.sets_by_place.items():
         if place and (not one.name or names.count(one.name) > 1):
-            yield (f"{place}name", "each of several tasks and sets needs a name of its own here, by which its reward is found")
+            yield (f"{place}name", "each of several tasks and sets needs a unique name, which identifies its reward")
         yield from ((f"{place}task.{field}", fix) for field, fix in _task(recipe, one.task))
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Problems by names of `TaskConfig`. A small model of this package reads one task; the first other field is named."""
+    """Yield problems by fields of `TaskConfig`. A small model of this package only reads one task, which is checked first."""
     if recipe.model.source == "package" and recipe.model.name in PACKAGED:
         source, name = PACKAGED[recipe.model.name]
         other = "set model.source to another one: hub, path, checkpoint or smollm2"
@@ -129,7 +129,7 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
             yield field, f"is for task.source = 'hub', not {task.source!r}; leave it out"
     for field in ("max_rows", "prompt_template", "answer_pattern"):
         if getattr(task, field) and not task.path:
-            yield field, "is for rows of task.path, and there is none; leave it out"
+            yield field, "is for rows of task.path, which is empty; leave it out"
     if task.prompt_template and task.source in ("environment", "agent"):
         yield "prompt_template", f"task.source = {task.source!r} makes its prompts itself; leave it out"
     if task.answer_pattern and not task.answer_field:
@@ -143,7 +143,7 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     if bool(task.command) != (task.source == "agent"):
         yield "command", f"task.source = {task.source!r} needs {'a program' if task.source == 'agent' else 'none'} here"
     if not _is_command(task.command):
-        yield "command", "has a quotation mark without its other one"
+        yield "command", "has an unclosed quotation mark"
 
 
 def _is_command(text: str) -> bool:
@@ -175,7 +175,7 @@ def _rewards(recipe: Recipe) -> Broken:
             yield f"{place}reward.judge", "reward.scorer = 'judge' needs this section"
         if not is_judged and reward.judge is not None:
             yield f"{place}reward.judge", "is for reward.scorer = 'judge'; name that scorer, or leave this section out"
-        yield from ((f"{place}reward.{name}", fix) for name, fix in _unheard(share.task, reward))
+        yield from ((f"{place}reward.{name}", fix) for name, fix in _ignored(share.task, reward))
         for name in ("correct", "format_weight", "overlong.penalty"):
             if abs(value_at(recipe, f"{place}reward.{name}")) > reward.max_abs:
                 yield f"{place}reward.{name}", f"is beyond reward.max_abs = {reward.max_abs:g}; lower it, or raise that"
@@ -188,9 +188,9 @@ def _rewards(recipe: Recipe) -> Broken:
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
         if share.task.source in ("environment", "agent", "verifiers") and reward.truncated == "zero":
-            yield f"{place}reward.truncated", "the reward does not know which turns were cut here; use score or mask"
+            yield f"{place}reward.truncated", "the reward does not know here which turns were cut; use score or mask"
         if share.task.source == "verifiers" and reward.sandbox:
-            fix = "a sandbox lets nothing connect to the servers that the package verifiers starts for an episode; use null"
+            fix = "a sandbox would block the servers that the package verifiers starts for an episode; use null"
             yield f"{place}reward.sandbox", fix
 
 
@@ -198,19 +198,19 @@ _OF_COMPLETIONS = ("answer_pattern", "format_pattern", "json_schema", "overlong.
 _OF_SCORER = {"json_schema": "json_schema", "tests_field": "code", "test_timeout_s": "code"}
 
 
-def _unheard(task: TaskConfig, reward: RewardConfig) -> Broken:
-    """Fields of `reward`, by name, that say something and that the run would not heed."""
+def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
+    """Yield fields of `reward`, by name, that are set but would be ignored."""
     told = {name for name, field in type(reward).model_fields.items() if getattr(reward, name) != field.default}
     told -= {name for name in ("json_schema",) if not reward.json_schema}
     if reward.overlong.buffer_tokens:
         told.add("overlong.buffer_tokens")
     elif reward.overlong.penalty != type(reward.overlong).model_fields["penalty"].default:
-        yield "overlong.penalty", "takes nothing away, since reward.overlong.buffer_tokens = 0; set both, or neither"
+        yield "overlong.penalty", "has no effect, since reward.overlong.buffer_tokens = 0; set both, or neither"
     if task.source in ("environment", "verifiers"):
         own = f"the reward is the environment's own (task.source = {task.source!r})"
         if reward.scorer != "task":
-            yield "scorer", f"{own}; use task, and give this task a section reward of its own where tasks share one"
-        yield from ((name, f"is not heeded: {own}; leave it out for this task") for name in _OF_COMPLETIONS if name in told)
+            yield "scorer", f"{own}; use task, and give this task its own section reward if tasks share one"
+        yield from ((name, f"is ignored: {own}; leave it out for this task") for name in _OF_COMPLETIONS if name in told)
     for name, scorer in _OF_SCORER.items():
         if name in told and reward.scorer != scorer:
             yield name, f"is for reward.scorer = {scorer!r}; name that scorer, or leave it out"
@@ -219,7 +219,7 @@ def _unheard(task: TaskConfig, reward: RewardConfig) -> Broken:
     if reward.format_pattern and not reward.format_weight:
         yield "format_pattern", "adds nothing with reward.format_weight = 0; set both, or neither"
     if reward.judge is not None and reward.answer_pattern:
-        yield "answer_pattern", "is not heeded: the judge gets the whole completion; leave it out"
+        yield "answer_pattern", "is ignored: the judge gets the whole completion; leave it out"
     if reward.sandbox and not (task.is_episodic or reward.is_function or reward.scorer == "code"):
         yield "sandbox", f"is for programs and functions, and reward.scorer = {reward.scorer!r} runs none; use null"
 
@@ -227,17 +227,17 @@ def _unheard(task: TaskConfig, reward: RewardConfig) -> Broken:
 def _groups(recipe: Recipe) -> Broken:
     algorithm, size = recipe.algorithm, recipe.sampling.group_size
     if algorithm.advantage != "value" and size < 2:
-        fix = f"gives the only sample of a group (sampling.group_size = {size}) the advantage 0, so that nothing is learned; "
+        fix = f"gives the only sample of a group (sampling.group_size = {size}) advantage 0, so that nothing is learned; "
         yield "algorithm.advantage", f"{fix}use larger groups, or the advantage value"
     if algorithm.advantage == "value" and algorithm.normalize_std:
-        fix = "does not go with algorithm.advantage = 'value', whose advantages are no group's; use false"
+        fix = "does not work with algorithm.advantage = 'value', which has no group statistics; use false"
         yield "algorithm.normalize_std", fix
     if algorithm.advantage != "value" and recipe.trainer.value_learning_rate is not None:
         fix = f"algorithm.advantage = {algorithm.advantage!r} has no value head; use null, or the advantage value"
         yield "trainer.value_learning_rate", fix
     for place, share in recipe.tasks_by_place.items():
         if algorithm.advantage == "value" and share.reward.truncated == "mask":
-            fix = "does not go with algorithm.advantage = 'value', whose baseline needs every reward; use score or zero"
+            fix = "does not work with algorithm.advantage = 'value', whose baseline needs every reward; use score or zero"
             yield f"{place}reward.truncated", fix
     if algorithm.filter_equal_rewards and size < 2:
         fix = "drops every group of sampling.group_size = 1; use false, or larger groups"
@@ -266,14 +266,14 @@ def _schedule(recipe: Recipe) -> Broken:
 def _conventional_lag(recipe: Recipe) -> Broken:
     max_lag, last_lag = recipe.algorithm.max_lag, recipe.algorithm.conventional_g - 1
     if recipe.mode == "conventional" and max_lag is not None and max_lag < last_lag:
-        fix = f"drops what conventional mode trains on in step G = {last_lag + 1}; use null, or {last_lag} and more"
+        fix = f"would drop the data of step G = {last_lag + 1} in conventional mode; use null, or at least {last_lag}"
         yield "algorithm.max_lag", fix
 
 
 def _ranks(recipe: Recipe) -> Broken:
     attention = recipe.model.attention
     if recipe.trainer.context_parallel > 1 and attention != "auto":
-        fix = f"needs model.attention = 'auto', not {attention!r}: only that one shares rows among ranks"
+        fix = f"needs model.attention = 'auto', not {attention!r}, since only that shares rows among ranks"
         yield "trainer.context_parallel", fix
 
 

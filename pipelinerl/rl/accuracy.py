@@ -1,9 +1,8 @@
-"""Accuracy on held-out problems, of several answers to each: the mean, pass@k, and how sure they are; and means of what else is
-reported of answers. Pure.
+"""Compute accuracy on held-out problems with one or more answers each: mean, pass@k and 95 % intervals. Pure.
 
-Problems are the independent trials, and answers to one problem are not, so intervals count problems. They are Wilson's (1927),
-at 95 %, which hold near 0 and 1 too. For several answers to each problem they are too wide rather than too narrow: what varies
-between 0 and 1 varies by p (1 - p) at most.
+Intervals are Wilson's (1927), which also hold near 0 and 1. They count problems, because answers to one problem are not
+independent trials. With several answers to each problem they are conservative: the variance of a share between 0 and 1 is at
+most p (1 - p).
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from statistics import fmean
 from typing import Any
 
 MOST_REPORTED = 24
-"""Names of which `means_of` gives a mean."""
+"""Maximum number of names for which `means_of` returns a mean."""
 _Z = 1.959964
 """Standard normal quantile of 97.5 %."""
 
 
 def wilson_interval(share: float, trials: int) -> tuple[float, float]:
-    """Where the true share lies with 95 % confidence, for `share` in [0, 1] of at least one trial."""
+    """Return the 95 % confidence interval of a share in [0, 1] over at least one trial."""
     spread = _Z * _Z / trials
     middle = share + spread / 2
     half = _Z * math.sqrt((share * (1 - share) + spread / 4) / trials)
@@ -30,13 +29,13 @@ def wilson_interval(share: float, trials: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, answers: int, right: int) -> float:
-    """Probability that one of k answers is right, of which `right` of `answers` >= k were: 1 - C(answers - right, k) /
-    C(answers, k), which is unbiased (Chen et al., arXiv 2107.03374, equation 1)."""
+    """Estimate the probability that at least one of k answers is right, if `right` of `answers` >= k were, without bias:
+    1 - C(answers - right, k) / C(answers, k) (Chen et al., arXiv 2107.03374, equation 1)."""
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
 
 
 def means_of(reported: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each number, by name, over the answers that report it; of the `MOST_REPORTED` most frequent names."""
+    """Return the mean of each number over the answers that report it, for the `MOST_REPORTED` most frequent names."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for numbers in reported:
         for name, value in numbers.items():
@@ -47,7 +46,7 @@ def means_of(reported: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems, and its interval."""
+    """A mean over problems and its confidence interval."""
 
     value: float
     low: float
@@ -61,10 +60,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of one set of problems. `mean`: over problems that have a verdict, each the share of right answers among those with one.
-    `lower_bound`: over all, with answers without a verdict as wrong ones; `num_unanswered` counts these. `pass_at`: by k, over
-    problems with at least k verdicts; for k = 2, 4, 8 and so on, and for all that were asked for. `reported`: `means_of` what
-    answers with a verdict report.
+    """Accuracy on one set of problems.
+
+    `mean`: mean share of right answers, over problems with a verdict. `lower_bound`: share of right answers among all, in which
+    the `num_unanswered` answers without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of
+    answers to each problem, over problems with at least k verdicts. `reported`: `means_of` the numbers that answers report.
     """
 
     mean: Estimate
@@ -74,7 +74,7 @@ class Accuracy:
     reported: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in metrics.jsonl and summary.json."""
+        """Return the form that metrics.jsonl and summary.json hold."""
         return {
             "accuracy": asdict(self.mean),
             "lower_bound": self.lower_bound,
@@ -85,7 +85,8 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """`verdicts`: of each problem, equally many; True is right, None has no verdict. None where nothing has one."""
+    """Return the accuracy, or None without any verdict. `verdicts` holds equally many for each problem: True if the answer is
+    right, None if it has no verdict."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)
     known = [[one for one in answers if one is not None] for answers in problems]

@@ -1,11 +1,11 @@
-"""What was issued and where it ended: `issued = trained + dropped_stale + dropped_filtered + failed + in_flight`.
+"""Account for every sequence: `issued = trained + dropped_stale + dropped_filtered + failed + in_flight`.
 
-`Ledger` is stepped by two events, issue and close, each O(1). A broken equation is our own defect and stops the run.
+`Ledger` has two events, issue and close, each O(1). If the equation breaks, our code is wrong and the run stops.
 
-`SequenceTracker` keeps it in step with the groups that are still open, by issue, arrival and close. Sequences may
-arrive in any order and repeatedly, and have passed `decode_sequence`; those of groups that are not open are ignored, so
-that memory is bounded by the open groups. Each step is also an event for the journal (`pipelinerl/audit/journal.py`).
-The feeder may issue `lost` groups again, of which nothing is trained.
+`SequenceTracker` keeps the ledger and the open groups consistent, by issue, arrival and close. Sequences may arrive in any
+order and repeatedly, and have passed `decode_sequence`; sequences of groups that are not open are ignored, so that memory is
+bounded by the open groups. Each event is also written to the journal (`pipelinerl/audit/journal.py`). The feeder may issue
+another group for each `lost` one, of which nothing is trained.
 
 Pure state: no metrics, files, streams or clock; `to_state` is what a checkpoint stores.
 """
@@ -39,7 +39,7 @@ class LedgerViolation(AssertionError):
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """Sequences. The fields are those of `SequenceCounts` in trainer.proto."""
+    """Numbers of sequences by state, with the fields of `SequenceCounts` in trainer.proto."""
 
     issued: int = 0
     trained: int = 0
@@ -53,13 +53,13 @@ class LedgerCounts:
 
     @property
     def discrepancy(self) -> int:
-        """Issued less all others: 0, or a defect."""
+        """Issued sequences minus all others; anything but 0 is a defect."""
         ended = self.trained + self.dropped_stale + self.dropped_filtered + self.failed
         return self.issued - ended - self.in_flight
 
 
 class Ledger:
-    """Outcomes of all sequences of one run. `counts` is replaced at each event: numbers of one moment, on any thread."""
+    """Outcomes of all sequences of one run. `counts` is replaced at each event, so any thread reads consistent numbers."""
 
     def __init__(self) -> None:
         self.counts = LedgerCounts()
@@ -92,7 +92,7 @@ class Ledger:
         self._count(outcome.value, len(ids))
 
     def is_open(self, sequence_id: str) -> bool:
-        """Whether the sequence is in flight: only such a one may be trained."""
+        """Return whether the sequence is in flight. Only then may it be trained on."""
         return sequence_id in self._in_flight
 
     def in_flight(self) -> tuple[str, ...]:
@@ -100,23 +100,23 @@ class Ledger:
         return tuple(self._in_flight)
 
     def reasons(self, outcome: Outcome) -> dict[str, int]:
-        """Sequences of that outcome by reason, where one was given."""
+        """Return how many sequences ended with this outcome, by reason; those without a reason are not counted."""
         return dict(self._reasons[outcome])
 
     def check(self) -> None:
-        """Raises `LedgerViolation` with all the numbers when the equation does not hold."""
+        """Raise `LedgerViolation` with all numbers if the equation does not hold."""
         if self.counts.discrepancy:
             numbers = ", ".join(f"{name} {count}" for name, count in self.counts.as_dict().items())
             raise LedgerViolation(f"issued != trained + dropped + failed + in_flight: {numbers}")
 
     def _count(self, name: str, more: int) -> None:
-        """`more` of `name`, and what is in flight now."""
+        """Add `more` to the count `name` and update the count in flight."""
         changed: dict[str, int] = {name: getattr(self.counts, name) + more}
         self.counts = replace(self.counts, in_flight=len(self._in_flight), **changed)
         self.check()
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able; `from_state` makes an equal ledger of it."""
+        """Return the ledger as JSON values, from which `from_state` makes an equal one."""
         return {
             "issued": self.counts.issued,
             "closed": {outcome.value: getattr(self.counts, outcome.value) for outcome in Outcome},
@@ -126,7 +126,7 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
-        """Raises `LedgerViolation` when the stored numbers do not add up."""
+        """Restore a ledger. Raises `LedgerViolation` if the stored numbers do not add up."""
         ledger = cls()
         ledger._reasons = {outcome: Counter(state["reasons"][outcome.value]) for outcome in Outcome}
         ledger._in_flight = dict.fromkeys(state["in_flight"])
@@ -137,11 +137,11 @@ class Ledger:
 
 @dataclass
 class OpenGroup:
-    """One of which samples are still to come. `members`: those that came, by index."""
+    """A group with missing samples. `members` holds the samples that arrived, by index."""
 
     num_samples: int
     queue_position: int | None = None
-    """Of its newest message on PROMPTS, which may have left it; None before there is one."""
+    """Position of its newest message on PROMPTS, which may have been consumed; None before it is published."""
     members: dict[int, Sequence] = field(default_factory=dict)
 
     @property
@@ -150,9 +150,9 @@ class OpenGroup:
 
 
 class SequenceTracker:
-    """`issued_groups` counts replacements of lost ones too; `record` takes the events.
+    """The ledger, the open groups and figures about ended sequences. `record` is called with each event for the journal.
 
-    `tokens`: sampled tokens that ended here by outcome, since this process began.
+    `issued_groups` includes replacements of lost groups. `tokens`: sampled tokens by outcome, since this process began.
     """
 
     def __init__(self, record: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
@@ -160,18 +160,18 @@ class SequenceTracker:
         self.ledger = Ledger()
         self.tokens = {outcome.value: 0 for outcome in Outcome}
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
-        """Sequences by `length_bucket`, since they were taken."""
+        """Sequences by `length_bucket`, since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
-        """Of the sequences that were trained or dropped as stale, since this process began."""
+        """Longest and number of sequences that were trained or dropped as stale, since this process began."""
         self.open_groups: dict[str, OpenGroup] = {}
         """In order of issue."""
         self.issued_groups = 0
         self.lost_groups = 0
         self.num_waiting = 0
-        """Samples that have arrived of groups that are still open."""
+        """Samples of open groups that have arrived."""
 
     def issue(self, group: PromptGroup) -> None:
-        """Raises `LedgerViolation` for a group that was issued before."""
+        """Count a group as issued. Raises `LedgerViolation` if it was issued before."""
         self.ledger.issue(group.sequence_id(index) for index in range(group.num_samples))
         self.open_groups[group.group_id] = OpenGroup(group.num_samples)
         self.issued_groups += 1
@@ -179,21 +179,21 @@ class SequenceTracker:
         self._record({"event": "issue", "group": group.group_id, "samples": samples, "version": version})
 
     def published(self, group_id: str, position: int) -> None:
-        """The group is on PROMPTS, at `position`. It may be complete already."""
+        """Note the group's position on PROMPTS. The group may already be complete."""
         if group_id in self.open_groups:
             self.open_groups[group_id].queue_position = position
 
     def refuse(self, group: PromptGroup, reason: str) -> None:
-        """A group that was issued and cannot be sent out ends here, and another may take its place."""
+        """Close an issued group that cannot be published, as lost."""
         self._close([group.sequence_id(index) for index in range(group.num_samples)], Outcome.FAILED, reason)
         self.num_waiting -= len(self.open_groups.pop(group.group_id).members)
         self.lost_groups += 1
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """All samples of the group that this one completes, in order of their index; empty while more are to come.
+        """Return all samples of the group that this sequence completes, by index; empty while samples are missing.
 
-        Failed samples are closed then. Raises `MessageError` when the sequence contradicts its group's size; nothing is
-        changed then.
+        Failed samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence contradicts
+        its group's size.
         """
         group = self.open_groups.get(sequence.group_id)
         if group is None:
@@ -215,22 +215,22 @@ class SequenceTracker:
         return samples
 
     def lose(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str) -> None:
-        """Nothing of this group is trained: what is left of it ends here, and it may be issued again."""
+        """Close the rest of a group of which nothing is trained, and count the group as lost."""
         self.close(sequences, outcome, reason)
         self.lost_groups += 1
 
     def missing(self, group_id: str, run: str, failure: str) -> list[Sequence]:
-        """A failed sequence for each sample of an open group that has not arrived; nothing for other groups."""
+        """Return a failed sequence for each missing sample of an open group; none for other groups."""
         group = self.open_groups.get(group_id, OpenGroup(0))
         return [failed_sample(run, group_id, index, group.num_samples, failure) for index in group.missing]
 
     def held(self) -> tuple[Sequence, ...]:
-        """What has arrived of groups that are still open: with `to_state`, all that a checkpoint needs of them."""
+        """Return the samples of open groups that have arrived, which a checkpoint stores beside `to_state`."""
         return tuple(sequence for group in self.open_groups.values() for sequence in group.members.values())
 
     def gone_from_queue(self, first_position: int, last_position: int) -> list[str]:
-        """Open groups whose prompt is not on PROMPTS, which holds at most these positions. A group beyond them was on a queue
-        that is lost, or is being published."""
+        """Return the open groups that were published and are not within these positions of PROMPTS. A group beyond the last
+        position was on a queue that is lost."""
         return [
             group_id
             for group_id, group in self.open_groups.items()
@@ -239,11 +239,11 @@ class SequenceTracker:
 
     @property
     def mean_tokens(self) -> float:
-        """Sampled tokens of a sequence that was trained or dropped as stale, since this process began; at least 1."""
+        """Mean sampled tokens of sequences trained or dropped as stale, since this process began; at least 1."""
         return max(1.0, sum(self.tokens[outcome.value] for outcome in self._lengths) / max(1, self._num_ended))
 
     def take_ended_by_length(self) -> dict[str, list[int]]:
-        """Sequences [trained, dropped as stale] since the last call, by `length_bucket`."""
+        """Return the numbers of sequences [trained, dropped as stale] since the last call, by `length_bucket`."""
         trained, stale = self._lengths[Outcome.TRAINED], self._lengths[Outcome.DROPPED_STALE]
         ended = {str(longest): [trained[longest], stale[longest]] for longest in sorted(trained | stale)}
         trained.clear()
@@ -251,11 +251,11 @@ class SequenceTracker:
         return ended
 
     def end_step(self, version: int) -> None:
-        """All of the step that made `version` is in."""
+        """Record that all sequences of the step that made `version` are closed."""
         self._record({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
-        """They end here; `more` goes into the event: the `version` that came of those trained on. Raises `LedgerViolation`."""
+        """Close sequences. `more` goes into the event, such as the `version` trained from them. Raises `LedgerViolation`."""
         ended = tuple(sequences)
         lengths = [sequence.num_episode_tokens for sequence in ended]
         if outcome is Outcome.TRAINED:
@@ -274,7 +274,7 @@ class SequenceTracker:
             self._record({"event": "close", "outcome": outcome.value, **because, **more, "ids": ids})
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able. What had arrived of open groups is not in it (`held`)."""
+        """Return the state as JSON values, without the samples of open groups that have arrived (see `held`)."""
         groups = self.open_groups.items()
         positions = {group_id: group.queue_position for group_id, group in groups}
         return {
@@ -288,7 +288,7 @@ class SequenceTracker:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over `to_state` of another tracker, without an event. Raises `LedgerViolation`."""
+        """Restore what `to_state` returned, without recording an event. Raises `LedgerViolation`."""
         groups = state["groups"]
         self.ledger = Ledger.from_state(state["ledger"])
         self.issued_groups, self.lost_groups = groups["issued"], groups["lost"]
@@ -298,7 +298,7 @@ class SequenceTracker:
 
 
 def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, failure: str) -> Sequence:
-    """Accounts for a sample of which nothing usable came."""
+    """Return an empty, failed sequence that accounts for a sample without a usable result."""
     nothing = np.empty(0, dtype=np.int32)
     return Sequence(
         run=run,
@@ -324,14 +324,14 @@ MEANINGS = {
     "reward_bad_reference": "the problem's reference lacks what the scorer needs",
     "reward_unknown_task": "the verifier serves another task",
     "episode_timeout": "the episode ran past task.episode_timeout_s, or its environment past task.answer_timeout_s",
-    "episode_crashed": "the environment or agent raised, died, or did not end well, which was not the policy's fault",
+    "episode_crashed": "the environment or agent raised, died or failed, which was not the policy's fault",
     "episode_out_of_memory": "the episode ran past reward.memory_mib",
     "episode_bad_reward": "the episode's reward is not a finite number",
     "episode_bad_reference": "the problem's reference lacks what the episode needs",
     "episode_unknown_task": "the verifier serves another task",
     "turn_timeout": "no turn within task.turn_timeout_s",
     "unknown_task": "an episode of a task that the actor's recipe does not have: give it the trainer's recipe",
-    "no_turns": "the environment or agent ended without asking for a turn",
+    "no_turns": "the environment or agent ended without requesting a turn",
     "verifier_refused": "the verifier refused the call, or died five times while the episode's environment was running",
     "empty_completion": "the completion has no token",
     "non_finite_logprobs": "vLLM reported a log-probability that is not finite",
@@ -341,23 +341,23 @@ MEANINGS = {
     "invalid": "the finished sequence fails its own checks",
     "too_large": "the sequence is larger than NATS's max_payload",
     "redelivered_too_often": "the group was delivered more than five times, and is kept as a dead letter",
-    "unreadable_group": "the prompt group does not hold together, but names its samples",
-    "forged": "a message without the token of its group took the id of this sequence",
+    "unreadable_group": "the prompt group is inconsistent, but names its samples",
+    "forged": "a message without its group's token used the id of this sequence",
     "actor_quarantined": "its actor's log-probabilities are not those of the policy that it names (weights.verify_logprobs)",
     "prompt too long": "the prompt leaves no room in the context; it was never sent out",
     "prompt group too large": "the prompt group is larger than NATS's max_payload; it was never sent out",
-    "prompt group invalid": "the prompt group is no valid message, such as one with an empty prompt; it was never sent out",
+    "prompt group invalid": "the prompt group is not a valid message, such as one with an empty prompt; it was never sent out",
     "prompt group lost": "the group left the queue, and this sample of it never came",
     "unreadable": "the message does not parse or contradicts itself, but its id is known",
     "contradicts its group": "the sequence has another group size than was issued",
     "longer than the context": "prompt and completion exceed model.max_context",
     "token outside the vocabulary": "the completion has a token that the model does not have",
     "step skipped": "the loss or gradient of its batch was not finite; the step changed no weight",
-    "group incomplete": "this sample is good, but too few of its group are for the baseline",
+    "group incomplete": "this sample is good, but its group has too few good samples for the baseline",
     StaleReason.LAG.value: "its oldest token, or its mean, had more lag than algorithm.max_lag allows",
     StaleReason.UNDONE.value: "some of its tokens are of a version that a restart of the trainer undid",
     StaleReason.UNKNOWN.value: "some of its tokens are of a version that this run has not made yet",
     "equal rewards": "all answers of the group were equally right, so that there is nothing to learn from them",
 }
-"""Why a sequence ended without being trained on, in a sentence for people: the report, the live page, the end of
+"""Explanations of the reasons why a sequence was not trained on, for the report, the live page and the end of
 `pipelinerl run`. docs/errors.md has the same words."""

@@ -2,9 +2,9 @@
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training.
 
-By the size of the model alone, so activations are a reserve: `ENGINE_GIB` of an actor, all but `MODEL_STATE_SHARE` of a rank.
-A plan compares with data sheets, `pipelinerl validate --gpu-memory` with what it is told, and each process with the device that
-it runs on. Pure. Not here: quantised weights, what tensor parallelism does not divide, other processes on the same device.
+Estimates depend on the model's size alone. Activations get a reserve: `ENGINE_GIB` of an actor, and all but `MODEL_STATE_SHARE`
+of a rank. A plan compares estimates with data sheets, `pipelinerl validate --gpu-memory` with the given size, and each process
+with its device. Pure. Quantised weights, replicated tensors and other processes on the device are not counted.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pipelinerl.recipe.fields import Recipe
 
 GIB = 2**30
 ENGINE_GIB = 3.0
-"""What vLLM needs of an accelerator's memory beyond weights and KV cache."""
+"""Memory of an accelerator that vLLM needs in addition to weights and KV cache."""
 UPDATE_GIB = 2.0
-"""What a weight update needs beyond the second instance: chunks, the largest tensor as a whole, NCCL's buffers."""
+"""Memory of a weight update beyond the second instance of the weights: chunks, the largest whole tensor, NCCL's buffers."""
 MODEL_STATE_SHARE = 0.7
-"""Of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
+"""Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
 MOST_PER_ACTOR = 64
-"""Accelerators, as `actor.engine.tensor_parallel_size` allows."""
+"""Maximum number of accelerators of an actor, as for `actor.engine.tensor_parallel_size`."""
 
 
 @dataclass(frozen=True)
 class Model:
     parameters: float
     kv_bytes: float
-    """Of one token in the KV cache, over all layers."""
+    """Bytes of one token in the KV cache, over all layers."""
     dtype_bytes: int = 2
 
     @classmethod
     def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None) -> Model:
-        """`kv_bytes` None: as models of that size usually need."""
+        """Return the recipe's model. If `kv_bytes` is None, it is estimated by `usual_kv_bytes`."""
         usual = usual_kv_bytes(parameters) if kv_bytes is None else kv_bytes
         return cls(parameters, usual, 4 if recipe.model.dtype == "float32" else 2)
 
@@ -47,8 +47,8 @@ class Model:
 
 
 def usual_kv_bytes(parameters: float) -> float:
-    """Of a dense model of that size with grouped-query attention in 16 bits: Llama 3's 128 KiB per token at 8B, and with the
-    square root of the size elsewhere (379 KiB at 70B, where Llama 3 has 320). Qwen2.5-7B has 56."""
+    """Estimate the KV cache bytes per token of a dense 16-bit model with grouped-query attention: Llama 3's 128 KiB at 8B,
+    scaled by the square root of the size (379 KiB at 70B, where Llama 3 has 320). Qwen2.5-7B has 56."""
     return 128 * 1024 * math.sqrt(parameters / 8e9)
 
 
@@ -56,20 +56,21 @@ def usual_kv_bytes(parameters: float) -> float:
 
 
 def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
-    """What `memory_gib` of each accelerator leave an actor for its KV cache, over all its accelerators."""
+    """Return the KV cache memory of an actor over all its accelerators, which have `memory_gib` each."""
     engine = recipe.actor.engine
     in_share = memory_gib * engine.gpu_memory_utilization - ENGINE_GIB
     return engine.tensor_parallel_size * in_share - model.weights_bytes / GIB
 
 
 def update_gib(recipe: Recipe, model: Model) -> float:
-    """What a weight update needs of each accelerator beside vLLM's share: a second instance of the weights, `UPDATE_GIB`."""
+    """Return the memory that a weight update needs on each accelerator outside vLLM's share: the second instance of the
+    weights and `UPDATE_GIB`."""
     return model.weights_bytes / GIB / recipe.actor.engine.tensor_parallel_size + UPDATE_GIB
 
 
 def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError | None:
-    """Why an actor cannot work on accelerators of `memory_gib`, or None: it has to hold the weights twice, and vLLM does not
-    start without a KV cache for one sequence of `model.max_context`."""
+    """Return why an actor cannot work on accelerators of `memory_gib`, or None. An actor must hold the weights twice, and vLLM
+    needs a KV cache for at least one sequence of `model.max_context`."""
     engine = recipe.actor.engine
     size, share = engine.tensor_parallel_size, engine.gpu_memory_utilization
     weights, longest = model.weights_bytes / GIB, model.kv_bytes * recipe.model.max_context / GIB
@@ -83,37 +84,37 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
             f"weights of {weights:,.0f} GiB, which an update holds twice, {longest:.1f} GiB of KV cache for one sequence of "
             f"model.max_context, and {ENGINE_GIB + UPDATE_GIB:g} GiB on each accelerator do not fit {memory_gib:,.0f} GiB"
         )
-        fix = f"use {enough}" if enough else f"{MOST_PER_ACTOR}, the most that an actor may have, are too few"
+        fix = f"use {enough}" if enough else f"{MOST_PER_ACTOR}, the maximum of an actor, are too few"
         return FieldError("actor.engine.tensor_parallel_size", size, f"{large}; {fix}")
     update = update_gib(recipe, model)
     if memory_gib * (1 - share) < update:
         most = math.floor(100 * (1 - update / memory_gib)) / 100
         fix = (
-            f"leaves {memory_gib * (1 - share):.1f} of {memory_gib:,.0f} GiB beside vLLM, where a weight update needs "
-            f"{update:.1f}: a second instance of the weights ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} to receive into; "
+            f"leaves {memory_gib * (1 - share):.1f} of {memory_gib:,.0f} GiB outside vLLM, but a weight update needs "
+            f"{update:.1f}: a second instance of the weights ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} for receiving; "
             f"use at most {most}"
         )
         return FieldError("actor.engine.gpu_memory_utilization", share, fix)
     if kv_cache_gib(recipe, model, memory_gib) < longest:
         least = math.ceil(100 * ((weights + longest) / size + ENGINE_GIB) / memory_gib) / 100
         fix = (
-            f"leaves vLLM {memory_gib * share:.1f} of {memory_gib:,.0f} GiB, too few for weights, {ENGINE_GIB:g} GiB around "
-            f"them and a KV cache for one sequence of model.max_context; use at least {least}"
+            f"leaves vLLM {memory_gib * share:.1f} of {memory_gib:,.0f} GiB, too little for weights, {ENGINE_GIB:g} GiB of "
+            f"overhead and a KV cache for one sequence of model.max_context; use at least {least}"
         )
         return FieldError("actor.engine.gpu_memory_utilization", share, fix)
     return None
 
 
 def update_shortage(weights_bytes: int, free_bytes: int, total_bytes: int, share: float) -> str:
-    """What to say of a device that has too little for weight updates beside an engine that runs on it; empty where it has
-    enough. `weights_bytes`: of the served model on that device; `share`: `actor.engine.gpu_memory_utilization`."""
+    """Return an error text if a device has too little free memory for weight updates beside its running engine, else "".
+    `weights_bytes`: size of the served model on that device; `share`: `actor.engine.gpu_memory_utilization`."""
     lacking = weights_bytes + UPDATE_GIB * GIB - free_bytes
     if lacking <= 0:
         return ""
     most = max(0.0, math.floor(100 * (share - lacking / total_bytes)) / 100)
     return (
-        f"a weight update needs {weights_bytes / GIB + UPDATE_GIB:.1f} GiB of GPU memory beside vLLM, a second instance of the "
-        f"weights ({weights_bytes / GIB:.1f}) and {UPDATE_GIB:g} to receive into, and {free_bytes / GIB:.1f} of "
+        f"a weight update needs {weights_bytes / GIB + UPDATE_GIB:.1f} GiB of GPU memory outside vLLM, a second copy of the "
+        f"weights ({weights_bytes / GIB:.1f}) and {UPDATE_GIB:g} for receiving, but {free_bytes / GIB:.1f} of "
         f"{total_bytes / GIB:.1f} GiB are free: set actor.engine.gpu_memory_utilization to at most {most}, or raise "
         "actor.engine.tensor_parallel_size"
     )
@@ -123,8 +124,8 @@ def update_shortage(weights_bytes: int, free_bytes: int, total_bytes: int, share
 
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
-    """Of weights, gradients and optimizer, over all ranks that share a copy: float32 masters and gradients, beside 16-bit
-    weights where the model is in 16 bits, and two moments."""
+    """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 masters and gradients,
+    two moments, and 16-bit weights if the model is in 16 bits."""
     if recipe.trainer.lora is not None:
         return model.weights_bytes
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
@@ -132,19 +133,18 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
-    """On disk: the model and, unless adapters are trained, weights and two moments in float32 beside it, whatever they are in
-    memory."""
+    """Return a checkpoint's bytes on disk: the model and, unless adapters are trained, float32 weights and two moments."""
     weights = int(Model.of(recipe, parameters).weights_bytes)
     return weights if recipe.trainer.lora is not None else weights + parameters * (4 + 8)
 
 
 def fewest_ranks(recipe: Recipe, model: Model, memory_gib: float) -> int:
-    """That share one copy of the states, and have room for activations beside it."""
+    """Return how many ranks must share one copy of the states to leave room for activations."""
     return math.ceil(state_bytes(recipe, model) / (memory_gib * MODEL_STATE_SHARE * GIB))
 
 
 def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int) -> FieldError | None:
-    """Why `ranks` that share one copy of the states cannot train on accelerators of `memory_gib`; None where they can."""
+    """Return why `ranks` that share one copy of the states cannot train on accelerators of `memory_gib`, or None."""
     fewest, state_gib = fewest_ranks(recipe, model, memory_gib), state_bytes(recipe, model) / GIB / ranks
     if ranks >= fewest:
         return None

@@ -1,21 +1,20 @@
-"""Packing: sequences into micro-batches of a fixed token budget, and the micro-batches of one optimizer step onto ranks.
+"""Pack sequences into micro-batches of a fixed token budget, and assign the micro-batches of one optimizer step to ranks.
 
-Best-fit decreasing decides how few bins are needed; the same number of bins is then filled evenly, because equal
-micro-batches need the least memory and waste nothing when padded to one shape.
+Best-fit decreasing finds the number of bins; the same number of bins is then filled evenly, because equal micro-batches need
+the least memory and waste nothing when padded to one shape.
 
 Ranks that share a model (FSDP) run in lockstep: they begin a micro-batch together, so that a slot of micro-batches, one on
 each rank, lasts as long as its costliest one, and a step lasts Σ over slots of the maximum over ranks. The plan has as few
-slots as best-fit decreasing allows, and within each slot nearly equal costs. What the slots cost beside each other does not
-matter.
+slots as best-fit decreasing allows, and nearly equal costs within each slot. Costs may differ between slots.
 
-What one sequence costs has a linear term in its tokens and a causal term in pairs of them. Costs are FLOPs of a forward pass
-where the model is known, and tokens where it is not; planning needs their proportions only.
+The cost of a sequence has a linear term in its tokens and a causal term in pairs of them. Costs are FLOPs of a forward pass
+if the model is known, else tokens; planning only needs their proportions.
 
-Sequences of one prompt that share a micro-batch can share the prompt's tokens too: only the completions of the others cost
-something. They are planned as pieces, which are not taken apart.
+Sequences of one prompt that share a micro-batch can also share the prompt's tokens, so that each further sequence costs only
+its completion. They are planned as pieces that stay together.
 
-Deterministic: equal inputs give equal plans. Not here: tensors, padding to multiples (sequence parallelism does that when it
-splits a row), memory traffic, kernels.
+Equal inputs give equal plans. Tensors, padding to multiples (sequence parallelism pads when it splits a row), memory traffic
+and kernels are not modelled here.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from numpy.typing import NDArray
 from pipelinerl.errors import FieldError
 
 Bins = list[list[int]]
-"""Indexes into the lengths that were packed; each index in exactly one bin."""
+"""Indexes into the packed lengths; each index is in exactly one bin."""
 
 
 def _falling(values: Sequence[float], indexes: Iterable[int]) -> list[int]:
-    """`indexes` by their value, the largest first."""
+    """Return `indexes` sorted by their value, largest first."""
     return sorted(indexes, key=lambda index: (-values[index], index))
 
 
 def pack(lengths: Sequence[int], budget: int) -> Bins:
-    """Bins of at most `budget` tokens, best-fit decreasing: the longest sequence first, into the fullest bin it fits.
+    """Return bins of at most `budget` tokens by best-fit decreasing: longest sequence first, into the fullest bin it fits.
 
     O(n log n). Raises `FieldError` when one sequence alone exceeds the budget.
     """
@@ -63,7 +62,7 @@ def pack(lengths: Sequence[int], budget: int) -> Bins:
 
 
 def balance(lengths: Sequence[int], num_bins: int) -> Bins:
-    """`num_bins` bins of nearly equal tokens: longest first, into the emptiest bin (LPT, within 4/3 of the optimum)."""
+    """Return `num_bins` bins of nearly equal tokens: longest first, into the emptiest (LPT, within 4/3 of the optimum)."""
     bins: Bins = [[] for _ in range(num_bins)]
     load = [(0, target) for target in range(num_bins)]
     for index in _falling(lengths, range(len(lengths))):
@@ -74,7 +73,7 @@ def balance(lengths: Sequence[int], num_bins: int) -> Bins:
 
 
 def plan_microbatches(lengths: Sequence[int], budget: int) -> Bins:
-    """As few micro-batches as `pack` needs, with tokens spread evenly over them where that still fits the budget."""
+    """Return as few micro-batches as `pack` needs, with tokens spread evenly if that still fits the budget."""
     packed = pack(lengths, budget)
     even = balance(lengths, len(packed))
     fits = all(sum(int(lengths[index]) for index in members) <= budget for members in even)
@@ -87,21 +86,21 @@ Counts = Sequence[int] | NDArray[np.integer]
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of one forward pass. A pair is a query and a key that it sees, itself included."""
+    """FLOPs of one forward pass. A pair is a query and a key that it attends to, its own included."""
 
     per_token: float
     """All matrix products of the layers, without attention scores."""
     per_output_token: float = 0.0
-    """The output head, which is computed only where a token is predicted."""
+    """The output head, which is computed only for predicted tokens."""
     per_pair: float = 0.0
-    """Attention scores and their product with the values, over the layers that see the whole sequence."""
+    """Attention scores and their product with the values, over the layers with full attention."""
     per_windowed_pair: float = 0.0
-    """The same over the layers that see the last `window` tokens only."""
+    """Attention scores and their product with the values, over the layers with windowed attention."""
     window: int = 0
-    """Tokens that a query of a windowed layer sees, itself included; 0 where there are no such layers."""
+    """Tokens that a query of a windowed layer attends to, itself included; 0 if the model has no such layers."""
 
     def of(self, lengths: Counts, outputs: Counts | None = None) -> NDArray[np.float64]:
-        """Cost of each sequence of `lengths` tokens, of which `outputs` are predicted; None = all of them."""
+        """Return the cost of each sequence of `lengths` tokens, of which `outputs` are predicted; None = all of them."""
         tokens = np.asarray(lengths, dtype=np.float64)
         predicted = tokens if outputs is None else np.asarray(outputs, dtype=np.float64)
         linear = self.per_token * tokens + self.per_output_token * predicted
@@ -110,11 +109,11 @@ class CostModel:
 
 
 UNIT_COST = CostModel(per_token=1.0)
-"""A sequence costs its tokens: for planning where nothing is known of the model."""
+"""Cost in tokens, for planning without a known model."""
 
 
 def causal_pairs(tokens: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
-    """Pairs of causal self-attention over n tokens: n (n + 1) / 2, of which a window leaves its width to each query."""
+    """Return the pairs of causal self-attention over n tokens: n (n + 1) / 2, or fewer if a window bounds each query."""
     all_pairs = tokens * (tokens + 1) / 2
     if window is None:
         return all_pairs
@@ -123,34 +122,34 @@ def causal_pairs(tokens: NDArray[np.float64], window: int | None = None) -> NDAr
 
 
 Slots = list[Bins]
-"""[slot][rank] → indexes of the sequences of that micro-batch; empty where a slot has none for a rank."""
+"""[slot][rank] → indexes of the sequences of that micro-batch; empty if the rank has none in this slot."""
 
 MOST_LEVELLED_SLOTS = 16
-"""With more slots than this, levelling them one by one gains under 1% and takes its time."""
+"""Maximum number of slots that are levelled one by one; with more, that takes long and gains under 1%."""
 BINS_TRIED = 8
-"""Cheapest bins that are asked for room before a sequence counts as not fitting."""
+"""Number of cheapest bins that are tried before a sequence counts as not fitting."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Every sequence of a step in exactly one micro-batch, equally many micro-batches on each rank."""
+    """A step's micro-batches: every sequence is in exactly one, and each rank has equally many."""
 
     slots: Slots
     costs: list[list[float]]
-    """[slot][rank] → cost of that micro-batch, in units of the cost model."""
+    """[slot][rank] → cost of the micro-batch, in units of the cost model."""
 
     def of_rank(self, rank: int) -> Bins:
-        """The micro-batches of one rank, in order; some may be empty."""
+        """Return the micro-batches of one rank, in order; some may be empty."""
         return [bins[rank] for bins in self.slots]
 
     @property
     def cost(self) -> float:
-        """Of the whole step, as it lasts: Σ over slots of the costliest micro-batch."""
+        """Cost of the whole step: Σ over slots of the costliest micro-batch."""
         return sum(max(costs) for costs in self.costs)
 
     @property
     def imbalance(self) -> float:
-        """Share of the ranks' compute time in which they wait for the costliest of their slot; 0 = none, below 1."""
+        """Share of the ranks' time in which they wait for the costliest micro-batch of their slot, in [0, 1)."""
         if not self.cost:
             return 0.0
         num_ranks = len(self.slots[0])
@@ -158,13 +157,13 @@ class StepPlan:
 
 
 Prompt = tuple[Hashable, int]
-"""What tells a prompt from others, and its tokens."""
+"""Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
-"""Sequences of one prompt fill at most the budget over this, for several ranks to choose from; 0 = each is by itself.
+"""Divisors of the budget that bound a piece, which are tried with several ranks; 0 = each sequence by itself.
 
-Small pieces can be spread evenly, large ones compute a prompt less often."""
+Small pieces can be spread evenly; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
-"""So many copies of a shared token take the memory of one token more: they exist inside attention alone."""
+"""Copies of a shared token that take the memory of one more token, since they exist only inside attention."""
 
 
 def plan_step(
@@ -175,12 +174,12 @@ def plan_step(
     outputs: Counts | None = None,
     prompts: Sequence[Prompt] | None = None,
 ) -> StepPlan:
-    """Micro-batches of at most `budget` tokens for sequences of `lengths` tokens, of which `outputs` are predicted.
+    """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens, of which `outputs` are predicted.
 
-    Each slot has one for each of `num_ranks`, in ⌈(best-fit-decreasing bins) / ranks⌉ slots; one rank gets what
-    `plan_microbatches` gives. No slot is empty on all ranks. With `prompts`, one for each sequence and contained in its
+    The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots with one micro-batch for each of `num_ranks`; for one rank it is
+    that of `plan_microbatches`. No slot is empty on all ranks. With `prompts`, one for each sequence and contained in its
     length, a micro-batch computes a prompt once for all sequences that have it, except in attention; several ranks get the
-    shortest plan over `PIECES`. Raises `FieldError` when one sequence alone exceeds the budget.
+    cheapest plan over `PIECES`. Raises `FieldError` if one sequence alone exceeds the budget.
     """
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
@@ -199,22 +198,22 @@ def plan_step(
 
 @dataclass
 class _Piece:
-    """Sequences that stay together, because they share a prompt."""
+    """Sequences of one prompt that stay together."""
 
     members: list[int]
     tokens: int
-    """That are computed."""
+    """Tokens that are computed."""
     copied_tokens: int = 0
-    """That would be computed in addition if each had its own prompt."""
+    """Tokens that would be computed in addition if each sequence had its own prompt."""
 
     @property
     def room(self) -> int:
-        """Tokens of the budget."""
+        """Tokens that it takes of the budget."""
         return self.tokens + math.ceil(self.copied_tokens / COPIES_OF_A_TOKEN)
 
 
 def _pieces(lengths: list[int], prompts: Sequence[Prompt], most: int) -> list[_Piece]:
-    """Each of one sequence, or of several with room for at most `most` tokens. The longest sequences come first."""
+    """Return pieces of one sequence, or of several that take at most `most` tokens; the longest sequences come first."""
     pieces: list[_Piece] = []
     open_pieces: dict[Hashable, _Piece] = {}
     for index in _falling(lengths, range(len(lengths))):
@@ -244,7 +243,7 @@ def _planned(lengths: list[int], cost: list[float], budget: int, num_ranks: int)
 
 
 def _plan(slots: Slots, cost: list[float]) -> StepPlan:
-    """Seats each slot's bins by cost, falling and rising in turn, which evens the ranks' sums too."""
+    """Assign each slot's bins to ranks by cost, falling and rising in turn, which also evens the sums of the ranks."""
     seated: Slots = []
     for number, bins in enumerate(slots):
         falling = sorted(bins, key=lambda members: -_total(members, cost))
@@ -259,7 +258,7 @@ def _total(members: Sequence[int], cost: list[float]) -> float:
 
 @dataclass(frozen=True)
 class _Planner:
-    """The sequences of one step and what a micro-batch may hold. Methods return plans and keep nothing."""
+    """Plans for the sequences of one step. Methods return plans and keep no state."""
 
     lengths: list[int]
     cost: list[float]
@@ -267,7 +266,7 @@ class _Planner:
     num_ranks: int
 
     def evened(self, packed: Bins, num_slots: int) -> Slots:
-        """Bins of similar cost share a slot, and spread its sequences over their ranks again where that is faster."""
+        """Put bins of similar cost into a slot, and spread the slot's sequences over its ranks again if that is faster."""
         padded = packed + [[] for _ in range(num_slots * self.num_ranks - len(packed))]
         falling = sorted(padded, key=lambda members: -_total(members, self.cost))
         return [self._evened_slot(falling[first : first + self.num_ranks]) for first in range(0, len(falling), self.num_ranks)]
@@ -280,9 +279,9 @@ class _Planner:
         return max(_total(members, self.cost) for members in bins)
 
     def levelled(self, num_slots: int) -> Slots | None:
-        """Slot by slot, the costliest sequences left and as many others as fit below the level that these set anyway.
+        """Fill slot by slot with the costliest sequence left and as many others as fit below its cost, the slot's level.
 
-        The level is at least the mean of what is left. None when the last slot cannot take the rest.
+        The level is at least the mean cost of the rest. Return None if the last slot cannot take the rest.
         """
         left = _falling(self.cost, range(len(self.lengths)))
         slots: Slots = []
@@ -296,9 +295,9 @@ class _Planner:
         return None if left else slots
 
     def _spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
-        """One slot's bins, each sequence of `order` in the cheapest with room (LPT), and those left over.
+        """Return one slot's bins, with each sequence of `order` in the cheapest bin with room (LPT), and the sequences left.
 
-        No bin's cost exceeds `level`, no bin's tokens the budget.
+        No bin's cost exceeds `level`, and no bin's tokens exceed the budget.
         """
         bins: Bins = [[] for _ in range(self.num_ranks)]
         room = [self.budget] * self.num_ranks

@@ -1,12 +1,11 @@
-"""How to share accelerators between actors and trainer, how many sequences to keep in progress, and what to expect of it.
+"""Plan how to split accelerators between actors and trainer and how many sequences to keep in progress, and predict the rates.
 
-The closed form proposes, of all splits whose largest lag the recipe allows, the fastest; the simulator plays it, and a split
-that drops sequences as stale gives way to one with a smaller largest lag or fewer actors. How long a decode step and a
-trained token take comes from measured points, or from the accelerator's data sheet (`estimated`). All of it is modelled:
-nothing runs.
+The closed form proposes the fastest split whose largest lag the recipe allows. The simulator then runs it; a split that drops
+too many sequences as stale is replaced by one with a smaller largest lag or fewer actors. The times of a decode step and of a
+trained token come from measured points or from the accelerator's data sheet (`estimated`). Everything is modelled; nothing
+runs.
 
-Not here: what a model needs of activations, of several accelerators in one actor beyond their sum, and of the network beyond
-`NETWORK`.
+Activation memory, communication within an actor, and any network speed other than `NETWORK` are not modelled.
 """
 
 from __future__ import annotations
@@ -34,50 +33,50 @@ from pipelinerl.rl.simulator import Simulation, Timing, simulate
 from pipelinerl.rl.throughput import MOST_STALE, DecodeCurve, Lengths, Split, conventional_rate, split
 
 BANDWIDTH_EFFICIENCY = DECODE_EFFICIENCY = 0.6
-"""Share of the data sheet's memory bandwidth, and of its FLOP/s, that decoding reaches: about what the paper's curve for a 7B
-model on H100 amounts to."""
+"""Share of the data sheet's memory bandwidth, and of its FLOP/s, that decoding reaches; it fits the paper's curve for a 7B
+model on H100."""
 TRAINING_EFFICIENCY = 0.4
 """MFU of training."""
 NETWORK = 12.5e9
 """Bytes per second of a weight update: 100 Gbit/s."""
 CONTROL_S = 0.25e-3
-"""Seconds of an update's messages for each actor: benchmarks/README.md, control_channel, 1,000 members."""
+"""Seconds that an update's messages take for each actor: benchmarks/README.md, control_channel, 1,000 members."""
 AS_FAST = 0.99
-"""Of the highest rate: a difference that no model tells."""
+"""Share of the highest rate from which splits count as equally fast, within the error of the model."""
 IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FASTEST_STEP_S = 2e-3
-"""A decode step below that is one of which a data sheet says little: engines need milliseconds around it."""
+"""Shortest decode step that a data sheet predicts well; engines need milliseconds around each step."""
 _MOST_SPLITS = 4096
-"""Numbers of actors that are looked at."""
+"""Maximum number of different numbers of actors that are tried."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
-"""Simulated at most: larger systems are simulated as a part of themselves."""
+"""Maximum size of a simulation; of a larger system, a part is simulated."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan must know of an actor and a rank of the trainer."""
+    """Speed and memory of an actor and of a trainer rank."""
 
     name: str
     per_actor: int
-    """Accelerators."""
+    """Accelerators of an actor."""
     decode: DecodeCurve
-    """Of an actor, tokens per second."""
+    """Decode speed of an actor, tokens per second."""
     training: float
-    """Seconds of a rank for one trained completion token."""
+    """Seconds in which a rank trains on one completion token."""
     kv_gib: float
-    """For the KV cache of an actor."""
+    """Size of an actor's KV cache."""
     memory_gib: float
-    """Of one rank of the trainer."""
+    """Memory of one trainer rank."""
 
 
 def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
-    """Mean tokens in the KV cache of a sequence in progress: long ones are in progress for longer, and half done on average."""
+    """Return the mean KV cache tokens of a sequence in progress, which is half done on average; long ones stay longer."""
     return prompt_tokens + float(lengths.tokens**2 @ lengths.shares) / (2 * lengths.mean)
 
 
 def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
-    """From the data sheet. A decode step reads the weights and the KV cache once and computes 2 FLOPs per weight and sequence;
-    training computes 6 per weight and token, prompts included: once for the samples of a group that share a micro-batch.
+    """Estimate speeds from the data sheet. A decode step reads weights and KV cache once and computes 2 FLOPs per weight and
+    sequence; training computes 6 per weight and token, with one prompt for samples of a group that share a micro-batch.
     """
     per_actor = recipe.actor.engine.tensor_parallel_size
     prompt_tokens = longest_prompt(recipe)
@@ -99,12 +98,12 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
 
 
 def longest_prompt(recipe: Recipe) -> int:
-    """Tokens that the recipe leaves for a prompt."""
+    """Return the tokens that the recipe leaves for a prompt."""
     return recipe.model.max_context - recipe.max_tokens
 
 
 def samples_per_prompt(recipe: Recipe, lengths: Lengths) -> int:
-    """Samples of a group that share the prompt in a micro-batch: as many as fit, with copies that take room in attention."""
+    """Return how many samples of a group fit a micro-batch and share its prompt, copies of the prompt in attention included."""
     if recipe.trainer.context_parallel > 1:
         return 1
     prompt_tokens, copied = longest_prompt(recipe), longest_prompt(recipe) / COPIES_OF_A_TOKEN
@@ -113,24 +112,24 @@ def samples_per_prompt(recipe: Recipe, lengths: Lengths) -> int:
 
 
 def weight_update_s(model: Model, num_actors: int) -> float:
-    """Of one weight update: the network and the control channel."""
+    """Return the seconds of one weight update over the network and the control channel."""
     return model.weights_bytes / NETWORK + CONTROL_S * num_actors
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Times in seconds, rates per second."""
+    """A split with its simulation and the reasons for it. Times are in seconds, rates per second."""
 
     machine: Machine
     lengths: Lengths
     split: Split
     played: Simulation
-    """Of the split, or of `share` of it."""
+    """Simulation of the share `share` of the split."""
     share: float
     kv_used_gib: float
-    """Of an actor."""
+    """Used KV cache of an actor."""
     conventional: float
-    """Tokens/s that conventional mode trains on at most at the same largest lag, G - 1, each phase with one weight update."""
+    """Highest tokens/s of conventional mode at the same largest lag, G - 1, with one weight update per phase."""
     reasons: tuple[str, ...]
 
     @property
@@ -140,14 +139,14 @@ class Plan:
 
 
 def most_in_progress(recipe: Recipe, model: Model, machine: Machine, lengths: Lengths) -> int:
-    """Sequences that the KV cache of an actor holds."""
+    """Return how many sequences the KV cache of an actor holds."""
     return int(machine.kv_gib * GIB / (tokens_held(lengths, longest_prompt(recipe)) * model.kv_bytes))
 
 
 def misfits(
     recipe: Recipe, model: Model, machine: Machine, lengths: Lengths, num_accelerators: int, h: int | None = None
 ) -> list[FieldError]:
-    """All that is too small for an actor or the trainer; `h` as of `make_plan`."""
+    """Return an error for everything that is too small for an actor or the trainer; `h`: given sequences in progress."""
     fewest, most = fewest_ranks(recipe, model, machine.memory_gib), most_in_progress(recipe, model, machine, lengths)
     too_large = actor_problem(recipe, model, machine.memory_gib) if machine.name in ACCELERATORS else None
     found = [too_large] if too_large else []
@@ -173,10 +172,10 @@ def make_plan(
     sequences_in_progress: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """The fastest split of the accelerators within the recipe's lag limit; `sequences_in_progress`: H, None = the best one.
-    `tell` hears of each simulation, which takes some seconds for a large system.
+    """Plan the fastest split of the accelerators within the recipe's lag limit. `sequences_in_progress`: H, None = the best.
+    `tell` is called before each simulation, which takes some seconds for a large system.
 
-    There must be no `misfits`. Raises `FieldError` when the lag limit allows no split.
+    The recipe must have no `misfits`. Raises `FieldError` if the lag limit allows no split.
     """
     max_lag, per_actor = recipe.algorithm.max_lag, machine.per_actor
     held, most = tokens_held(lengths, longest_prompt(recipe)), most_in_progress(recipe, model, machine, lengths)
@@ -214,25 +213,25 @@ def make_plan(
     reasons = (
         _why_this_split(chosen, max(splits, key=lambda one: one.rate), max_lag),
         _why_this_h(h, sequences_in_progress, most),
-        f"{counted(h, 'sequence')}, each of {held:,.0f} tokens on average, prompt and the "
-        f"part of the completion that exists, hold {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
-        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state, where "
-        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations: {fewest} or more would do",
-        f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for "
-        f"{update_s:.2g} s of each weight update comes on top",
+        f"{counted(h, 'sequence')}, each with {held:,.0f} tokens of prompt and unfinished completion on average, "
+        f"take {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; at most "
+        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations, so at least {fewest} ranks are needed",
+        f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waits for a group, for a batch and for "
+        f"{update_s:.2g} s of each weight update add to it",
         *_warnings(recipe, machine, chosen, fewest, update_s),
     )
     return Plan(machine, lengths, chosen, played, share, kv_used_gib, phase * lengths.mean / phase_s, reasons)
 
 
 def _best(splits: list[Split]) -> Split:
-    """That with the freshest data of those about as fast as the fastest."""
+    """Return the split with the smallest lag among those about as fast as the fastest."""
     fast = AS_FAST * max(one.rate for one in splits)
     return min((one for one in splits if one.rate >= fast), key=lambda one: (one.largest_lag, -one.rate))
 
 
 def _may_drop_less(one: Split, chosen: Split) -> bool:
-    """Its largest lag is smaller, or it has fewer actors and no larger lag."""
+    """Return whether a split has a smaller largest lag than `chosen`, or fewer actors and no larger lag."""
     fewer = one.largest_lag <= chosen.largest_lag and one.num_generators <= 0.8 * chosen.num_generators
     return fewer or one.largest_lag <= 0.9 * chosen.largest_lag
 
@@ -258,12 +257,12 @@ def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
         return f"H = {h} was given; the KV cache of an actor holds {most_in_progress}"
     if h == max(one for one in IN_PROGRESS if one <= max(h, most_in_progress)):
         holds = f"the KV cache of an actor holds {most_in_progress}"
-        return f"H = {h}: more in progress decode faster, but {holds}, fewer than the next larger H that was tried"
-    return f"H = {h}: more in progress on each actor decode faster, but are older when they are trained on"
+        return f"H = {h}: a larger H would decode faster, but {holds}, fewer than the next larger H that was tried"
+    return f"H = {h}: a larger H would decode faster, but its sequences would be older when they are trained on"
 
 
 def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, update_s: float) -> Iterator[str]:
-    """What keeps the plan from using all that there is, and what makes it doubtful."""
+    """Yield what keeps the plan from using all accelerators, and what makes its figures doubtful."""
     batch_size, max_lag = recipe.trainer.batch_size, recipe.algorithm.max_lag
     if AS_FAST * chosen.updates < min(chosen.generation, chosen.training):
         yield (
@@ -283,16 +282,16 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
     step_s = float(machine.decode.step_time(chosen.sequences_in_progress))
     if machine.name in ACCELERATORS and step_s < FASTEST_STEP_S:
         yield (
-            f"by the data sheet a decode step takes {1000 * step_s:.2g} ms, without what an engine does around it: "
-            f"expect less, or measure (--accelerator FILE)"
+            f"by the data sheet a decode step takes {1000 * step_s:.2g} ms, without the overhead of an engine: "
+            f"expect a lower rate, or measure it (--accelerator FILE)"
         )
 
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
-    """A simulation of the split, without evaluations, and the share of it that was simulated.
+    """Simulate the split without evaluations. Return the simulation and the simulated share of the system.
 
-    Of a large system it is a part with as many times fewer actors, ranks and groups per batch: an actor does what it did, and
-    lag is that of the whole, because a step takes as long. Only chance evens out less.
+    A large system is simulated as a part, with fewer actors, ranks and groups per batch in the same proportions. Each actor's
+    work, the time of a step and so the lag are those of the whole; only random variation is larger.
     """
     warmup_steps = 2 * chosen.largest_lag + 5
     steps = max(20, chosen.largest_lag)
@@ -318,7 +317,7 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Actors and groups per step of about that part, at least 8 groups, in the proportion of the whole as far as possible."""
+    """Return the actors and groups per step of a part, at least 8 groups, in nearly the proportion of the whole."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

@@ -1,15 +1,15 @@
-"""A run in simulated time: what groups, queues, waiting, weight updates, evaluation and chance make of the closed form's rates.
+"""Simulate a run: how groups, queues, waiting, weight updates, evaluation and chance change the rates of the closed form.
 
 Actors decode step by step. A sequence that finishes leaves its slot to the next sample of the actor's group, or of the oldest
-group on the queue; new weights come between two decode steps. The trainer takes complete groups in the order of their
-completion, one batch ahead, drops stale sequences, and sends each version while it computes the next. What may be issued, what
-is stale and when a phase begins is asked of `groups.py`, as the services do, so that a rule that changes there changes here.
+group on the queue; new weights arrive between two decode steps. The trainer takes complete groups in the order of their
+completion, one batch ahead, drops stale sequences, and sends each version while it computes the next. Like the services, the
+simulator asks `groups.py` how much may be issued, which sequences are stale and when a phase begins.
 
-Between two changes of an actor's batch all its decode steps take the same time, so only those at which something changes are
-events: a run costs time by its sequences and weight updates, not by its tokens.
+Between two changes of an actor's batch all its decode steps take the same time, so only steps at which something changes are
+events. The cost of a simulation grows with its sequences and weight updates, not with its tokens.
 
-All sequences finish well; verifying and publishing take no time; actors neither come nor go. Nothing is learned: lengths stay
-what they are, independent of each other.
+The simulator assumes that all sequences succeed, that verifying and publishing take no time, that actors neither join nor
+leave, and that lengths are independent of each other and do not change with learning.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from pipelinerl.rl.throughput import DecodeCurve, Lengths
 
 @dataclass(frozen=True)
 class Timing:
-    """What takes how long, in one unit of time: seconds, or the paper's flashes."""
+    """Durations, all in one unit of time: seconds, or the paper's flashes."""
 
     decode: DecodeCurve
-    """Of one actor, which may be several accelerators."""
+    """Decode speed of one actor, which may be several accelerators."""
     training: float
-    """τ: one completion token on one rank of the trainer."""
+    """τ: time to train on one completion token, on one rank of the trainer."""
     step: float = 0.0
-    """Of an optimizer step, whatever its tokens."""
+    """Fixed time of an optimizer step, in addition to that of its tokens."""
     snapshot: float = 0.0
-    """Of copying new weights, in which the trainer computes nothing."""
+    """Time to copy new weights, during which the trainer computes nothing."""
     transfer: float = 0.0
-    """From then until actors may swap, beside generation and training. The swap itself takes no time."""
+    """Time from the copy until actors may swap, while generation and training go on. The swap itself takes no time."""
 
 
 @dataclass
 class Simulation:
-    """What happened after the warm-up. Lags in optimizer steps, times in the unit of `Timing`."""
+    """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`."""
 
     steps: int = 0
     duration: float = 0.0
     sequences: int = 0
-    """Trained on, as are `tokens`, of completions."""
+    """Sequences trained on; `tokens` are their completion tokens."""
     tokens: int = 0
     lag_histogram: Counter[int] = field(default_factory=Counter)
     """Trained tokens by lag."""
@@ -75,7 +75,7 @@ class Simulation:
     finished_by_length: Counter[int] = field(default_factory=Counter)
     """Sequences that were trained on or dropped, by `length_bucket`."""
     stale_by_length: Counter[int] = field(default_factory=Counter)
-    """Those of them that were dropped as stale."""
+    """Sequences of `finished_by_length` that were dropped as stale."""
 
     @property
     def rate(self) -> float:
@@ -84,7 +84,7 @@ class Simulation:
 
     @property
     def stale_share(self) -> float:
-        """Of the sequences."""
+        """Share of the finished sequences that were dropped as stale."""
         return self.stale_by_length.total() / self.finished_by_length.total()
 
 
@@ -99,23 +99,24 @@ def simulate(
     steps: int,
     seed: int = 0,
 ) -> Simulation:
-    """`steps` optimizer steps of a run, after `warmup_steps` that are not counted: all slots begin at once, and about
-    `largest_lag` steps pass until no trace of that is left. A run issues nothing that no step will use, so slots run empty at
-    its end: for one that goes on, let `recipe.trainer.steps` be larger.
+    """Simulate `steps` optimizer steps of a run, after `warmup_steps` that are not counted.
 
-    In conventional mode, give as many actors and ranks as there are accelerators when all of them take part in each phase.
+    All slots begin at once, which biases about the first `largest_lag` steps. A run issues nothing that no step will use, so
+    slots run empty at its end; to simulate a part of a longer run, give a larger `recipe.trainer.steps`.
+
+    In conventional mode, if all accelerators take part in each phase, count each of them as an actor and as a rank.
     """
     assert 0 <= warmup_steps < warmup_steps + steps <= recipe.trainer.steps
     return _Run(recipe, timing, lengths, num_actors, num_ranks, seed).result(warmup_steps, warmup_steps + steps)
 
 
 _Sample = tuple[VersionSpan, ...]
-"""A finished sequence: its tokens are those of its spans."""
+"""Spans of a finished sequence, which cover all its tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Samples of one prompt, `number` in order of issue."""
+    """Samples of one prompt. Groups are numbered in order of issue."""
 
     number: int
     lengths: list[int]
@@ -123,37 +124,37 @@ class _Group:
 
 
 _Wait = float | Callable[[], bool]
-"""What a process of the trainer waits for: a time, or a condition, which is looked at after each event."""
+"""A process of the trainer waits until a time, or for a condition that is checked after each event."""
 _Process = Iterator[_Wait]
 
 
 @dataclass(slots=True, eq=False)
 class _Actor:
-    """H slots and the decode steps over them. Counts decode steps: a sequence that begins at count c ends at c + its length."""
+    """H slots and the decode steps over them. A sequence that begins at decode step c ends at step c + its length."""
 
     count: int = 0
-    """Decode steps done."""
+    """Number of decode steps so far."""
     since: float = 0.0
     step: float = 0.0
-    """When the decode step under way began, and how long it takes."""
+    """Start and duration of the current decode step."""
     batch: list[tuple[int, int, int, _Group | None]] = field(default_factory=list)
-    """Heap of (count of the end, tie-breaker, count of the beginning, group): what is in progress; no group: held-out."""
+    """Heap of sequences in progress: (last step, tie-breaker, first step, group); the group is None if it is held-out."""
     joining: list[tuple[int, _Group | None]] = field(default_factory=list)
-    """(length, group) that begins with the next decode step."""
+    """(length, group) of each sequence that begins with the next decode step."""
     samples: deque[tuple[int, _Group]] = field(default_factory=deque)
-    """Of the group that was taken last, those without a slot yet."""
+    """Samples of the group taken last that have no slot yet."""
     heldout: deque[int] = field(default_factory=deque)
     evaluating: int = 0
     """Held-out sequences in `batch` or `joining`."""
     swaps: tuple[list[int], list[int]] = field(default_factory=lambda: ([0], [0]))
-    """Counts at which a version came in, and these versions."""
+    """Decode steps at which a version was swapped in, and these versions."""
     to_swap: int | None = None
     wake: int = 0
-    """Number of the event that is up to date."""
+    """Number of the newest scheduled event; earlier ones are ignored."""
     until: float = 0.0
     busy: float = 0.0
     slot_time: float = 0.0
-    """Until when the two are added up: time with anything in progress, and time of slots in use."""
+    """`busy` (time with anything in progress) and `slot_time` (summed over used slots) are counted up to `until`."""
 
     @property
     def slots_in_use(self) -> int:
@@ -178,34 +179,34 @@ class _Run:
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = count()
-        """Of events and sequences: of two at the same time, the earlier one comes first."""
+        """Numbers of events and sequences, which break ties in the order of creation."""
         self.waiting: list[tuple[Callable[[], bool], _Process]] = []
 
         self.actors = [_Actor() for _ in range(num_actors)]
         self.hungry = OrderedDict.fromkeys(self.actors)
-        """Those with an empty slot, in the order in which they take the next groups."""
+        """Actors with an empty slot, in the order in which they take the next groups."""
         self.prompts: deque[_Group] = deque()
         self.bounds = IssueBounds(recipe)
         self.issued = self.lost = 0
-        """Groups: issued, and of which nothing was trained."""
+        """Groups issued, and groups of which nothing was trained."""
         self.open: dict[int, None] = {}
         """Numbers of groups that are not complete, in order of issue."""
         self.num_waiting = 0
         """Samples that arrived and wait for others of their group."""
         self.ready: deque[_Group] = deque()
         self.version = self.taking_for = 0
-        """Of the trainer, and for which the next batch is taken."""
+        """The trainer's version, and the version for which the next batch is taken."""
         self.batch: list[list[_Sample]] = []
-        """Of the next step or phase: fresh samples of each group."""
+        """Fresh samples of each group of the next step or phase."""
         self.offered = self.served = -1
         self.held_above: int | None = None
-        """Later versions are not committed while this one is evaluated."""
+        """Version under evaluation; later versions are not committed meanwhile."""
         self.heldout_left = 0
         self.counted = Simulation()
         self.computing = 0.0
 
     def result(self, first: int, last: int) -> Simulation:
-        """From version `first` to version `last`."""
+        """Run until version `last` and return the totals since version `first`."""
         self._resume(self._optimizer_loop())
         while self.version < first:
             self._next_event()
@@ -246,13 +247,13 @@ class _Run:
     # --- actors
 
     def _next_boundary(self, actor: _Actor) -> float:
-        """When the decode step under way ends; now, where there is none."""
+        """Return when the current decode step ends, or now if there is none."""
         if not actor.batch:
             return self.now
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Its next event: the end of a sequence, or of the decode step under way when something is to change with the next."""
+        """Schedule the actor's next event: the end of a sequence, or of the current step if something changes with the next."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)
@@ -263,7 +264,7 @@ class _Run:
         self._at(when, partial(self._decode, actor, actor.wake))
 
     def _decode(self, actor: _Actor, wake: int) -> None:
-        """Up to the decode step that ends now: what has ended leaves, what is to join joins."""
+        """Advance to the decode step that ends now: remove finished sequences, swap the version and admit new sequences."""
         if wake != actor.wake:
             return
         if actor.batch:
@@ -275,7 +276,7 @@ class _Run:
             finished.append(heapq.heappop(batch))
         if actor.to_swap is not None:
             counts, versions = actor.swaps
-            if counts[-1] == actor.count:  # nothing was sampled by the version before
+            if counts[-1] == actor.count:  # the previous version sampled nothing
                 versions[-1] = actor.to_swap
             else:
                 counts.append(actor.count)
@@ -295,7 +296,7 @@ class _Run:
         self._wake(actor)
 
     def _fill(self, actor: _Actor) -> None:
-        """Empty slots, from the group that the actor has, then from the queue."""
+        """Fill empty slots from the actor's current group, then from the queue."""
         while actor.heldout and actor.evaluating < EVALUATION_SLOTS:
             actor.joining.append((actor.heldout.popleft(), None))
             actor.evaluating += 1
@@ -330,7 +331,7 @@ class _Run:
             yield from self.lengths.sample(self.random, 10_000 + self.group_size).tolist()
 
     def _issue(self) -> None:
-        """What the feeder may."""
+        """Issue as many groups as the bounds allow."""
         version, unlost = max(0, self.served), self.issued - self.lost
         allowance = self.bounds.allowance(version, len(self.actors), unlost, self.num_waiting)
         for _ in range(allowance):
@@ -358,7 +359,7 @@ class _Run:
         return len(self.batch) >= groups_before_step(self.recipe, self.taking_for)
 
     def _take(self) -> None:
-        """Complete groups into the next batch, without what is stale for it."""
+        """Move complete groups into the next batch, without the sequences that are stale for it."""
         lost = 0
         while self.ready and not self._has_batch():
             kept = []
@@ -380,7 +381,7 @@ class _Run:
     # --- trainer
 
     def _optimizer_loop(self) -> _Process:
-        """As `services.trainer.loop`: takes a batch, computes, offers the version, evaluates it."""
+        """Mirror `services.trainer.loop`: take a batch, compute, offer the version, evaluate it."""
         steps, every = self.recipe.trainer.steps, self.recipe.evaluation.every_steps
         yield from self._offer()
         yield lambda: self.served == 0
@@ -420,7 +421,7 @@ class _Run:
                 measure = every and self.version % every == 0
                 if measure:
                     yield lambda: self.held_above is None
-                elif self.held_above is not None and self.served != self.offered > self.held_above:  # passed over
+                elif self.held_above is not None and self.served != self.offered > self.held_above:  # may skip this version
                     asked_at = self.now
                     yield lambda: self.held_above is None or self._has_batch()
                     waited = self.now - asked_at
@@ -439,7 +440,7 @@ class _Run:
                 self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
-        """Sends the new version once the one before is served; in conventional mode waits until it is."""
+        """Send the new version once the previous one is served; in conventional mode, wait until it is served itself."""
         yield self.now + self.timing.snapshot
         yield lambda: self.served == self.offered
         self.offered = self.version

@@ -1,4 +1,4 @@
-"""How fast both of the paper's methods are at best, in closed form (its appendix A), and how old their data gets.
+"""Compute the highest throughput of both of the paper's methods in closed form (its appendix A), and their largest lag.
 
 A generator with h sequences in progress makes U(h) tokens per unit of time, a decode step takes h / U(h), and one rank trains
 on a token in τ. In the paper the unit is a *flash*, the time that a token takes at full utilisation, so U is a utilisation;
@@ -9,7 +9,7 @@ with measured rates it is the second. All rates are completion tokens per unit o
     r_pipe = min(U(H) · I, (N - I) / τ)                                                                 pipeline, I generators
 
 K = B · G sequences are generated in one phase; H are in progress on each generator of the pipeline. Every rate assumes that
-nobody waits: groups, queues, weight updates and chance are `simulator.py`'s.
+neither side waits; `simulator.py` models groups, queues, weight updates and chance.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Floats = NDArray[np.float64]
 class DecodeCurve:
     """U(h) from measured `points` (h, tokens per unit of time), h increasing.
 
-    Between two points the time of a decode step is linear. With fewer sequences than the first point has, a step takes as long
-    as there; with more than the last, the rate stays the last one's: saturated. Raises `FieldError` for points that are none.
+    Between two points, the time of a decode step is linear. Below the first point it is constant; above the last point the
+    rate is constant, since the accelerator is saturated. Raises `FieldError` for points that are not positive and ascending.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -43,14 +43,14 @@ class DecodeCurve:
             raise FieldError("decode", self.points, "give points (sequences in progress, tokens/s), above 0 and ascending")
 
     def step_time(self, in_progress: Floats | float) -> Floats:
-        """Of one decode step of so many sequences: h / U(h)."""
+        """Return the time of one decode step of `in_progress` sequences, h / U(h)."""
         known = np.array([h for h, _ in self.points], dtype=float)
         times = known / np.array([rate for _, rate in self.points])
         beyond = np.maximum(np.asarray(in_progress, dtype=float) / known[-1], 1.0)
         return np.interp(in_progress, known, times) * beyond
 
     def rate(self, in_progress: float) -> float:
-        """U(h), tokens per unit of time."""
+        """Return U(h), tokens per unit of time."""
         return float(in_progress / self.step_time(in_progress))
 
 
@@ -63,7 +63,7 @@ class Lengths:
 
     @classmethod
     def of(cls, weights: Iterable[tuple[int, float]]) -> Lengths:
-        """Of a histogram (tokens, weight), in any order. Raises `FieldError` when there is nothing in it."""
+        """Make lengths from a histogram of (tokens, weight), in any order. Raises `FieldError` if it is empty or invalid."""
         sums: dict[int, float] = {}
         for tokens, weight in weights:
             sums[tokens] = sums.get(tokens, 0.0) + weight
@@ -75,7 +75,7 @@ class Lengths:
 
     @classmethod
     def of_bars(cls, bars: Iterable[tuple[int, int, float]]) -> Lengths:
-        """Of a histogram of bars (first, last, weight), in which all lengths are equally frequent."""
+        """Make lengths from bars (first, last, weight); the lengths within a bar are equally frequent."""
         return cls.of(
             (tokens, weight / (last + 1 - first)) for first, last, weight in bars for tokens in range(first, last + 1)
         )
@@ -93,24 +93,25 @@ class Lengths:
         return int(self.tokens[-1])
 
     def sample(self, generator: np.random.Generator, size: int) -> NDArray[np.int64]:
-        """int64[size], independent of each other."""
+        """Draw independent lengths, int64[size]."""
         return generator.choice(self.tokens, size=size, p=self.shares)
 
 
 def largest_lag(in_progress: int, batch_size: int, longest: float, mean: float) -> int:
-    """g_max = ⌈H I L / (L̄ B)⌉ optimizer steps: the lag of the oldest token of a pipeline whose generators have `in_progress`
-    (H · I) sequences in all, when no finished sequence waits. Lengths in tokens."""
+    """Return g_max = ⌈H I L / (L̄ B)⌉ optimizer steps, the lag of the oldest token of a pipeline in which no finished sequence
+    waits. `in_progress`: sequences on all generators, H · I. Lengths are in tokens."""
     return math.ceil(in_progress * longest / (mean * batch_size))
 
 
 MOST_STALE = 0.01
-"""Share of the sequences that may be dropped as stale: a plan drops no more; a run that does needs a larger lag limit."""
+"""Largest acceptable share of sequences dropped as stale. Plans stay below it; a run above it needs a larger lag limit."""
 
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
-    """The largest lag of a run with so many actors, all of whose places are in use, and completions of such lengths in tokens;
-    without them the least that it can be: all are equally long. Of episodes those under way count, decoding or not, as if they
-    took time in proportion to their tokens. In conventional mode it is G - 1, whatever the lengths."""
+    """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens.
+
+    Without lengths, all completions are taken as equally long, which gives the smallest possible value. All episodes in
+    progress count, decoding or not, as if their time were proportional to their tokens. In conventional mode it is G - 1."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
     in_progress = recipe.samples_in_progress * max(1, num_actors)
@@ -118,23 +119,23 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 
 
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
-    """What is wrong with a lag limit below `lag`, the largest of this recipe: the feeder holds back what would fill the places,
-    and sequences are too old when their group is complete. None where nothing is.
+    """Return what is wrong with a lag limit below `lag`, the largest of this recipe, or None if the limit is not below it.
 
-    The same for a limit of the mean lag: short samples wait for a long one of their group, and all of their tokens age."""
+    With a smaller limit the feeder issues too few groups to fill the actors, and sequences are too old when their group is
+    complete. The same holds for a limit of the mean lag, because short samples wait for the longest one of their group."""
     max_lag = recipe.algorithm.max_lag
     if max_lag is None or lag <= max_lag:
         return None
     others = ", fewer actors, a smaller actor.sequences_in_progress, or a larger trainer.batch_size" if lag > 1 else ""
     fix = (
-        f"is below the largest lag when all places are in use, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and "
+        f"is below the largest lag with full actors, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and "
         f"sequences are dropped as stale; use at least {lag}{others}"
     )
     return FieldError("algorithm.max_lag", max_lag, fix)
 
 
 def generation_rate(curve: DecodeCurve, lengths: Lengths, num_sequences: int, num_generators: int) -> float:
-    """r_gen of one phase of `num_sequences` = K, evenly spread; the batch drains to nothing."""
+    """Return r_gen of one phase of `num_sequences` = K, spread evenly over generators whose batches drain."""
     # Between two lengths that occur, the number of unfinished sequences does not change.
     unfinished = np.cumsum(lengths.shares[::-1])[::-1] * (num_sequences / num_generators)
     decode_steps = np.diff(lengths.tokens, prepend=0)
@@ -144,31 +145,31 @@ def generation_rate(curve: DecodeCurve, lengths: Lengths, num_sequences: int, nu
 def conventional_rate(
     curve: DecodeCurve, training_time: float, lengths: Lengths, num_sequences: int, num_accelerators: int
 ) -> float:
-    """r_conv: all accelerators generate, then all train, each token in `training_time` (τ)."""
+    """Return r_conv: all accelerators generate, then all train, each token in `training_time` (τ)."""
     generating = generation_rate(curve, lengths, num_sequences, num_accelerators)
     return 1 / (1 / generating + training_time / num_accelerators)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Accelerators of a pipeline, and its rates in closed form."""
+    """A pipeline's division of accelerators, and its rates in closed form, in tokens per unit of time."""
 
     num_generators: int
-    """I."""
+    """Generators, I."""
     num_trainers: int
     sequences_in_progress: int
-    """H, on each generator."""
+    """Sequences in progress on each generator, H."""
     generation: float
-    """Tokens per unit of time that all generators could make."""
+    """Rate at which all generators could sample."""
     training: float
-    """That all trainers could train on."""
+    """Rate at which all trainers could train."""
     largest_lag: int
     updates: float = math.inf
-    """That weight updates allow: a version is sent when the one before is served, and no step is shorter than that."""
+    """Rate that weight updates allow: a step takes at least one update, since versions are sent one after another."""
 
     @property
     def rate(self) -> float:
-        """r_pipe: that of the slower side."""
+        """The pipeline's rate r_pipe, the smallest of the three."""
         return min(self.generation, self.training, self.updates)
 
 
@@ -182,7 +183,7 @@ def split(
     num_trainers: int,
     update_time: float = 0.0,
 ) -> Split:
-    """The rates of one way to share the accelerators; `update_time`: of one weight update."""
+    """Compute the rates of one split of the accelerators; `update_time` is the time of one weight update."""
     return Split(
         num_generators,
         num_trainers,

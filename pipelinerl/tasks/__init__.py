@@ -1,1 +1,1 @@
-"""Where problems come from. Light: importing it imports neither reasoning-gym nor pyarrow."""
+"""Sources of problems. Importing this package imports neither reasoning-gym nor pyarrow."""

@@ -1,6 +1,6 @@
-"""Two small environments for models that read and write single characters, of the recipes guess and calculator.
+"""Two small environments, of the recipes guess and calculator, for models that read and write single characters.
 
-Each makes its problem of the episode's seed. `benchmarks.small_models` has taught a small model each.
+Each draws its problem from the episode's seed. `benchmarks.small_models` has trained a small model for each.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pipelinerl.episodes.environment import Done, Turn
 
 
 class GuessNumber:
-    """A number from 0 to `limit` - 1, to be found in few guesses, each of which is told `<` or `>`: what the number is.
+    """Find a number from 0 to `limit` - 1 in few guesses. The answer to a guess says whether the number is `<` or `>`.
 
-        ?  50  >  75  <  62        a hit: nothing more is said
+        ?  50  >  75  <  62        a hit, which ends the episode
 
-    A hit by the first guess earns 1, by each further one 1 / `max_guesses` less. No hit, or what is no number of this form,
-    earns 0 and counts as one guess more than are allowed. An episode is right with no more guesses than halving the range ever
-    needs; what halving needs for its number is reported beside `guesses`.
+    A hit by the first guess earns 1, and each further guess costs 1 / `max_guesses`. An episode without a hit, or with a turn
+    that is not a number of this width, earns 0 and counts `max_guesses` + 1 guesses. It is right if it needs no more guesses
+    than halving the range needs in the worst case; the guesses that halving needs for its number are reported, too.
     """
 
     def __init__(self, limit: int = 100, max_guesses: int = 12) -> None:
@@ -43,7 +43,7 @@ class GuessNumber:
 
 
 def halvings(number: int, limit: int) -> int:
-    """Guesses in which `number`, from 0 to `limit` - 1, is found by always guessing the middle of what is left."""
+    """Return how many guesses find `number`, from 0 to `limit` - 1, if each is the middle of the remaining range."""
     lowest, end, guesses = 0, limit, 1
     while (middle := (lowest + end) // 2) != number:
         lowest, end, guesses = (middle + 1, end, guesses + 1) if middle < number else (lowest, middle, guesses + 1)
@@ -51,12 +51,12 @@ def halvings(number: int, limit: int) -> int:
 
 
 class Calculator:
-    """A product of two numbers, half of them of one digit and half of two, with a calculator that costs something.
+    """Compute a product with the help of a calculator that costs reward. Half of the problems have one-digit factors.
 
-        37*24=  [37*24]  888;  #888        called
-        7*8=    #56                        known by heart
+        37*24=  [37*24]  888;  #888        with a call
+        7*8=    #56                        without one
 
-    A right answer earns 1, less `cost` for each call. `calculator` false: calls are answered `?;`.
+    A right answer earns 1, minus `cost` for each call. If `calculator` is false, calls are answered `?;`.
     """
 
     def __init__(self, cost: float = 0.2, calculator: bool = True) -> None:

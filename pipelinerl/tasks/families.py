@@ -1,6 +1,6 @@
-"""Families for reasoning-gym: additions that are repeated a few times or very often, and one-line programs.
+"""Two families for reasoning-gym: repeated additions and one-line programs.
 
-Importing this module imports reasoning-gym and registers nothing (`reasoning_gym.check_family` does).
+Importing this module imports reasoning-gym but registers nothing; `reasoning_gym.check_family` registers the families.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from reasoning_gym.factory import ProceduralDataset
 
 @dataclass
 class RepeatedAdditionConfig:
-    """The number of additions has a Pareto distribution, cut off at both ends: most problems are short and a few are very
-    long, as with reasoning models. Each addition needs nothing but the one before, so that a small model that can add once can
-    go on as long as it takes.
+    """Bounds are inclusive. The number of additions has a truncated Pareto distribution, so that most problems are short and a
+    few are very long, as with reasoning models. Each addition needs only the previous result, so that a small model that can
+    add once can continue for any number of steps.
 
-    Bounds are inclusive. `tail_index`: Pareto's α of the number of additions; the smaller, the heavier the tail."""
+    `tail_index`: α of the Pareto distribution; the smaller, the heavier the tail."""
 
     min_start: int = 1000
     max_start: int = 9000
@@ -43,7 +43,7 @@ class RepeatedAdditionConfig:
 
 
 class RepeatedAdditionDataset(ProceduralDataset):
-    """`12 x 7 + 1037`: add 7 to 1037, 12 times. The number of times has as many digits as the largest possible one."""
+    """Problems such as `12 x 7 + 1037`: add 7 to 1037, 12 times. The first number is padded to the width of the largest one."""
 
     def __init__(self, config: RepeatedAdditionConfig) -> None:
         super().__init__(config=config, seed=config.seed, size=config.size)
@@ -62,7 +62,7 @@ class RepeatedAdditionDataset(ProceduralDataset):
 
 
 def pareto(quantile: float, lowest: int, highest: int, tail_index: float) -> int:
-    """Whole number at `quantile`, in [0, 1), of a Pareto distribution from `lowest` that is cut off after `highest`."""
+    """Return the integer at `quantile`, in [0, 1), of a Pareto distribution between `lowest` and `highest`."""
     cut_off = (lowest / (highest + 1)) ** tail_index
     return int(lowest * (1 - quantile * (1 - cut_off)) ** (-1 / tail_index))
 
@@ -86,10 +86,11 @@ class OneLineFunctionConfig:
 
 
 class OneLineFunctionDataset(ProceduralDataset):
-    """`+3 *2 -1`, operations on x one after another, and the Python function that does them: `def f(x):return(x+3)*2-1`.
+    """Problems such as `+3 *2 -1`, operations on x in this order, whose answer is a Python function:
+    `def f(x):return(x+3)*2-1`.
 
-    Multiplication binds more tightly than the order of the operations would have it: what there is to learn is where brackets
-    belong. Scorer `code` finds the tests in the entry's metadata.
+    Because multiplication binds more tightly than addition, the model must learn where brackets belong. Scorer `code` finds the
+    tests in the entry's metadata.
     """
 
     def __init__(self, config: OneLineFunctionConfig) -> None:
@@ -114,7 +115,7 @@ def _apply(value: int, operation: str) -> int:
 
 
 def in_brackets(operations: Sequence[str], are_set: Sequence[bool]) -> str:
-    """The expression of `operations` on x; `are_set` by operation: whether brackets are, where a product needs them."""
+    """Return the expression of `operations` on x. `are_set` says for each operation whether needed brackets are written."""
     expression = "x"
     for operation, is_set in zip(operations, are_set, strict=True):
         is_sum = "+" in expression.split(")")[-1] or "-" in expression.split(")")[-1]

@@ -1,7 +1,7 @@
-r"""What a reference of mathematics says: the answer at its end, and wrong answers that look like it.
+r"""Find the final answer in a mathematics reference, and make wrong answers that look like it.
 
-References are answers, or whole solutions that end in `#### 42` (GSM8K) or in a box (MATH). The scorers of mathematics read
-them by `final_answer`; a rehearsal tries what `near_misses` makes of them. No mathematics is understood here.
+References are answers, or whole solutions that end in `#### 42` (GSM8K) or in a box (MATH). The mathematics scorers read
+them with `final_answer`; a rehearsal tries the wrong answers of `near_misses`. This module only handles text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _UNIT = re.compile(
     r"(?<=[\d}])\s*(?:\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*/\s*\\mathrm\s*\{[^{}]*\})?|[A-Za-z]{2,}|\\?%|\^\{?\\circ\}?)[A-Za-z\s^\d]*$|_\{?\d+\}?$|^[A-Za-z]\s*="
 )
 _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(?:[|{}()\[\]\s!.]|\\[{}])*")
-"""What leaves a number as it is, or may: brackets, a division by 1, the factorial of 2."""
+"""Text around a number that leaves, or may leave, its value unchanged: brackets, a division by 1, the factorial of 2."""
 
 
 def boxes(text: str) -> list[tuple[int, int, str | None]]:
-    r"""Start, end and content of the last boxes of `text`, `\boxed 42` included. The content is None where it is cut."""
+    r"""Return start, end and content of the last boxes of `text`, `\boxed 42` included; the content of a cut box is None."""
     found = list[tuple[int, int, str | None]]()
     for match in list(_BOX.finditer(text))[-_LAST_BOXES:]:
         if match[2]:
@@ -37,7 +37,7 @@ def boxes(text: str) -> list[tuple[int, int, str | None]]:
 
 
 def final_answer(reference: str) -> str:
-    """The answer in a reference; empty where there is none."""
+    """Return the answer in a reference; empty if it holds none."""
     _, mark, last = reference.rpartition("####")
     if mark:
         return (last.strip().splitlines() or [""])[0].strip()
@@ -50,7 +50,7 @@ def final_answer(reference: str) -> str:
 
 
 def near_misses(answer: str) -> list[str]:
-    """Answers that differ from `answer` for sure: its first number, the other sign, its two parts exchanged."""
+    """Return answers that certainly differ from `answer`: its first number, the other sign, its two parts exchanged."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
     bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
     number = re.search(r"\d+(?:\.\d+)?", bare)

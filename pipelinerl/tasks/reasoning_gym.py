@@ -1,10 +1,10 @@
-"""Problems of any reasoning-gym family, ours included, without end, held-out ones apart from training ones.
+"""Generate endless problems of any reasoning-gym family, ours included, with disjoint training and held-out splits.
 
-A family generates from a seed, in blocks of `BLOCK` problems whose seed is derived from the run's seed, the split and the
-block's number. A training problem whose question is in the held-out split is replaced by the next candidate.
+A family generates blocks of `BLOCK` problems from a seed that is derived from the run's seed, the split and the block's number.
+A training problem whose question is in the held-out split is replaced by the next candidate.
 
-A few families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets: theirs are
-the same problems in another process only with the same PYTHONHASHSEED.
+A few families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets; another
+process generates the same problems only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pipelinerl.tasks.source import Problem, Split
 
 
 def compact_question(entry: Mapping[str, Any]) -> str:
-    """chain_sum's `12 + 7 - 5` asked as `12+7-5=`, for models with a character tokenizer, to which an English sentence means
-    nothing. Raises `FieldError` for an entry without an expression."""
+    """Return chain_sum's `12 + 7 - 5` as `12+7-5=`, for models with a character tokenizer that know no English. Raises
+    `FieldError` for an entry without an expression."""
     expression = entry.get("metadata", {}).get("expression")
     if not isinstance(expression, str):
         fix = "this family's problems have no expression, such as chain_sum's have; use plain or chat"
@@ -40,11 +40,11 @@ _OURS = ("seed", "size")
 """Arguments that every family takes and that this module sets."""
 _LIST_FAMILIES = 'python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"'
 HELDOUT_SEED = 0
-"""Held-out problems are the same for all seeds of a run, so that accuracies compare."""
+"""Held-out problems are the same for all seeds of a run, so that accuracies can be compared."""
 
 
 class ReasoningGymSource:
-    """Raises `FieldError` for an unknown family, arguments it refuses, or too few distinct problems for the held-out split."""
+    """Problems of a family. Raises `FieldError` if it is unknown, refuses its arguments or has too few distinct problems."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._family, self._config, self._seed = config.name, config.config, seed
@@ -87,7 +87,7 @@ class ReasoningGymSource:
         return Problem(question, reference)
 
     def _entry(self, split: Split, block: int, within: int) -> dict[str, Any]:
-        """Generated when asked for: one entry of the slow families takes a second."""
+        """Generate one entry on demand, since an entry of a slow family takes a second."""
         try:
             dataset, seed = self._block(split, block)
             with _global_random(seed + within):
@@ -96,7 +96,7 @@ class ReasoningGymSource:
             raise FieldError("task.config", self._config, f"{self._family} refuses it: {error}") from error
 
     def _make_block(self, split: Split, block: int) -> tuple[Any, int]:
-        """A data set of `BLOCK` entries, not generated yet, and its seed."""
+        """Return a data set of `BLOCK` entries, which are not generated yet, and its seed."""
         from reasoning_gym import create_dataset
 
         run_seed = HELDOUT_SEED if split is Split.HELDOUT else self._seed
@@ -115,7 +115,7 @@ class ReasoningGymSource:
 
 @contextmanager
 def _global_random(seed: int) -> Iterator[None]:
-    """Python's global generator seeded for a moment: some families (list_functions) draw from it besides their own."""
+    """Seed Python's global generator temporarily, since some families (list_functions) also draw from it."""
     before = random.getstate()
     random.seed(seed)
     try:
@@ -125,8 +125,8 @@ def _global_random(seed: int) -> Iterator[None]:
 
 
 def _families() -> Mapping[str, tuple[Any, Any]]:
-    """Data set and configuration of each family, ours among them. Raises `FieldError` without reasoning-gym."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which it imports, and which warns of a home that is read-only
+    """Return data set and configuration of each family, ours included. Raises `FieldError` without reasoning-gym."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # imported by reasoning-gym; warns if the home is read-only
     try:
         from reasoning_gym.factory import DATASETS, register_dataset
 
@@ -140,7 +140,7 @@ def _families() -> Mapping[str, tuple[Any, Any]]:
 
 
 def check_family(family: str) -> None:
-    """Raises `FieldError` naming near matches when reasoning-gym has no such family."""
+    """Raise `FieldError` with similar names if reasoning-gym has no such family."""
     families = _families()
     if family not in families:
         near = difflib.get_close_matches(family, families, n=3)
@@ -149,7 +149,7 @@ def check_family(family: str) -> None:
 
 
 def check_arguments(family: str, config: Mapping[str, Any]) -> None:
-    """Raises `FieldError` naming the first key of `config` that `family` does not take, near matches and what it takes."""
+    """Raise `FieldError` for the first key of `config` that `family` does not take, with similar and allowed names."""
     known = [field.name for field in fields(_families()[family][1]) if field.name not in _OURS]
     for key, value in config.items():
         if key in _OURS:

@@ -1,7 +1,7 @@
 """Rows of a data set: from files (JSONL, JSON, CSV, Parquet, compressed or not) and from the Hugging Face hub.
 
-A row that cannot be read becomes a `BadRow` in its place, so that the caller can name all of them at once. This module knows
-nothing of prompts and answers. Libraries are imported by the reader that needs them.
+A row that cannot be read becomes a `BadRow` in its place, so that the caller can name all of them at once. This module does
+not interpret prompts and answers. Libraries are imported by the reader that needs them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError, co
 from pipelinerl.recipe.fields import TaskConfig
 
 ABSENT = object()
-"""The result of `value_in` where a row lacks the field."""
+"""Result of `value_in` if a row lacks the field."""
 LONGEST_LINE = 64 * 2**20
-"""Bytes of a line, or of a field of CSV."""
+"""Maximum bytes of a line, or of a field of CSV."""
 LARGEST_WHOLE = 2 * 2**30
-"""Bytes of a file that is read whole: a JSON array, or Parquet inside .gz or .zst."""
+"""Maximum bytes of a file that is read whole: a JSON array, or Parquet inside .gz or .zst."""
 LARGEST_UNPACKED = 32 * 2**30
-"""Bytes of the lines of one file, so that a small compressed one cannot take any time and memory."""
+"""Maximum bytes of the lines of one file, so that a small compressed file cannot take unbounded time and memory."""
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst", ".zstd")
 _SPLITS = re.compile(r"(?<![a-z])(?:(?P<train>train(ing)?)|(?P<test>test(ing)?|eval(uation)?)|val(id(ation)?)?|dev)(?![a-z])")
@@ -63,8 +63,8 @@ class Row:
 
 
 def value_in(row: Any, name: str) -> Any:
-    """Return the field `name`. A dotted name descends into nested objects, unless a field has that very name; in a list, a
-    number is a position from 0."""
+    """Return the field `name`, or `ABSENT`. A dotted name descends into nested objects, unless a field has exactly that name;
+    in a list, a number is a position from 0."""
     inside: Any = {str(position): value for position, value in enumerate(row)} if isinstance(row, list) else row
     if not isinstance(inside, Mapping):
         return ABSENT
@@ -78,14 +78,14 @@ def value_in(row: Any, name: str) -> Any:
 
 def rows_of(config: TaskConfig) -> Iterator[Row]:
     """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `FieldError`, `UserError` and
-    `MissingPackage`, and `Lacking` where the hub cannot be reached."""
+    `MissingPackage`, and `Lacking` if the hub cannot be reached."""
     rows = _hub_rows(config) if config.source == "hub" else (row for path in files_at(config.path) for row in _file_rows(path))
     yield from islice(rows, config.max_rows or None)
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the files that a file name, a folder or a glob pattern stands for, sorted. Raises `FieldError`, also for a folder
-    whose files have several formats, or are of several splits: nobody says then which of them are the problems."""
+    """Return the files that a file name, a folder or a glob pattern stands for, sorted. Raises `FieldError`, also if the files
+    of a folder have several formats or splits, because it is then unclear which of them hold the problems."""
     given = Path(path)
     if given.is_dir():
         found = [
@@ -123,7 +123,7 @@ def _check_alike(folder: Path, files: list[Path]) -> None:
 
 
 def known_format(path: Path) -> str:
-    """Return the format that a file's name tells, without its compression; empty if it is none of those that can be read."""
+    """Return the format in a file's name, without its compression; empty if it cannot be read."""
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
     return suffixes[-1] if suffixes and suffixes[-1] in _FORMATS else ""
 
@@ -203,7 +203,7 @@ def _object(row: Any) -> Values | BadRow:
 
 
 def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read a JSON array of objects. A file that begins with an object is taken for JSONL, which often has this ending, too."""
+    """Read a JSON array of objects. A file that begins with an object is read as JSONL, which often has this extension, too."""
     content = _whole(path, stream)
     if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         yield from _jsonl_rows(path, io.BytesIO(content))
@@ -216,7 +216,7 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
 
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read rows under a header. Their number is that of their first line: a quoted value may span several."""
+    """Read rows under a header. A row's number is that of its first line, since a quoted value may span several lines."""
 
     def lines() -> Iterator[str]:
         for number, line in enumerate(_lines(path, stream), start=1):
@@ -272,9 +272,9 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the hub, or a local folder in its form, by the library `datasets`, which has a cache, takes the token
+    """Read a data set of the hub, or a local folder in its form, with the library `datasets`. It has a cache, takes the token
     from the environment and refuses a set that wants to run code. With `task.max_rows`, rows are streamed, so that a large set
-    is not fetched whole. Where the hub cannot be reached, the cache alone is asked."""
+    is not fetched whole. If the hub cannot be reached, only the cache is used."""
     try:
         import datasets
     except ImportError as error:
@@ -284,8 +284,8 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     is_folder = Path(config.path).is_dir()
     commit = None if is_folder else _commit(config)
     was_offline = datasets.config.HF_HUB_OFFLINE
-    # This spares half a minute of retries. `load_dataset` has no argument for it, and the environment is read at import, before
-    # anybody knows whether the hub answers.
+    # This avoids half a minute of retries. `load_dataset` has no argument for it, and the environment is read at import, before
+    # it is known whether the hub answers.
     datasets.config.HF_HUB_OFFLINE = was_offline or not (is_folder or commit)
     try:
         found = datasets.load_dataset(
@@ -309,12 +309,12 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
 
 
 def _is_media(kind: Any) -> bool:
-    """Return whether a column holds images, sounds or the like, which need further packages and are no part of a problem."""
+    """Return whether a column holds images, sounds or the like, which need further packages and do not belong to a problem."""
     return hasattr(kind, "decode") and type(kind).__name__ != "Json"
 
 
 def _check_cached_commit(config: TaskConfig, found: Any) -> None:
-    """Raise `Lacking` where the cache has another revision, which the library takes without a word if the hub is away."""
+    """Raise `Lacking` if the cache has another revision, which the library takes silently when the hub is unreachable."""
     from huggingface_hub import try_to_load_from_cache
 
     card = try_to_load_from_cache(config.path, "README.md", repo_type="dataset", revision=config.revision)
@@ -325,8 +325,8 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit that the revision stands for now, so that all readers of a run get the same rows; None where the hub
-    cannot be asked. Raises `FieldError` where it answers that the set cannot be had."""
+    """Return the commit that the revision stands for now, so that all readers of a run get the same rows; None if the hub
+    cannot be reached. Raises `FieldError` if the hub refuses the set or the revision."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -345,14 +345,14 @@ def _commit(config: TaskConfig) -> str | None:
 
 
 def _hub_error(config: TaskConfig, error: Exception) -> UserError:
-    """Name the field that asks for something that the set does not have, with what it has instead."""
+    """Return an error that names the field whose value the set does not have, with the library's message."""
     from datasets.exceptions import DatasetNotFoundError
 
     said = " ".join(str(error).split())[:300]
     if isinstance(error, ValueError) and "split" in said.lower():
         return FieldError("task.split", config.split, f"{config.path} has no such split: {said}")
     if isinstance(error, ValueError) and "config" in said.lower():
-        return FieldError("task.config", config.subset, f"{config.path} cannot be read so: {said}")
+        return FieldError("task.config", config.subset, f"{config.path} cannot be read with it: {said}")
     if isinstance(error, DatasetNotFoundError | ConnectionError):
         fix = "the hub cannot be reached from here, and the cache of this machine does not hold this set"
         return Lacking("task.path", config.path, fix)

@@ -1,11 +1,11 @@
-"""What a source of problems is, a pure function of split and index, and which one a recipe's task section names.
+"""Make the source of problems that a recipe's task section names. A source is a pure function of split and index.
 
-The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder
-resumes from a number. Held-out problems never occur in training. How a problem becomes tokens is the trainer's business.
+The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder can
+resume from a number. Held-out problems never occur in training. The trainer turns problems into tokens.
 
-Rows of files or of the hub (`rows`) are read and checked whole at start: bad rows are one error with their places, not a
-surprise hours later. The seed draws the held-out problems, since files are often sorted; training goes through the others in
-a shuffled order, epoch after epoch.
+Rows of files or of the hub (`rows`) are all read and checked at start, and bad rows are reported in one error with their
+places. The seed draws the held-out problems at random, since files are often sorted; training goes through the others in a
+shuffled order, epoch after epoch.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `reference` is JSON-able: `answer`; `row`, all of a line that has more than prompt and answer; for
-    reasoning-gym `dataset` and `entry` (what its scorer needs).
+    """One problem. `reference` holds JSON values: `answer`; `row`, the whole row if it has more than prompt and answer; for
+    reasoning-gym also `dataset` and `entry`, which its scorer needs.
 
-    `messages`: the prompt as an OpenAI-compatible server takes it, of a file that has it so; `question` is then its JSON.
+    `messages`: the prompt in OpenAI's form, if the file has it so; `question` is then its JSON.
     """
 
     question: str
     reference: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     line: int = field(default=0, compare=False)
-    """Number of its line or row, from 1; 0 for a generated problem."""
+    """Number of the problem's line or row, from 1; 0 for a generated problem."""
     unit: str = field(default="line", compare=False)
     file: str = field(default="", compare=False)
-    """The rest of its file's path where `task.path` stands for several files."""
+    """Rest of the file's path after `task.path`, if that stands for several files."""
 
     @property
     def place(self) -> str:
-        """Where a person finds it, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
+        """The problem's place for messages, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
         return f"{self.unit} {self.line}{f' of {self.file}' if self.file else ''}" if self.line else ""
 
     @property
     def texts(self) -> list[str]:
-        """What is asked, without the form of messages."""
+        """Texts of the messages, or the question."""
         return [str(message["content"]) for message in self.messages] or [self.question]
 
     @property
@@ -71,15 +71,15 @@ class Source(Protocol):
     num_heldout: int
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Training problems go on without end; held-out ones are `num_heldout`, as a rule `task.heldout_problems`."""
+        """Return a problem. Training problems are endless; the number of held-out ones is `num_heldout`."""
         ...
 
 
 class Interleaving:
-    """Which of several tasks a problem of a run is of, by their weights: a function of the problem's number alone.
+    """Assign a run's problems to several tasks by their weights, as a pure function of the problem's number.
 
-    Of any n problems from the first on, a task has its share, off by at most half as many as there are tasks. Each task takes
-    its share, evenly spaced, of what those before it leave.
+    Among the first n problems, each task has its share, off by at most half the number of tasks. Each task takes its share,
+    evenly spaced, of the problems that the tasks before it leave.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -87,7 +87,7 @@ class Interleaving:
         self._shares = [weight / sum(exact[position:]) for position, weight in enumerate(exact)]
 
     def place(self, number: int) -> tuple[int, int]:
-        """(position of the task, the problem's index among the task's own), both from 0."""
+        """Return the position of the task and the problem's index within the task, both from 0."""
         for position, share in enumerate(self._shares):
             index = floor(number * share + Fraction(1, 2))
             if floor((number + 1) * share + Fraction(1, 2)) > index:
@@ -97,9 +97,9 @@ class Interleaving:
 
 
 def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> Source:
-    """Raises `FieldError` or `UserError` for what the user can mend. Imports what the source needs (about a second).
-    `is_trained_on`: False where a file's problems may all be evaluated."""
-    if config.path:  # of files, or of the hub
+    """Make the source of a task and import the libraries that it needs (about a second). Raises `FieldError` or `UserError`
+    for a user's mistake. `is_trained_on`: False if all problems of a file may be evaluated."""
+    if config.path:  # files, or a data set of the hub
         return FileSource(config, seed, is_trained_on=is_trained_on)
     if config.is_episodic:
         return SeededSource(config)
@@ -109,14 +109,14 @@ def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) ->
 
 
 def episode_seed(run_seed: int, split: Split, index: int) -> int:
-    """What an environment draws a problem from: below 2^62, the same for all samples, and no other problem's."""
+    """Return the seed, below 2^62, from which an environment draws a problem: equal for all its samples, unique to it."""
     drawn = np.random.SeedSequence((run_seed, list(Split).index(split), index)).generate_state(1, np.uint64)
     return int(drawn[0] >> 2)
 
 
 class SeededSource:
-    """Problems of an environment that makes them by itself, of the episode's seed. One of the package verifiers, which has
-    numbered tasks, gets split and index as its row."""
+    """Problems that an environment draws itself from the episode's seed. An environment of the package verifiers, whose tasks
+    are numbered, gets split and index as its row."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -128,13 +128,13 @@ class SeededSource:
 
 
 class Division:
-    """Numbers of `size` problems, divided by the seed. Training indices go on after the end, into another epoch; what is not
-    trained on has held-out problems alone. Raises `FieldError`, naming `where` they are, when there are too few."""
+    """A seeded division of `size` problems into held-out and training ones. Training indices continue into further epochs; a
+    set that is not trained on has only held-out problems. Raises `FieldError` that names `where` if there are too few."""
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
         if not size:
-            raise FieldError("task.path", where, "holds no problem; give a file that does")
+            raise FieldError("task.path", where, "contains no problems; give another file")
         if is_trained_on and size <= self.num_heldout:
             fix = f"{where} has {counted(size, 'distinct problem')}; some must be left for training"
             raise FieldError("task.heldout_problems", self.num_heldout, fix)
@@ -156,13 +156,13 @@ class Division:
 
 
 class FileSource:
-    """Raises `FieldError` or `UserError` with the lines of what is wrong."""
+    """Problems of files or of the hub. Raises `FieldError`, or `UserError` with the places of bad rows."""
 
     def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Problems that are left out, since their prompt was there before; those of them with another answer."""
+        """Problems left out because they repeat a prompt; `num_contradicted` of them have another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -171,7 +171,7 @@ class FileSource:
                 self.num_contradicted += _answer(problem) != _answer(known)
         self.problems = list(distinct.values())
         self.unanswered = [one for one in self.problems if not str(one.reference.get("answer", "-")).strip()]
-        """Those whose answer is empty."""
+        """Problems whose answer is empty."""
         self._division = Division(len(self.problems), config, seed, is_trained_on=is_trained_on, where=config.path)
         self.num_heldout = self._division.num_heldout
 
@@ -209,11 +209,11 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
 
 
 _MOST_TOLD = 10
-"""Number of bad rows that are told one by one."""
+"""Number of bad rows that are reported individually."""
 
 
 def _fields(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
-    """Yield the names of a row's fields, dotted ones of nested objects included."""
+    """Yield the names of a row's fields, with dotted names for nested objects."""
     for name, value in row.items() if isinstance(row, Mapping) else ():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -221,7 +221,7 @@ def _fields(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
 
 
 _PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w. -]*)\}\}|\{([A-Za-z_][\w. -]*)\}")
-"""A field of the row in `task.prompt_template`; in double braces, the text in single ones. Other braces are as they stand."""
+"""Name of a row's field in `task.prompt_template`. Double braces become single ones; all other braces stay as they are."""
 
 
 def _names(template: str) -> list[str]:
@@ -229,7 +229,7 @@ def _names(template: str) -> list[str]:
 
 
 def _problem(given: Row, config: TaskConfig) -> Problem:
-    """Raises `BadRow`."""
+    """Return the problem in a row. Raises `BadRow`."""
     row = given.values
     if isinstance(row, BadRow):
         raise row
@@ -239,8 +239,8 @@ def _problem(given: Row, config: TaskConfig) -> Problem:
 
 
 def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any]]:
-    """Return the prompt as text, and its messages where the row has it in that form. Raises `BadRow`."""
-    if config.source in ("environment", "agent"):  # they read of a row what they like
+    """Return the prompt as text, and its messages if the row has it in that form. Raises `BadRow`."""
+    if config.source in ("environment", "agent"):  # they may read any field of the row
         return _text(json.dumps(row, ensure_ascii=False, default=str), "the row"), []
     if config.prompt_template:
         filled = _PLACEHOLDER.sub(
@@ -260,7 +260,7 @@ def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any
 
 
 def _text_at(row: Mapping[str, Any], name: str) -> str:
-    """Return a text or a number of the row as text; a list of one of these counts as that one. Raises `BadRow`."""
+    """Return a text or a number of the row as text; a list with one item counts as its item. Raises `BadRow`."""
     value = value_in(row, name)
     if value is ABSENT:
         raise BadRow(f"has no field {name!r}, only {', '.join(_fields(row)) or 'an empty object'}", name)
@@ -271,13 +271,13 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
         )
         raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{inside}")
     if not isinstance(only, str) and not isfinite(only):
-        raise BadRow(f"field {name!r} is {only}, which is no number; leave the row out")
+        raise BadRow(f"field {name!r} is {only}, which is not a finite number; leave the row out")
     return _text(str(only), f"field {name!r}")
 
 
 def _without_nulls(message: Any) -> Any:
-    """Return the message as a chat template wants it: content parts of text are joined to one text, and keys that are null, as
-    Parquet gives them where other messages have a value, are left out."""
+    """Return the message in the form that chat templates expect: text parts are joined, and null keys, which Parquet adds if
+    other messages have a value, are left out."""
     if not isinstance(message, Mapping):
         return message
     kept = {key: value for key, value in message.items() if value is not None}
@@ -290,31 +290,31 @@ def _without_nulls(message: Any) -> Any:
 
 
 def _text(text: str, what: str) -> str:
-    """JSON can write what no text holds: one half of a surrogate pair."""
+    """Return the text. Raises `BadRow` for one half of a surrogate pair, which JSON can express and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):x}"
-        raise BadRow(f"{what} holds {half}, one half of a surrogate pair, which is no character; remove it") from None
+        raise BadRow(f"{what} holds {half}, one half of a surrogate pair, which is not a character; remove it") from None
     return text
 
 
 def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
-    """What keeps a prompt of messages from being used; empty when nothing does."""
+    """Return why a prompt of messages cannot be used; empty if it can."""
     if config.prompt_style != "chat":
         return f"is a list of messages, which task.prompt_style = {config.prompt_style!r} does not take; use chat"
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return f"has {message!r:.100}, which is no message: an object with the texts role and content (or parts of text)"
+            return f"has {message!r:.100}, which is not a message: an object with texts role and content (or parts of text)"
     if not messages or messages[-1]["role"] == "assistant":
-        return "must end with a message that the policy answers, not one of its own"
+        return "must end with a message for the policy to answer, not with one of the assistant"
     return ""
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
-    """Return the reference answer, and the whole row where a reward may read more of it than texts. Environments, agents and
-    conversations may do without an answer unless the recipe names its field; otherwise `BadRow` is raised where the row lacks
-    it, or `task.answer_pattern` does not find it."""
+    """Return the reference answer, and the whole row if a reward may read more of it than texts. Environments, agents and
+    conversations need no answer unless the recipe names its field. Raises `BadRow` if a needed answer is missing or
+    `task.answer_pattern` does not find it."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default

@@ -1,4 +1,4 @@
-"""Names of span attributes: OpenTelemetry's where there is one, ours (`pipelinerl.…`) for the rest. Pure."""
+"""Names of span attributes: OpenTelemetry's if one exists, else ours (`pipelinerl.…`). Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FIRST_VERSION, LAST_VERSION = "pipelinerl.policy.version.first", "pipelinerl.pol
 OUTCOME, REASON = "pipelinerl.outcome", "pipelinerl.outcome.reason"
 REWARD = "pipelinerl.reward"
 PROMPTS = "pipelinerl.prompts"
-"""How many one call asks for."""
+"""Number of prompts that one call requests."""
 EPOCH = "pipelinerl.epoch"
 ACTOR = "pipelinerl.actor"
 STALL_S = "pipelinerl.stall_seconds"
 BYTES = "pipelinerl.bytes"
 RECEIVE_S = "pipelinerl.receive_seconds"
 CARRIED_TOKENS = "pipelinerl.tokens.carried"
-"""Completion tokens that another actor had generated."""
+"""Completion tokens that another actor generated before the hand-over."""
 STATUS = "pipelinerl.verify.status"
 TASK = "pipelinerl.task"
 
@@ -34,7 +34,7 @@ ERROR = "error.type"
 
 
 def messaging(operation: str, destination: str, message_id: str = "", body_bytes: int | None = None) -> Attributes:
-    """`operation`: send, receive or process; `destination`: subject of the message."""
+    """Return attributes of a message. `operation`: send, receive or process; `destination`: subject of the message."""
     attributes: Attributes = {
         "messaging.system": "nats",
         "messaging.operation.type": operation,
@@ -48,12 +48,12 @@ def messaging(operation: str, destination: str, message_id: str = "", body_bytes
 
 
 def rpc(method: str) -> Attributes:
-    """`method`: full name, `pipelinerl.v1.VerifierService/Verify`."""
+    """Return attributes of a call. `method` is a full name such as `pipelinerl.v1.VerifierService/Verify`."""
     return {"rpc.system.name": "grpc", "rpc.method": method}
 
 
 def generated(sequence: Sequence) -> Attributes:
-    """What there is of a completion."""
+    """Return attributes of a completion: token counts, versions, finish reason and failure."""
     attributes: Attributes = {
         INPUT_TOKENS: len(sequence.prompt_token_ids),
         OUTPUT_TOKENS: sequence.num_completion_tokens,

@@ -1,8 +1,8 @@
-"""The metrics of a service: a registry with the run's name on every sample, and the one place where metrics are made.
+"""Create the metrics of a service, in a registry that puts the run's name on every sample.
 
-`prometheus_client` counts and renders; this module adds what it lacks. A metric that does not apply has no series, where a
-gauge would show 0. A counter or histogram whose label values are known has all its series from the start, so that a rate sees
-the first event. Each metric is described for docs/metrics.md. Nothing here measures anything.
+`prometheus_client` counts and renders. This module adds three things: a metric that does not apply has no series, where a gauge
+would show 0; a counter or histogram with known label values has all its series from the start, so that a rate includes the
+first event; and each metric is described for docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from prometheus_client.registry import Collector
 
 REASON_CHARACTERS = 60
 MOST_REASONS = 24
-"""Reasons are few as long as services agree on them; what comes beyond is summed up as `OTHER`."""
+"""Maximum number of different reasons; further ones are counted as `OTHER`."""
 OTHER = "(other)"
 
 
 def short_reason(failure: str) -> str:
-    """The part before the colon."""
+    """Return the part before the colon."""
     return failure.partition(":")[0].strip()[:REASON_CHARACTERS] or "unknown"
 
 
 class BoundedLabels:
-    """Short reasons for a counter, whose series stay for good: the first `most` different ones, and `OTHER` for all others."""
+    """Bounds the label values of a counter: the first `most` different short reasons, and `OTHER` for all others."""
 
     def __init__(self, most: int = MOST_REASONS) -> None:
         self._most, self._seen = most, set[str]()
@@ -41,14 +41,14 @@ class BoundedLabels:
 
 
 Value = float | None
-"""None: no series."""
+"""Value of a series; None removes the series."""
 
 
 class Reading(Collector):
-    """A gauge or counter. `name`: as Prometheus stores it. Of several labels, a key is their values.
+    """A gauge or counter. `name` is the name that Prometheus stores. With several labels, keys are tuples of label values.
 
-    `set` and `set_each` give values, `read` and `read_each` say where to get them at each scrape. A scrape runs on another
-    thread than the event loop: plain attributes may be read there, and nothing may be changed or waited for.
+    `set` and `set_each` store values; `read` and `read_each` store a function that is called at each scrape. A scrape runs
+    outside the event loop's thread: the function may read plain attributes, but must not change anything or wait.
     """
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = (), kind: Literal["gauge", "counter"] = "gauge") -> None:
@@ -59,7 +59,7 @@ class Reading(Collector):
         self.set_each({"": value})
 
     def set_each(self, values: Mapping[str, Value] | Mapping[tuple[str, ...], Value]) -> None:
-        """By label value; all others lose their series."""
+        """Set values by label value; all other series are removed."""
         taken: dict[Any, Value] = dict(values)
         self._values = lambda: taken
 
@@ -70,7 +70,7 @@ class Reading(Collector):
         self._values = values
 
     def read_state(self, states: Sequence[str], current: Callable[[], str]) -> None:
-        """1 for the current one of `states`, 0 for the others."""
+        """Show 1 for the current one of `states` and 0 for the others."""
 
         def values() -> dict[str, Value]:
             now = current()
@@ -88,35 +88,35 @@ class Reading(Collector):
 
 
 Labels = Mapping[str, Sequence[str] | str]
-"""Of each label its values; where they are not known beforehand, what they are."""
+"""Values of each label, or a description of them if they are not known beforehand."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What one exported metric is, for its reference."""
+    """Description of one exported metric, for the reference."""
 
     name: str
-    """As Prometheus stores it: a counter's ends with `_total`."""
+    """Name that Prometheus stores; a counter's ends with `_total`."""
     kind: str
     """`gauge`, `counter` or `histogram`."""
     text: str
     unit: str
     labels: Labels
     buckets: Sequence[float] = ()
-    """Upper edges of a histogram's, inclusive, without the last one, which has none."""
+    """Inclusive upper edges of a histogram's buckets, without the last bucket, which is unbounded."""
 
 
 class RunRegistry(CollectorRegistry):
-    """The metrics of a process that belongs to run `run`: every sample has the label `run`.
+    """The metrics of a process of one run; every sample has the label `run`.
 
-    The library's `_created` series are left out: they would double the number of counters, and no query asks for them.
+    The library's `_created` series are left out, since no query uses them and they would double the number of counters.
     """
 
     def __init__(self, run: str) -> None:
         super().__init__()
         self._run = run
         self.families: list[Family] = []
-        """Of each metric that a `MetricSet` made, in order."""
+        """Descriptions of the metrics that a `MetricSet` made, in order."""
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
@@ -136,26 +136,25 @@ UNITS = {
     "ratio": "1 (a share)",
     **{unit: unit for unit in ("seconds", "bytes", "tokens", "nats", "steps", "sequences", "groups", "messages", "items")},
 }
-"""What the end of a metric's name says of its unit."""
+"""Unit by the end of a metric's name."""
 
 _Made = TypeVar("_Made", Counter, Histogram)
 _Collector = TypeVar("_Collector", bound=Collector)
 
 
 class MetricSet:
-    """Makes metrics whose names begin with `prefix` on `registry`. `unit`: where the name does not end with it."""
+    """Makes metrics whose names begin with `prefix` on `registry`. `unit` is needed if the name does not end with it."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         self._prefix, self._registry = prefix, registry
 
     def gauge(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Gauge:
-        """One that is 0 until it is set, if it has no label."""
+        """Make a gauge, which is 0 until it is set if it has no label."""
         full = self._describe(name, "gauge", text, labels, unit)
         return Gauge(full, text, tuple(labels or ()), registry=self._registry)
 
     def reading(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Reading:
-        """A gauge, or a counter if `name` ends with `_total`, that has no series until it has a value, or is read when
-        scraped."""
+        """Make a gauge, or a counter if `name` ends with `_total`, that has no series until it has a value or is read."""
         kind: Literal["gauge", "counter"] = "counter" if name.endswith("_total") else "gauge"
         full = self._describe(name, kind, text, labels, unit)
         reading = Reading(full, text, tuple(labels or ()), kind)
@@ -163,14 +162,14 @@ class MetricSet:
         return reading
 
     def counter(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Counter:
-        """`name` ends with `_total`."""
+        """Make a counter, whose `name` must end with `_total`."""
         full = self._describe(name, "counter", text, labels, unit)
         return _with_series(Counter(full, text, tuple(labels or ()), registry=self._registry), labels)
 
     def histogram(
         self, name: str, text: str, buckets: Sequence[float], labels: Labels | None = None, *, unit: str = ""
     ) -> Histogram:
-        """`buckets`: upper edges, inclusive."""
+        """Make a histogram with inclusive upper edges `buckets`."""
         full = self._describe(name, "histogram", text, labels, unit, buckets)
         made = Histogram(full, text, tuple(labels or ()), registry=self._registry, buckets=tuple(buckets))
         return _with_series(made, labels)
@@ -178,7 +177,7 @@ class MetricSet:
     def histogram_of(
         self, name: str, text: str, buckets: Sequence[float], make: Callable[[str], _Collector], *, unit: str = ""
     ) -> _Collector:
-        """One that a collector yields under the full name, with which `make` makes it."""
+        """Register a collector of a histogram, which `make` creates from the full name."""
         collector = make(self._describe(name, "histogram", text, None, unit, buckets))
         self._registry.register(collector)
         return collector
@@ -197,7 +196,7 @@ class MetricSet:
 
 
 def _with_series(made: _Made, labels: Labels | None) -> _Made:
-    """Begins the series whose label values are all known."""
+    """Create all series of a metric whose label values are known."""
     known = [values for values in (labels or {}).values() if not isinstance(values, str)]
     if labels and len(known) == len(labels):
         for values in product(*known):

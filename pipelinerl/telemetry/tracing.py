@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 _SDK_LOG = logging.getLogger("opentelemetry")
 
 END_WITHIN_S = 1.0
-"""For the spans that wait when the process ends."""
+"""Time for sending the remaining spans when the process ends."""
 
 
 def _lower(value: object) -> object:
@@ -72,13 +72,13 @@ Protocol = Annotated[Literal["", "http/protobuf", "grpc"], BeforeValidator(_lowe
 
 
 class TracingSettings(BaseSettings):
-    """OpenTelemetry's variables that decide on the exporter. Where they switch traces off, no other one is looked at."""
+    """OpenTelemetry's variables that choose the exporter. If they switch traces off, the others are not validated."""
 
     model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
 
     sdk_disabled: str = Field("", description="true = no traces, whatever else is set.")
     traces_exporter: Annotated[Literal["otlp", "console", "none"], BeforeValidator(_lower)] = Field(
-        "otlp", description="Unset = otlp where an endpoint is set, else none."
+        "otlp", description="Unset = otlp if an endpoint is set, else none."
     )
     exporter_otlp_endpoint: Endpoint = Field("", description="Base URL of a collector.")
     exporter_otlp_traces_endpoint: Endpoint = Field("", description="Whole URL for traces; wins over the base.")
@@ -99,7 +99,7 @@ class TracingSettings(BaseSettings):
 
     @property
     def endpoint(self) -> str:
-        """For people: where the exporter sends to, by scheme, host and port. The rest of a URL may hold a password."""
+        """Scheme, host and port of the exporter's endpoint, for logs; the rest of a URL may hold a password."""
         default = "http://localhost:4317" if self.protocol == "grpc" else "http://localhost:4318"
         parts = urlsplit(self.exporter_otlp_traces_endpoint or self.exporter_otlp_endpoint or default)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
@@ -107,7 +107,7 @@ class TracingSettings(BaseSettings):
 
 @contextmanager
 def tracing(context: LogContext) -> Iterator[None]:
-    """Spans made inside are sent, if OTEL_* variables say where to. Raises `UserError` for a variable that cannot be used."""
+    """Send the spans made inside if OTEL_* variables name a destination. Raises `UserError` for an unusable variable."""
     settings = read_settings(TracingSettings)
     if settings.traces_exporter == "none":
         yield
@@ -124,14 +124,14 @@ def tracing(context: LogContext) -> Iterator[None]:
 
 
 class OutageLogger:
-    """A `SpanExporter` that says once when spans begin to be lost, and once when that is over. In between the SDK's own lines,
-    which would tell of every try, are left out: its first ones have said why."""
+    """A `SpanExporter` that logs once when spans begin to be lost and once when they are sent again. Meanwhile the SDK's log,
+    which would repeat the reason at every attempt, is silenced."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self._lost_since_s = 0.0
         self.lost = 0
-        """Spans since the last export that did not fail."""
+        """Lost spans since the last successful export."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
@@ -158,7 +158,7 @@ class OutageLogger:
 
 
 def _exporter(settings: TracingSettings) -> SpanExporter:
-    """Which reads headers, certificates and the rest of its variables by itself."""
+    """Return the exporter, which itself reads headers, certificates and its other variables from the environment."""
     try:
         if settings.traces_exporter == "console":
             from opentelemetry.sdk.trace.export import ConsoleSpanExporter
@@ -176,8 +176,8 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
 
 
 def _provider(context: LogContext, exporter: OutageLogger) -> TracerProvider:
-    """Its sampler and the bounds of its queue are those of the environment, and OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
-    win over our words for who makes the spans."""
+    """Return a provider that takes sampler and queue bounds from the environment. OTEL_SERVICE_NAME and
+    OTEL_RESOURCE_ATTRIBUTES override our resource attributes."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -198,7 +198,7 @@ def _provider(context: LogContext, exporter: OutageLogger) -> TracerProvider:
 
 
 def _end(provider: TracerProvider, exporter: OutageLogger) -> None:
-    """Sends what waits, for `END_WITHIN_S` at most. An export that hangs is left to its daemon thread."""
+    """Send the remaining spans within `END_WITHIN_S`. An export that hangs is left to its daemon thread."""
     ending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
     ending.start()
     ending.join(0 if exporter.lost else END_WITHIN_S)

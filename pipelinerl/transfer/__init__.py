@@ -1,4 +1,4 @@
-"""What trainer and actor both need for moving weights: manifest, chunks and collective groups. Neither imports the other.
+"""Weight transfer, shared by trainer and actor: manifest, chunks and collective groups.
 
-`manifest.py` is free of torch, and with it the rest of `pipelinerl`.
+`manifest.py` does not import torch, so that the rest of `pipelinerl` can use it.
 """

@@ -1,6 +1,6 @@
-"""Tensors to chunks of bytes and back, by a manifest's layout; each chunk's header and checksum; the memory they live in.
+"""Convert tensors to chunks of bytes and back, by a manifest's layout, with headers, checksums and reusable memory.
 
-Nothing here sends, receives or chooses where chunks live.
+This module neither sends nor receives, and its callers choose the device of the chunks.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from pipelinerl.transfer.manifest import (
 COLUMNS = 1024
 ROW_BYTES = COLUMNS * 8
 _DIGEST_BYTES = 7
-"""So that it fits a chunk header's signed 64-bit field."""
+"""Size of a checksum that fits a chunk header's signed 64-bit field."""
 
 
 def checksum(chunk: Tensor) -> int:
-    """56 bits of a contiguous uint8 tensor: XXH3 in host memory, `device_checksum` elsewhere. Releases the GIL.
+    """Return 56 bits over a contiguous uint8 tensor: XXH3 in host memory, `device_checksum` elsewhere. Releases the GIL.
 
-    The two are different numbers, so both ends of a group compute it where that group's chunks live. On one core here XXH3
-    runs at over 50 GB/s while a chunk is in a cache, almost three times as fast as sums by NumPy. It would need a device to
-    send every byte.
+    The two give different numbers, so both ends of a group must compute it on the device of the group's chunks. One core
+    computes XXH3 at over 50 GB/s on a chunk in its cache, almost three times as fast as sums by NumPy, but XXH3 would need
+    every byte of a device's memory on the host.
     """
     if chunk.device.type != "cpu":
         return device_checksum(chunk)
@@ -49,12 +49,12 @@ def checksum(chunk: Tensor) -> int:
 
 
 def device_checksum(chunk: Tensor) -> int:
-    """By sums that torch computes where the chunk is: 8 KiB and 8 bytes per row come to the host. Waits for the device.
+    """Return a checksum of sums that torch computes on the device. Copies 8 KiB and 8 bytes per row, and waits for the device.
 
-    The bytes are laid out as rows of 1024 words of 64 bits, the last row filled with zeros. All row sums and all column
-    sums, modulo 2^64, are hashed with the number of bytes. Any change of one, two or three words is found, whatever they are,
-    as is any exchange of rows, columns or two words: what escapes leaves every row's and every column's sum as it was.
-    It guards against corruption and mix-ups, not against an attacker.
+    The bytes are laid out as rows of 1024 words of 64 bits, and the last row is filled with zeros. All row sums and all column
+    sums, modulo 2^64, are hashed with the number of bytes. Every change of one, two or three words is found, as is every
+    exchange of rows, columns or two words; a change is missed only if it preserves the sums of all rows and columns.
+    The checksum guards against corruption and mix-ups, not against an attacker.
     """
     sums = tensor_sums(chunk).cpu().numpy().astype("<i8", copy=False)
     num_bytes = chunk.numel().to_bytes(8, "little")
@@ -63,7 +63,7 @@ def device_checksum(chunk: Tensor) -> int:
 
 
 def tensor_sums(chunk: Tensor) -> Tensor:
-    """int64[rows + COLUMNS], the sums along rows, then along columns."""
+    """Return the sums along rows, then along columns, int64[rows + COLUMNS]."""
     whole = chunk.numel() // ROW_BYTES * ROW_BYTES
     last = chunk.new_zeros(ROW_BYTES)
     last[: chunk.numel() - whole] = chunk[whole:]
@@ -71,22 +71,22 @@ def tensor_sums(chunk: Tensor) -> Tensor:
     return torch.cat((rows.sum(1), row.sum(0, keepdim=True), rows.sum(0) + row))
 
 
-MAGIC = 0x50524C32  # "PRL2"; the last digit is the wire format's
+MAGIC = 0x50524C32  # "PRL2"; the last digit is the version of the wire format
 HEADER_SIZE = 6
 
 
 def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
-    """int64[6]: what precedes each chunk on the wire, so that a receiver notices a mix-up before it takes the bytes.
+    """Return the header that precedes a chunk on the wire, int64[6], so that a receiver notices a mix-up before the bytes.
 
-    With NCCL it is a small tensor on the device, sent as the chunks are: in order with them, under the same timeouts, and gone
-    with the communicator when a transfer is given up. The key-value store would be a second channel to keep in step.
+    With NCCL, the header is a small tensor on the device that is sent in order with the chunks, under the same timeouts, and
+    discarded with the communicator when a transfer is given up. The store would be a second channel to synchronize.
     """
     values = [MAGIC, version.incarnation, version.number, chunk.index, checksum, chunk.num_bytes]
     return torch.tensor(values, dtype=torch.int64)
 
 
 def announced_checksum(header: Tensor, version: PolicyVersion, chunk: Chunk) -> int:
-    """That of the chunk which follows `header`. Raises WrongChunk when this is no header, or that of another chunk."""
+    """Return the checksum in the header of `chunk`. Raises WrongChunk if it is not a header or is that of another chunk."""
     magic, incarnation, number, index, checksum, num_bytes = header.tolist()
     for field, expected, actual in (
         ("magic", f"{MAGIC:#x}", f"{magic:#x}"),
@@ -101,10 +101,10 @@ def announced_checksum(header: Tensor, version: PolicyVersion, chunk: Chunk) -> 
 
 @torch.no_grad()
 def add_low_rank(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
-    """weight + scaling · B·A, computed in float32 and rounded once to the weight's dtype: trainer and actors compute it alike.
+    """Return weight + scaling · B·A, computed in float32 and rounded once to the weight's dtype, on trainer and actors alike.
 
-    A [rank, in] and B [out, rank] are first rounded to that dtype, in which they take part in the forward pass. Weight
-    [out, in], or [in, out] where it is `transposed`.
+    A [rank, in] and B [out, rank] are first rounded to that dtype, as in the forward pass. The weight is [out, in], or
+    [in, out] if `transposed`.
     """
     a, b = (factor.to(weight.dtype).float() for factor in (a, b))
     left, right = (a.T, b.T) if transposed else (b, a)
@@ -119,7 +119,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def describe(
     parameters: Iterable[tuple[str, Tensor]], *, wire_dtype: str = "", chunk_bytes: int = DEFAULT_CHUNK_BYTES
 ) -> Manifest:
-    """The manifest of `parameters` (such as `model.named_parameters()`, which names tied weights once)."""
+    """Return the manifest of `parameters` (such as `model.named_parameters()`, which names tied weights once)."""
     described = [(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in parameters]
     return build_manifest(described, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
 
@@ -130,9 +130,9 @@ def pack(
 ) -> Tensor:
     """Copy the parameters into one stream: uint8[total_bytes], converted to the wire dtypes, padding zeroed.
 
-    Given as pairs, they are taken one after the other, so that no two need to be there at once; names that the manifest does
-    not have are passed over. `into`: such a stream that may be overwritten; None: new host memory. Raises ManifestDiffers if
-    a parameter is missing or has another shape or dtype than the manifest says.
+    Pairs are consumed one after another, so that only one parameter needs to exist at a time; names that the manifest does not
+    have are ignored. `into`: a stream to overwrite; None = new host memory. Raises ManifestDiffers if a parameter is missing or
+    has another shape or dtype than in the manifest.
     """
     stream = torch.empty(manifest.total_bytes, dtype=torch.uint8) if into is None else into
     places = {spec.name: index for index, spec in enumerate(manifest.parameters)}
@@ -153,31 +153,30 @@ def pack(
 
 
 def chunk_of(stream: Tensor, chunk: Chunk) -> Tensor:
-    """uint8[chunk.num_bytes]: a view of the stream."""
+    """Return the chunk's bytes, uint8[chunk.num_bytes], as a view of the stream."""
     return stream[chunk.offset : chunk.offset + chunk.num_bytes]
 
 
 def version_checksum(manifest_id: str, chunk_checksums: Sequence[int]) -> int:
-    """64 bits for all weights of a version: equal weights under equal manifests give the same number."""
+    """Return 64 bits over all weights of a version; equal weights under equal manifests give the same number."""
     text = manifest_id + ":" + ",".join(f"{value:08x}" for value in chunk_checksums)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 class Unpacker:
-    """Gives chunks their memory, and turns those that have arrived into tensors: views of that memory.
+    """Allocates memory for chunks and turns arrived chunks into tensors, which are views of that memory.
 
-    Call `room` for one chunk after another, and `add` for one after another when they have arrived; two threads may do that.
-    What arrives in several chunks, a tensor that does not fit into one, has its room in one piece.
-    `take`: new memory, uint8[the number of bytes asked for].
+    Call `room` for each chunk in order, and `add` for each in order when it has arrived; two threads may do this. A tensor of
+    several chunks gets one contiguous piece of memory. `take` returns new memory, uint8[the number of bytes asked for].
     """
 
     def __init__(self, manifest: Manifest, take: Callable[[int], Tensor]) -> None:
         self._manifest, self._take = manifest, take
         self._incomplete: deque[Tensor] = deque()
-        """What has room and is not handed out, in order."""
+        """Allocated memory whose tensors have not been returned, in order."""
 
     def room(self, chunk: Chunk) -> Tensor:
-        """uint8[chunk.num_bytes], contents undefined: where the chunk's bytes belong."""
+        """Return the memory for the chunk's bytes, uint8[chunk.num_bytes], contents undefined."""
         start = self._manifest.offsets[chunk.parameters[0]]
         if chunk.offset == start:
             self._incomplete.append(self._take(self._manifest.ends[chunk.parameters[-1]] - start))
@@ -185,7 +184,7 @@ class Unpacker:
         return self._incomplete[-1][begin : begin + chunk.num_bytes]
 
     def add(self, chunk: Chunk) -> list[tuple[str, Tensor]]:
-        """The parameters that `chunk` completes, in the manifest's order."""
+        """Return the parameters that `chunk` completes, in the manifest's order."""
         manifest = self._manifest
         if chunk.offset + chunk.num_bytes < manifest.ends[chunk.parameters[-1]]:
             return []
@@ -201,19 +200,19 @@ def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:
     return raw.view(getattr(torch, manifest.sent_dtype(spec))).view(tuple(spec.shape))
 
 
-# --- Memory for chunks, and chunks ahead of their use ------------------------------------------------------------------
+# --- Reusable memory, and prefetching ----------------------------------------------------------------------------------
 
 _HELD_BY_NOBODY = 2
-"""References to an array in the list, as `sys.getrefcount` sees them: the list's and its own argument's."""
+"""Reference count of an unused array in the list, as `sys.getrefcount` returns it: the list's and its own argument's."""
 
 
 class ReusedMemory:
-    """Host memory that is used again once nobody holds a tensor in it: new pages cost more than the bytes put into them.
+    """Host memory that is reused once no tensor in it is held, because new pages cost more than filling them.
 
-    Each buffer is a NumPy array. A tensor over it, and every view of that tensor, shares one storage, which holds one reference
-    to the array; so the array's reference count says whether anybody still looks at the memory, whoever made the views. What is
-    still held is left to its holder and replaced. Device memory is not handled: torch's allocator keeps it itself.
-    `most`: buffers kept, the larger ones first. Not thread-safe.
+    Each buffer is a NumPy array. A tensor over it, and every view of that tensor, shares one storage with one reference to the
+    array, so the array's reference count says whether any view still exists. A buffer that is still held is not reused; a new
+    one takes its place. Device memory is not handled, since torch's allocator caches it.
+    `most`: number of buffers to keep, the larger ones first. Not thread-safe.
     """
 
     def __init__(self, most: int) -> None:
@@ -221,14 +220,14 @@ class ReusedMemory:
         self._buffers: list[np.ndarray] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8[num_bytes], contents undefined. Nobody else has it as long as a view of it lives."""
+        """Return uint8[num_bytes], contents undefined. It is exclusive as long as a view of it exists."""
         for index in range(len(self._buffers)):
             if sys.getrefcount(self._buffers[index]) == _HELD_BY_NOBODY and self._buffers[index].nbytes >= num_bytes:
                 return torch.from_numpy(self._buffers[index])[:num_bytes]
         buffer = np.empty(num_bytes, np.uint8)
         self._buffers.append(buffer)
         self._buffers.sort(key=lambda kept: kept.nbytes)
-        del self._buffers[: -self._most]  # who holds one of these keeps it
+        del self._buffers[: -self._most]  # a holder of one of these keeps it alive
         return torch.from_numpy(buffer)
 
 
@@ -236,13 +235,13 @@ _Item = TypeVar("_Item")
 
 
 def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item, None, None]:
-    """The same items, made on a thread that begins with the first one asked for; close it, whatever happens.
+    """Yield the items, which a thread makes ahead from the first request on. The generator must be closed in any case.
 
-    At most `buffers` (≥ 2) items exist at a time: the one handed out last and those made or being made beyond it. An error
-    of `items` is raised where the item would have come. There is no timeout: making one item must itself be bounded, and
-    closing waits for it.
+    At most `buffers` (≥ 2) items exist at a time: the last one yielded and those made or being made after it. An error of
+    `items` is raised in place of its item. This function has no timeout: making one item must itself be bounded, and closing
+    waits for it.
     """
-    assert buffers >= 2, "the one in hand and one that is being made"
+    assert buffers >= 2, "one item is yielded while another is made"
     free, ready, closed = threading.Semaphore(buffers), queue.SimpleQueue[Any](), threading.Event()
 
     def make() -> None:
@@ -250,7 +249,7 @@ def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item
             iterator = iter(items)
             while free.acquire() and not closed.is_set():
                 ready.put(next(iterator))
-        except BaseException as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever iterates
+        except BaseException as error:  # noqa: BLE001 - a thread's boundary: the error is raised in the consumer
             ready.put(error)
 
     thread = threading.Thread(target=make, name=name, daemon=True)
@@ -261,7 +260,7 @@ def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item
             if isinstance(item, BaseException):
                 raise item
             if in_hand:
-                free.release()  # only now: the caller may have kept the item before until it got this one
+                free.release()  # only now, since the caller may keep an item until it gets the next
             in_hand = True
             yield item
             del item

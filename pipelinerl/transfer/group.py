@@ -1,20 +1,20 @@
 """A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive.
 
-Built from a key-value store that the trainer hosts, without torch's global process group, so that groups of several epochs
-(and side groups of joiners) may exist one after another, or side by side, in one process. Backend `gloo` or `nccl`: the
-same calls. Every wait has a deadline. A group that failed once is unusable: close it, agree on a new epoch, build another.
+A group is built from a key-value store that the trainer hosts, without torch's global process group, so that several groups
+(of successive epochs, or side groups of joiners) can coexist in one process. The backends `gloo` and `nccl` have the same
+interface. Every wait has a deadline. A group that failed is unusable: close it, agree on a new epoch and build another.
 
-Neither the store nor Gloo asks who connects: whoever reaches their ports can read and disturb a transfer (docs/security.md).
+Neither the store nor Gloo authenticates peers: anyone who reaches their ports can read and disturb a transfer
+(docs/security.md).
 
-Ranks meet in two steps. First each checks in at the store, and rank 0 waits for all; only then do they connect to each
-other. So a rank that never comes keeps nobody inside a collective library, and when rank 0 gives the meeting up, those
-who wait are told at once.
+Ranks meet in two steps. First each rank checks in at the store, and rank 0 waits for all; only then do they connect to each
+other. A missing rank therefore blocks no other rank inside a collective library, and if rank 0 gives the meeting up, all
+waiting ranks stop at once.
 
-Gloo cannot interrupt an operation under way (`ProcessGroupGloo.abort` does nothing), so each operation carries its own
-timeout: that timeout is the most that giving up a transfer can take. A peer that died is noticed at once. NCCL can be
-interrupted.
+Gloo cannot interrupt a running operation (`ProcessGroupGloo.abort` does nothing), so each operation has its own timeout, which
+bounds the time to give up a transfer. The death of a peer is noticed at once. NCCL can be interrupted.
 
-It does not decide who is a member, and sends tensors, not weights.
+This module does not decide on membership, and it sends any tensors, not only weights.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where chunks live and in which order a device works on them: host memory, or a device and a stream of its own.
+    """The memory of chunks: host memory, or a device with a separate stream.
 
-    `stream`: a torch.cuda.Stream; None in host memory, for which nothing of `torch.cuda` is touched.
+    `stream`: a torch.cuda.Stream; None for host memory, in which case `torch.cuda` is never used.
     """
 
     device: torch.device
     stream: Any = None
 
     def scope(self) -> AbstractContextManager[Any]:
-        """What this thread does within is queued on the stream. Memory allocated within is reused in the stream's order."""
+        """Queue this thread's work inside on the stream. Memory allocated inside is reused in the stream's order."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """As `scope`, and in order with the caller's stream: after what is queued there, before what will be.
+        """Like `scope`, but ordered with the caller's stream: after its queued work, and before its later work.
 
-        By events on the device. The host does not wait, and neither do other streams.
+        The order is kept by events on the device. Neither the host nor other streams wait.
         """
         if self.stream is None:
             yield
@@ -73,11 +73,11 @@ class Placement:
         try:
             with torch.cuda.stream(self.stream):
                 yield
-        finally:  # what was queued before an error runs all the same
+        finally:  # work queued before an error still runs
             callers.wait_stream(self.stream)
 
     def synchronize(self) -> None:
-        """Returns when the device has done what this thread has queued so far."""
+        """Wait until the device has done the work that this thread has queued."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -86,12 +86,12 @@ HOST = Placement(torch.device("cpu"))
 
 
 def on_device(device: torch.device) -> Placement:
-    """On a CUDA device, with a new stream, which nothing queued on another one holds up; any other is host memory."""
+    """Return a placement on a CUDA device with a new, independent stream; for any other device, host memory."""
     return Placement(device, torch.cuda.Stream(device)) if device.type == "cuda" else HOST
 
 
 def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
-    """Which backend a recipe's `weights.backend` means here. Raises `FieldError`. Pure."""
+    """Return the backend that a recipe's `weights.backend` means on this machine. Raises `FieldError`. Pure."""
     if wanted == "nccl" and not on_gpu:
         raise FieldError("weights.backend", wanted, "this trainer has no GPU: use gloo, or auto")
     return "nccl" if wanted == "nccl" or (wanted == "auto" and on_gpu) else "gloo"
@@ -101,9 +101,9 @@ _Result = TypeVar("_Result")
 
 
 def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
-    """Begins `work` on a thread of its own. What it waits for keeps neither other work nor the process's end waiting."""
+    """Run `work` on a new daemon thread, which blocks neither other work nor the end of the process."""
     done = Future[_Result]()
-    done.set_running_or_notify_cancel()  # whoever waits for it may be cancelled; it may not
+    done.set_running_or_notify_cancel()  # so that cancelling a waiting task does not cancel the work
 
     def run() -> None:
         try:
@@ -111,7 +111,7 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
         except BaseException as error:
             if not isinstance(error, TransferError):
                 log.exception("%s failed", name)
-            done.set_exception(error.with_traceback(None))  # whose frames would keep what it worked on
+            done.set_exception(error.with_traceback(None))  # its frames would keep the work's objects alive
         else:
             done.set_result(result)
 
@@ -120,34 +120,34 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
 
 
 ABORT_WITHIN_S = 5.0
-"""How long closing waits for NCCL to let go. What it holds after that is left to it."""
+"""Time that closing waits for NCCL; a communicator that takes longer is left behind."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.0001, 0.005
-"""Between two looks at a broadcast."""
+"""Bounds of the interval at which a broadcast is polled."""
 _LOOK_SHARE = 1 / 8
-"""Of the time that it has taken so far: so much too late its end is noticed at most."""
+"""Maximum delay until a finished broadcast is noticed, as a share of its duration."""
 _making = threading.Lock()
 
 
 class NcclTransport:
-    """One NCCL communicator: broadcasts that end, whatever a peer does, and a process that outlives them.
+    """One NCCL communicator, whose broadcasts always end and whose failures do not end the process.
 
-    What torch's ProcessGroupNCCL does by itself does not suit a group whose members may die:
+    The defaults of torch's ProcessGroupNCCL do not suit a group whose members may die:
 
-    - its watchdog thread answers an error or a timeout by ending the process. With blocking wait there is no watchdog, and
-      waiting is ours; that setting is read from the environment when a group is made, so it stands there only meanwhile;
-    - making a communicator blocks for as long as a peer is missing. A non-blocking communicator is polled instead, up to
-      TORCH_NCCL_NONBLOCKING_TIMEOUT, which torch reads once in a process;
-    - a broadcast whose communicator is aborted looks complete. Therefore an abort is remembered here, and is what the waiting
-      thread raises.
+    - On an error or a timeout, its watchdog thread ends the process. Blocking wait disables the watchdog, and this class
+      waits itself. The setting is read from the environment when a group is made, so it is set only during that time.
+    - Making a communicator blocks as long as a peer is missing. A non-blocking communicator is polled instead, up to
+      TORCH_NCCL_NONBLOCKING_TIMEOUT, which torch reads once per process.
+    - A broadcast whose communicator is aborted looks complete. This class therefore remembers an abort, and the waiting
+      thread raises an error.
 
-    A peer that dies is noticed through NCCL's own error where the bytes go over the network; over shared memory or NVLink it
-    is not, and the deadline ends the wait. Use `broadcast` from one thread at a time; `close` from any.
+    NCCL reports the death of a peer if the transport is the network; with shared memory or NVLink it does not, and the
+    deadline ends the wait. Use `broadcast` from one thread at a time, and `close` from any thread.
     """
 
     def __init__(
         self, store: PrefixStore, rank: int, world: int, timeout_s: float, placement: Placement, given_up: threading.Event
     ) -> None:
-        """Connects: a first broadcast makes the communicator. Raises RuntimeError, TimeoutError or TransferAborted."""
+        """Connect by a first broadcast, which makes the communicator. Raises RuntimeError, TimeoutError, TransferAborted."""
         from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
 
         self._placement, self._given_up = placement, given_up
@@ -163,10 +163,10 @@ class NcclTransport:
         self.broadcast(greeting, timeout_s)
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        """Returns when the device has sent or filled `tensor`.
+        """Broadcast `tensor` and wait until the device has sent or filled it.
 
-        Raises TimeoutError, TransferAborted when it was given up or closed meanwhile, RuntimeError for NCCL's own errors. The
-        communicator is then closed: its kernel must not fill memory that has gone to somebody else.
+        Raises TimeoutError, TransferAborted if it was given up or closed meanwhile, and RuntimeError for NCCL's errors. The
+        communicator is then closed, so that its kernel does not write to memory that is reused.
         """
         try:
             self._broadcast(tensor, timeout_s)
@@ -187,11 +187,11 @@ class NcclTransport:
                     raise TimeoutError
                 time.sleep(min(max(_SHORTEST_LOOK_S, _LOOK_SHARE * taken_s), _LONGEST_LOOK_S))
             self._check_wanted()
-            work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises what went wrong; does not wait any more
+            work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises NCCL's error, if any; no longer waits
 
     def close(self) -> None:
-        """Abort: an operation under way on another thread ends there. Whoever calls it waits until all of it has ended, at
-        most `ABORT_WITHIN_S`; once is enough."""
+        """Abort, also an operation that runs on another thread, and wait for the end for at most `ABORT_WITHIN_S`.
+        Idempotent."""
         with self._closing:
             if self._aborting is None:
                 self._closed.set()  # before a broadcast can look complete
@@ -214,7 +214,7 @@ def _abort(group: Any) -> None:
 
 @contextmanager
 def _without_watchdog(timeout_s: float) -> Iterator[None]:
-    """The environment for making a group whose errors and timeouts are for its user, not for torch, to act on."""
+    """Set the environment for making a group without torch's watchdog, which would end the process on errors."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _making:
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
@@ -230,19 +230,19 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
 
 
 _OUTCOME, _GO, _VOID = "outcome", "go", "void"
-"""Key of a meeting, and its values: all have checked in; it was given up."""
+"""Key of a meeting's outcome, and its values: all ranks have checked in, or the meeting was given up."""
 _MEETING_LOOK_S = 0.1
-"""Seconds between two looks whether a meeting is given up. A key that is set ends the wait at once."""
+"""Interval at which a waiting rank checks whether the meeting is given up. A key that is set ends the wait at once."""
 _LET_GO_S = 0.5
-"""How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
+"""Time that `connect` waits, after the deadline or after giving up, for the meeting to end by itself."""
 
 
 class GroupStore:
-    """The trainer's rendezvous store. Lives as long as the object.
+    """The trainer's rendezvous store, which exists as long as this object.
 
-    It has no authentication: `host` is the one interface it listens on (torch alone would listen on all of them), `port` 0
-    picks a free one. `address` is for actors, which reach this pod as `advertise_host` (empty: `host`); attribute `host` is
-    where the trainer itself reaches it. Raises OSError when it cannot listen there.
+    It has no authentication, so it listens only on the interface `host` (torch alone would listen on all of them); `port` 0
+    picks a free port. `address` is for actors, which reach this pod as `advertise_host` (empty: `host`); `own_address` is for
+    the trainer itself. Raises OSError if it cannot listen there.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise_host: str = "") -> None:
@@ -255,9 +255,9 @@ class GroupStore:
 
 
 class WeightGroup:
-    """An open group. Use from one thread at a time; `close` when done, also after an error.
+    """An open group. Use it from one thread at a time, and close it when done, also after an error.
 
-    `placement`: where the tensors that are broadcast must live.
+    `placement`: memory in which broadcast tensors must be.
     """
 
     def __init__(self, spec: GroupSpec, transport: Transport, store: TCPStore, placement: Placement) -> None:
@@ -276,14 +276,14 @@ class WeightGroup:
     ) -> WeightGroup:
         """Meet the other `spec.world - 1` ranks.
 
-        `patience_s`, on rank 0: how long to wait for the next one once somebody has come, where all are known to be quick.
+        `patience_s`: on rank 0, time to wait for the next rank after the last one came, if all ranks are expected at once.
 
-        `given_up` ends the wait early; set on rank 0, for everybody. With NCCL it ends later broadcasts at once, too.
-        Raises DeadlineExceeded when they are not all there within `timeout_s` (on rank 0 RanksMissing, which says who is
-        not), TransferAborted when the meeting was given up, GroupFailed when the store is unreachable.
+        `given_up` ends the wait early; if set on rank 0, for all ranks. With NCCL it also ends later broadcasts at once.
+        Raises DeadlineExceeded if ranks are missing after `timeout_s` (on rank 0 RanksMissing, which names them),
+        TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
         """
         stop = given_up or threading.Event()
-        # On a thread of its own: torch waits for the answer of a store whose host has gone for as long as TCP does.
+        # A separate thread is needed because torch waits for a store whose host is gone as long as TCP does.
         meet = partial(cls._join, spec, timeout_s, stop, placement, patience_s)
         meeting = on_thread(f"meet-{spec.name}", meet)
         latest = time.monotonic() + timeout_s + _LET_GO_S
@@ -322,9 +322,9 @@ class WeightGroup:
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        """Send `tensor` (rank 0) or fill it (others). Returns when it may be reused.
+        """Send `tensor` (rank 0) or fill it (other ranks), and wait until it may be reused.
 
-        Raises DeadlineExceeded, GroupFailed, or, with NCCL, TransferAborted; the group is then unusable.
+        Raises DeadlineExceeded, GroupFailed or, with NCCL, TransferAborted; the group is then unusable.
         """
         transport = self._transport
         if transport is None:
@@ -338,14 +338,14 @@ class WeightGroup:
             raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
 
     def close(self) -> None:
-        """Leave. Others waiting for this rank fail at once. Idempotent; waits for nobody, but for NCCL to let go."""
+        """Leave the group; ranks that wait for this one fail at once. Idempotent. Waits only for NCCL to end."""
         transport, self._transport, self._store = self._transport, None, None
         if transport is not None:
             transport.close()
 
 
 class GlooTransport:
-    """Gloo leaves a group when its object is gone."""
+    """A Gloo process group, which is left when its object is deleted."""
 
     def __init__(self, spec: GroupSpec, store: PrefixStore, timeout_s: float) -> None:
         gloo_class: Any = ProcessGroupGloo  # its options are missing from torch's stubs
@@ -370,14 +370,14 @@ Transport = GlooTransport | NcclTransport
 
 
 def open_store(spec: GroupSpec, timeout_s: float) -> TCPStore:
-    """Raises RuntimeError, OSError, or ValueError for an address that is none."""
+    """Connect to the trainer's store. Raises RuntimeError, OSError, or ValueError for an invalid address."""
     host, port = split_host_port(spec.store)
-    # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
+    # If the store is unreachable, TCPStore tries twice with a pause, which takes up to 2.5 times the timeout.
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
 
 
 def close_when_met(meeting: Future[WeightGroup]) -> None:
-    """Closes the group of a meeting that is done, where there is one."""
+    """Close the group of a finished meeting, if it made one."""
     if meeting.exception() is None:
         meeting.result().close()
 
@@ -385,7 +385,7 @@ def close_when_met(meeting: Future[WeightGroup]) -> None:
 def _wait_for_all(
     spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
 ) -> None:
-    """Rank 0's side: says go when all ranks have checked in. Raises RanksMissing, TransferAborted, and says void then."""
+    """Wait on rank 0 until all ranks have checked in, then set the outcome. Raises RanksMissing, TransferAborted."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))
     while missing and not _are_set(meeting, [f"here/{rank}" for rank in missing]):
@@ -404,7 +404,7 @@ def _wait_for_all(
 
 
 def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> None:
-    """The others' side: returns when rank 0 says go. Raises TimeoutError, TransferAborted."""
+    """Check in on another rank and wait for rank 0's outcome. Raises TimeoutError, TransferAborted."""
     meeting.set(f"here/{spec.rank}", "1")
     while not _are_set(meeting, [_OUTCOME]):
         if given_up.is_set():
@@ -416,7 +416,7 @@ def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: 
 
 
 def _are_set(meeting: PrefixStore, keys: list[str]) -> bool:
-    """Whether all are set within `_MEETING_LOOK_S`; returns as soon as they are. One call of the store."""
+    """Return whether all keys are set, waiting for at most `_MEETING_LOOK_S`, with one call of the store."""
     try:
         meeting.wait(keys, timedelta(seconds=_MEETING_LOOK_S))
     except DistStoreError:

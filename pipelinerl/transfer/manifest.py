@@ -1,11 +1,11 @@
-"""What both ends of a weight transfer agree on, and how a transfer fails. No torch: dtypes are names.
+"""The manifest, on which both ends of a weight transfer agree, and the errors of a transfer. No torch: dtypes are names.
 
-The manifest of a run's weights says which tensors travel, in which form, and how they are cut into chunks. It is fixed for
-a run and known by its id, so that an update carries only the id. The tensors are laid one after another in a flat stream of
-bytes, each starting at a multiple of `ALIGNMENT`. A chunk is a piece of it that holds as many whole tensors as fit, or a part
-of one tensor that does not fit.
+The manifest of a run's weights says which tensors are sent, in which form, and how they are cut into chunks. It is fixed for
+a run and identified by its id, so that an update carries only the id. The tensors are laid out one after another in a flat
+stream of bytes, each at a multiple of `ALIGNMENT`. A chunk is a piece of the stream with as many whole tensors as fit, or a
+part of one tensor that does not fit.
 
-It does not hold weights, checksums of weights, or anything that changes from version to version.
+The manifest holds no weights, no checksums, and nothing else that changes from version to version.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pipelinerl.v1.control_pb2 import LowRank, ParameterSpec, WeightManifest
 
 
 class ManifestDiffers(ManifestMismatch):
-    """One field of one parameter is not what this side has: its presence, shape, dtype or number of elements."""
+    """A parameter's presence, shape, dtype or number of elements differs from this side's."""
 
     def __init__(self, parameter: str, field: str, ours: object, theirs: object) -> None:
         super().__init__(f"{parameter}: {field} is {theirs!r} in the manifest, {ours!r} here")
 
 
 class GroupFailed(TransferError):
-    """The collective group could not be built, or lost a member. It is unusable from here on."""
+    """The collective group could not be built, or lost a member. It is unusable afterwards."""
 
     def __init__(self, group: str, problem: str) -> None:
         super().__init__(f"weight group {group}: {problem}" if group else problem)
@@ -45,7 +45,7 @@ class DeadlineExceeded(GroupFailed):
 
 
 class RanksMissing(DeadlineExceeded):
-    """Not everybody came to the meeting. Only rank 0 knows who."""
+    """Some ranks did not come to the meeting. Only rank 0 knows which."""
 
     def __init__(self, group: str, ranks: tuple[int, ...], world: int, timeout_s: float) -> None:
         self.ranks = ranks
@@ -53,7 +53,7 @@ class RanksMissing(DeadlineExceeded):
 
 
 class WrongChunk(TransferError):
-    """The chunk that arrived is not the one expected next, or its bytes are not those whose checksum the trainer sent."""
+    """A chunk that arrived is not the next one expected, or its bytes do not match the trainer's checksum."""
 
 
 class TransferAborted(TransferError):
@@ -69,9 +69,9 @@ class NothingStaged(TransferError):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Where and as whom to meet. `name` must be new for every group ever built on one store (`epoch-3`).
+    """Address and rank for a meeting. `name`, such as `epoch-3`, must be new for every group built on one store.
 
-    `store`: host:port of the trainer's store. `bind_host`: this side's address on which the others reach it (gloo; None: by
+    `store`: host:port of the trainer's store. `bind_host`: address at which the other ranks reach this one (gloo; None = by
     the machine's name).
     """
 
@@ -87,18 +87,18 @@ ALIGNMENT = 64
 """Bytes. A received tensor is a view of its chunk, so its offset must suit every dtype."""
 DEFAULT_CHUNK_BYTES = 16 * 2**20
 NCCL_CHUNK_BYTES = 128 * 2**20
-"""Between devices, the milliseconds that a chunk takes beside its bytes count for more."""
+"""Larger chunks between devices, where the fixed cost of a chunk weighs more."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FORMAT = b"4"
-"""Of the layout and of the chunks on the wire: sides of different formats have no manifest in common."""
+"""Version of the layout and of chunks on the wire. It enters the manifest's id, so that different formats do not match."""
 KIND = "WeightManifest"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes [offset, offset + num_bytes) of the stream: those of whole parameters, or a part of one.
+    """Bytes [offset, offset + num_bytes) of the stream: whole parameters, or a part of one.
 
-    `parameters`: their indices in the manifest.
+    `parameters`: indices of these parameters in the manifest.
     """
 
     index: int
@@ -108,11 +108,11 @@ class Chunk:
 
 
 class Manifest:
-    """The agreement: a `WeightManifest` message without its id (control.proto has its fields), and the layout that follows.
+    """A `WeightManifest` message without its id (control.proto has its fields), and the layout that follows from it.
 
-    `parameters` are in the order in which they are sent; `wire_dtype` "" sends each in its own dtype. Where `low_rank` is not
-    empty the parameters are its factors, and all else is served as the checkpoint has it. Construction raises FieldError for
-    values that cannot be laid out.
+    `parameters` are in the order in which they are sent; `wire_dtype` "" sends each in its own dtype. If `low_rank` is not
+    empty, the parameters are its factors, and all other weights stay as in the checkpoint. Raises FieldError for values that
+    cannot be laid out.
     """
 
     def __init__(self, content: WeightManifest) -> None:
@@ -154,7 +154,7 @@ class Manifest:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts in the stream, bytes."""
+        """Start of each parameter in the stream, in bytes."""
         offsets, end = [], 0
         for size in self.sizes:
             offsets.append(end)
@@ -163,7 +163,7 @@ class Manifest:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where the next parameter starts, bytes."""
+        """End of each parameter in the stream, padding included, in bytes."""
         return tuple(offset + aligned(size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     @property
@@ -173,9 +173,9 @@ class Manifest:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The stream cut into pieces of at most `chunk_bytes`: as many whole parameters as fit, or parts of one that does not.
+        """Pieces of the stream of at most `chunk_bytes`: as many whole parameters as fit, or parts of one that does not fit.
 
-        So a receiver has every tensor in one piece, without copying, by putting the parts of a large one side by side.
+        A receiver that puts the parts of a large tensor side by side therefore has every tensor in one piece without copying.
         """
         chunks: list[Chunk] = []
         first = 0
@@ -191,14 +191,14 @@ class Manifest:
         return tuple(chunks)
 
     def to_bytes(self) -> bytes:
-        """The `WeightManifest` message of the control channel."""
+        """Return the `WeightManifest` message of the control channel."""
         message = WeightManifest(manifest_id=self.manifest_id)
         message.MergeFrom(self._content)
         return message.SerializeToString()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Raises `MessageError` when the message does not parse or its id is not that of its content."""
+        """Parse a `WeightManifest`. Raises `MessageError` if it is malformed or its id does not match its content."""
         message = parse(WeightManifest(), data, KIND)
         manifest_id = message.manifest_id
         message.ClearField("manifest_id")
@@ -226,19 +226,19 @@ def build_manifest(
 
 
 def aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up to a multiple of ALIGNMENT."""
+    """Round `num_bytes` up to a multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def chunk_size(mib: float | None, backend: Backend) -> int:
-    """Bytes of chunks of `mib` MiB (a recipe's `weights.chunk_mib`), or of what suits the backend."""
+    """Return the bytes of a chunk of `mib` MiB (a recipe's `weights.chunk_mib`), or the backend's default."""
     if mib is None:
         return NCCL_CHUNK_BYTES if backend == "nccl" else DEFAULT_CHUNK_BYTES
     return aligned(max(1, int(mib * 2**20)))
 
 
 def _validate_low_rank(manifest: Manifest) -> None:
-    """Each parameter is one factor of one weight, and the shapes are those of products."""
+    """Check that each parameter is one factor of one weight, and that shapes match products. Raises FieldError."""
     shapes = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
     used = [name for item in manifest.low_rank for name in (item.a, item.b)]
     if manifest.low_rank and sorted(used) != sorted(shapes):

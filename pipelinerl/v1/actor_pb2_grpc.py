@@ -61,7 +61,7 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Generates for evaluation, on the served weights, beside the training sequences.
+        """Generates for evaluation with the served weights, while training sequences go on.
         Results stream back as they finish, in any order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -69,7 +69,7 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Log-probabilities of a fixed token sequence under the served weights, computed without any cached KV.
+        """Returns log-probabilities of a fixed token sequence under the served weights, computed without cached KV.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

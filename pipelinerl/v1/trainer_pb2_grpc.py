@@ -66,7 +66,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamMetrics(self, request, context):
-        """One message per optimizer step from now on, after those already taken when `from_step` is lower.
+        """Streams one message per optimizer step from `from_step` on, also for steps that were already taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,8 +80,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetInitialModel(self, request, context):
-        """The files of the initial policy that this run built, one after the other, for actors that share no disk with the
-        trainer. FAILED_PRECONDITION for a model that the run did not build, or another than the one asked for.
+        """Streams the files of the initial policy that this run built, one after another, for actors that share no disk with the
+        trainer. FAILED_PRECONDITION if the run did not build a model, or built another than the requested one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

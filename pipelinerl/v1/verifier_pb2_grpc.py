@@ -50,16 +50,16 @@ class VerifierServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Verify(self, request, context):
-        """Scores a batch. Items are independent: one that fails costs itself, not its neighbours.
-        Results come back in the order of the items, one for each.
+        """Scores a batch. Items are independent: a failed item does not affect the others.
+        The response has one result for each item, in the same order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RunEpisode(self, request, context):
-        """Runs one episode: starts the task's environment or agent, which asks `base_url` for its turns, until it has a reward. Takes as
-        long as that; cancelling the call ends what it started. An episode may be run again, by this verifier or another one.
+        """Runs one episode until it has a reward: starts the task's environment or agent, which requests turns from `base_url`.
+        Cancelling the call ends all processes that it started. An episode may be run again, by this verifier or another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,8 +1,8 @@
-"""The actor, put together: engine, streams, weight updates, gRPC and HTTP, for the time between start and stop.
+"""Assemble the actor from engine, streams, weight updates, gRPC and HTTP, and run it between start and stop.
 
 Order of start: servers (so that probes answer while vLLM loads), engine, membership, then generation once a version is
-served. Order of stop: take nothing new, leave, interrupt what is being generated, let the finisher store what is finished
-(for `DRAIN_S` at most), hand the rest over to another actor, end. The end of the run stops no actor: whoever started it does.
+served. Order of stop: take no new groups, leave, interrupt generation, let the finisher store finished sequences (for at most
+`DRAIN_S`), hand the rest over to another actor, end. The end of the run does not stop actors; the runner or cluster does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings, announce, host_port
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.tasks.source import Split
-from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
@@ -79,19 +79,19 @@ log = logging.getLogger(__name__)
 
 SERVICE = "pipelinerl.v1.ActorService"
 MAX_PROMPTS = 100_000
-"""Of one request for held-out generation; a longer one is refused whole."""
+"""Maximum prompts of one request for held-out generation."""
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
-"""For the engine to return what it has. It takes milliseconds, unless a weight update is just being committed."""
+"""Time for the engine to return unfinished sequences. It needs milliseconds, unless a weight update is being committed."""
 DRAIN_S = 2.5
-"""For what is finished to be verified and stored after a stop."""
+"""Time to verify and store finished sequences after a stop."""
 HAND_OVER_S = 3.0
-"""For PROMPTS to take the rest. With vLLM's end all this is about 9 s where nothing answers, of the 15 s that a user waits; and
-a fraction of a second where everything does."""
+"""Time to publish the rest on PROMPTS. If nothing answers, all this and vLLM's end take about 9 s, of the 15 s that a user
+waits; normally they take a fraction of a second."""
 
 
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:
-    """Runs the actor until `stop` is set. Raises what ended it otherwise."""
+    """Run the actor until `stop` is set. Raises the error that ended it otherwise."""
     recipe, registry, readiness = load_recipe(settings.recipe), RunRegistry(settings.run), Readiness("vLLM is starting")
     metrics = ActorMetrics(registry)
     async with AsyncExitStack() as stack:
@@ -103,7 +103,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
             recipe, model_source(recipe, settings), stop, on_step=metrics.engine_step, bind_host=settings.advertise_host
         )
         engine = await stack.enter_async_context(started)
-        gc.freeze()  # what vLLM and torch have loaded stays: looking through it again took a quarter of this process's time
+        gc.freeze()  # objects of vLLM and torch stay; collecting them again and again took a quarter of this process's time
         readiness.reason = "waiting for NATS"
         bus = await stack.enter_async_context(service_bus(settings, stop))
         verifier = VerifierClient(
@@ -121,7 +121,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
             episode_port = await stack.enter_async_context(serving)
             address_of_turns = host_port(settings.advertise_host, episode_port)
             episodes = EpisodeRunner(book, verifier, metrics, recipe, address_of_turns, engine.decode)
-            log.info("environments ask for turns at %s", address_of_turns)
+            log.info("environments request turns at %s", address_of_turns)
         actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes)
         credentials = server_credentials(settings.tls_dir)
         served = serve_grpc(
@@ -151,7 +151,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         episodes: EpisodeRunner | None = None,
     ) -> None:
         self._episodes = episodes
-        self._heldout = asyncio.Semaphore(EVALUATION_SLOTS)  # held-out answers beside H: none keeps a training request waiting
+        self._heldout = asyncio.Semaphore(EVALUATION_SLOTS)  # beside H, so that training requests do not wait for evaluation
         self._settings, self._recipe, self._bus, self._engine = settings, recipe, bus, engine
         self._metrics, self._context, self._stop = metrics, context, stop
         self._started_s = time.monotonic()
@@ -212,17 +212,17 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     async with asyncio.timeout(DRAIN_S):
                         await self._finisher.drained()
                 except TimeoutError:
-                    log.warning("finished sequences are not verified and stored within %g s, and are handed over", DRAIN_S)
+                    log.warning("finished sequences were not verified and stored within %g s; they are handed over", DRAIN_S)
                 await _cancelled(producers)
                 started, num_groups = time.monotonic(), len(self._held)
                 await hand_over(self._bus, self._held, self._metrics, instance=instance, timeout_s=HAND_OVER_S)
-                log.info("stopped; %d groups in hand went back in %.1f s", num_groups, time.monotonic() - started)
+                log.info("stopped; handed over %d groups in %.1f s", num_groups, time.monotonic() - started)
                 await _cancelled(others)
         finally:
             await heartbeat.leave()
 
     async def _show_state(self, readiness: Readiness) -> None:
-        """Keeps /readyz and the log lines' policy version true, and notices a dead engine."""
+        """Update /readyz and the policy version in log lines, and raise an error if the engine is dead."""
         while True:
             await self._engine.check_health()
             readiness.reason = self._gate.reason
@@ -230,8 +230,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
-    # What it answers over gRPC, beside the training sequences. Bad input is INVALID_ARGUMENT and names the field, token ids
-    # outside the vocabulary included: an engine would fail on them, or read another token.
+    # The gRPC service. Bad input is INVALID_ARGUMENT with the name of the field. This includes token ids outside the
+    # vocabulary, on which an engine would fail, or which it would take for other tokens.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self._gate.served
@@ -255,11 +255,11 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             sampling, prompts = read_prompts(request, self._engine.vocab_size)
             episodes = [prompt for prompt in request.prompts if prompt.task]
             if unknown := {prompt.task for prompt in episodes} - self._recipe.episodic_tasks.keys():
-                raise MessageError("GenerateRequest", "prompts.task", f"{unknown} are no episodic tasks of the recipe")
+                raise MessageError("GenerateRequest", "prompts.task", f"{unknown} are not episodic tasks of the recipe")
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        trace, about = trace_in(dict(context.invocation_metadata() or ())), a.rpc("pipelinerl.v1.ActorService/Generate")
-        about = {**about, a.PROMPTS: len(request.prompts)}
+        trace = trace_in(dict(context.invocation_metadata() or ()))
+        about = {**attributes.rpc("pipelinerl.v1.ActorService/Generate"), attributes.PROMPTS: len(request.prompts)}
         with child(trace, "evaluation.generate", kind=SpanKind.SERVER, attributes=about) as span:
             trace = trace_of(span) or trace
             tasks = [asyncio.create_task(self._complete(key, p, sampling, request.seed)) for key, p in prompts.items()]
@@ -298,7 +298,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         )
 
     async def _complete(self, key: str, prompt: TokenIds, sampling: SamplingParams, seed: int) -> actor_pb2.GenerateResult:
-        # Several answers to one prompt are different ones.
+        # Several answers to one prompt get different seeds.
         own_seed = seed + zlib.crc32(key.encode()) if seed else None
         name = f"eval-{key}-{os.urandom(4).hex()}"
         request = GenerationRequest(name, prompt, sampling, own_seed, lambda: self._gate.cache_salt)
@@ -320,7 +320,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     async def _heldout_episode(
         self, prompt: actor_pb2.GeneratePrompt, sampling: SamplingParams, seed: int, trace: Trace
     ) -> actor_pb2.GenerateResult:
-        """It decodes in the places that training leaves free."""
+        """Run a held-out episode, which decodes in slots besides those of training."""
         assert self._episodes is not None, "checked by the caller"
         async with self._heldout:
             name, salt = f"eval-{prompt.id}-{os.urandom(4).hex()}", EpisodeSalt(self._gate)
@@ -349,14 +349,14 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    """Returns when they have ended. Their errors are the task group's."""
+    """Cancel tasks and wait for their ends. The task group raises their errors."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
 
 
 def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int) -> tuple[SamplingParams, dict[str, TokenIds]]:
-    """Sampling, and prompts by id but for episodes. Raises `MessageError`. Pure."""
+    """Return sampling, and all prompts by id except those of episodes. Raises `MessageError`. Pure."""
     kind = "GenerateRequest"
     if len(request.prompts) > MAX_PROMPTS:
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
@@ -371,7 +371,7 @@ def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int) -> tuple[S
 
 
 def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds:
-    """int32[tokens]. Raises `MessageError` with the position and value of the first one outside the vocabulary. Pure."""
+    """Return int32[tokens]. Raises `MessageError` with position and value of the first token outside the vocabulary. Pure."""
     tokens = token_ids_from_bytes(data, kind, field)
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):

@@ -1,10 +1,10 @@
-"""What the actor needs from an inference engine: requests to it, made of a group's samples, and what becomes of its answers.
+"""The interface to an inference engine, requests for a group's samples, and the sequences made of its answers.
 
-`vllm_engine.py` implements `InferenceEngine` over vLLM; tests bring a light one. What gives an engine new weights is in
-`weight_sync/client.py`. Tokens go in and come out: an engine knows no prompts as text, no rewards and no streams.
+`vllm_engine.py` implements `InferenceEngine` with vLLM; tests use a light one. `weight_sync/client.py` gives an engine new
+weights. An engine takes and returns tokens; it does not know prompts as text, rewards or streams.
 
-An answer becomes a sequence without reward, a failed one with its reason, or a part that another generation continues. The
-functions for this are pure, without an engine, stream or clock.
+An answer becomes a sequence without reward, a failed sequence with its reason, or a partial sequence that another generation
+continues. The functions for this are pure, without an engine, stream or clock.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from services.actor.weight_sync.client import WeightUpdateClient
 
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Odd, far from any small number: seeds of a sample's continuations are not those of its neighbours."""
-UNFINISHED = "engine: it was ended before it was finished"
+"""Large odd factor, so that seeds of a sample's continuations differ from those of its neighbours."""
+UNFINISHED = "engine: it was stopped before it was finished"
 
 
 class EngineError(PipelineRLError):
@@ -43,9 +43,10 @@ class EngineError(PipelineRLError):
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """`prompt_token_ids` int32[tokens]; `seed` None draws from the engine's own stream. `cache_salt`: requests of the same salt
-    share the cached keys and values of their common prefix, others do not. The engine asks for it when the request enters, and
-    again when the request has to begin anew because weights were swapped before its first token."""
+    """A request for one completion. `prompt_token_ids` int32[tokens]; `seed` None = the engine's own random stream.
+
+    `cache_salt`: only requests of the same salt share cached keys and values of a common prefix. The engine calls it when the
+    request enters, and again if the request restarts because weights were swapped before its first token."""
 
     request_id: str
     prompt_token_ids: TokenIds
@@ -56,8 +57,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """A completion. `behaviour_logprobs` are log μ of the sampling distribution (temperature and truncation included);
-    `spans` cover the tokens, end-of-sequence included. `finish_reason` None: it was aborted, and these are its tokens so far.
+    """A completion. `behaviour_logprobs` are log μ of the sampling distribution, including temperature and truncation.
+    `spans` cover the tokens, including end-of-sequence. If `finish_reason` is None, it was aborted and is incomplete.
     """
 
     completion_token_ids: TokenIds
@@ -74,47 +75,47 @@ class InferenceEngine(Protocol):
 
     @property
     def weights(self) -> WeightUpdateClient:
-        """Through which this engine gets new weights."""
+        """Client that gives this engine new weights."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Size of the vocabulary; token ids are smaller."""
         ...
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Raises `EngineError` when the request is refused (prompt too long) or the engine died."""
+        """Generate a completion. Raises `EngineError` if the request is refused (prompt too long) or the engine died."""
         ...
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
-        """Their `generate` returns at once, with what there is. One that the engine has not yet or no more is left out.
-        Raises `EngineError` when the engine is dead."""
+        """Make the `generate` calls of these requests return at once, with their tokens so far. Ids that the engine does not
+        hold are ignored. Raises `EngineError` if the engine is dead."""
         ...
 
     async def score(self, token_ids: TokenIds) -> Logprobs:
-        """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1, nats, temperature 1, no cached KV used."""
+        """Return log π(token[i] | token[:i]) for i >= 1, float32[tokens - 1], nats, at temperature 1, without cached KV."""
         ...
 
     @property
     def tokenizer(self) -> Any:
-        """The model's, of Hugging Face's kind: what writes an episode's conversation."""
+        """The model's Hugging Face tokenizer, which writes episodes' conversations."""
         ...
 
     def decode(self, token_ids: abc.Sequence[int] | TokenIds) -> str: ...
 
     async def check_health(self) -> None:
-        """Raises `EngineError` when the engine is dead."""
+        """Raise `EngineError` if the engine is dead."""
         ...
 
 
 OnStep = Callable[[float | None, float], None]
-"""Seconds since the step before, None where the engine had nothing to do in between; share of the KV cache in use."""
+"""Callback after a decode step: seconds since the previous step (None after an idle time), and used share of the KV cache."""
 StartEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
-"""Called with recipe, initial model, the event of a stop, `on_step` and `bind_host`, as `vllm_engine.start_engine`."""
+"""Function with the arguments of `vllm_engine.start_engine`: recipe, initial model, stop event, `on_step`, `bind_host`."""
 
 
 def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
-    """What there is of this sample: what an actor that left has handed over, or nothing yet."""
+    """Return the part of this sample that another actor has handed over, or an empty one."""
     given = (partial for partial in group.partials if partial.sample_index == sample_index)
     return next(given, None) or nothing_yet(sample_index)
 
@@ -124,7 +125,7 @@ def nothing_yet(sample_index: int) -> PartialSequence:
 
 
 def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> FinishReason | None:
-    """Why nothing is left to generate of it; None when something is. `max_context`: tokens, prompt included."""
+    """Return the finish reason of a sample that needs no more tokens, else None. `max_context`: tokens, prompt included."""
     room = min(group.sampling.max_tokens, max_context - len(group.prompt_token_ids))
     if start.finish_reason is None and len(start.completion_token_ids) >= room:
         return FinishReason.LENGTH
@@ -132,17 +133,18 @@ def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> F
 
 
 def turn_seed(seed: int, num_context: int, number: int = 0) -> int:
-    """For what follows `num_context` tokens, asked for after `number` others: equal questions get answers of their own."""
+    """Return the seed for tokens after `num_context` others, in an episode's request `number`, so that equal requests get
+    different answers."""
     return (seed + (num_context + (number << 32)) * _SEED_STEP) % (1 << 63)
 
 
 def request_of(group: PromptGroup, start: PartialSequence, cache_salt: Callable[[], str] = str) -> GenerationRequest:
-    """What the engine is asked for: to go on after prompt and `start`, to the length that the group allows in all."""
+    """Return the request that continues after prompt and `start`, up to the length that the group allows in total."""
     carried, sampling = len(start.completion_token_ids), group.sampling
     seed = group.seed + start.sample_index if group.seed else None
     if carried:
         sampling = replace(sampling, max_tokens=sampling.max_tokens - carried)
-        # Another seed for each continuation: the same would draw the sample's first random numbers again.
+        # Each continuation needs another seed, because the same one would repeat the sample's first random numbers.
         seed = turn_seed(seed, carried) if seed is not None else None
     return GenerationRequest(
         request_id=group.sequence_id(start.sample_index),
@@ -154,7 +156,7 @@ def request_of(group: PromptGroup, start: PartialSequence, cache_salt: Callable[
 
 
 def appended(made: Generation, more: Generation) -> Generation:
-    """`made`, and what was generated after it. Each token keeps its log-probability and version."""
+    """Return `made` followed by `more`. Each token keeps its log-probability and version."""
     carried, spans = len(made.completion_token_ids), list(made.spans)
     for span in more.spans:
         moved = replace(span, start=span.start + carried, end=span.end + carried)
@@ -171,7 +173,7 @@ def appended(made: Generation, more: Generation) -> Generation:
 
 
 def continued(start: PartialSequence, generation: Generation, generation_s: float = 0.0) -> PartialSequence:
-    """The sample so far: `start`, and what was generated after it in `generation_s`."""
+    """Return `start` followed by a generation that took `generation_s`."""
     made = Generation(start.completion_token_ids, start.behaviour_logprobs, start.spans, start.finish_reason)
     return PartialSequence(
         **vars(appended(made, generation)), sample_index=start.sample_index, generation_s=start.generation_s + generation_s
@@ -179,14 +181,14 @@ def continued(start: PartialSequence, generation: Generation, generation_s: floa
 
 
 def stop_in(text: str, stop: abc.Iterable[str]) -> tuple[int, int] | None:
-    """Characters [start, end) of the stop text that is complete first; None when `text` holds none."""
+    """Return the characters [start, end) of the stop string that is complete first; None if `text` contains none."""
     found = ((text.find(one) + len(one), len(one)) for one in stop if one in text)
     end, length = min(found, default=(0, 0))
     return (end - length, end) if length else None
 
 
 def before_stop(text: str, stop: abc.Iterable[str]) -> str:
-    """What rewards and people see of a completion: without the stop text that ended it, nor what its last token adds."""
+    """Return a completion's text, for rewards and people, up to the stop string that ended it."""
     found = stop_in(text, stop)
     return text if found is None else text[: found[0]]
 
@@ -195,10 +197,10 @@ _Made = TypeVar("_Made", Generation, PartialSequence)
 
 
 def cut_at_stop(made: _Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> _Made:
-    """A sample or turn as it is, or ended at the token that completes a stop text which began in its first `carried` tokens.
+    """Cut a sample or turn at the token that completes a stop string which begins in its first `carried` tokens, if any.
 
-    An engine looks for stop texts only in what it samples itself. What it has sampled after such a token is dropped, which
-    changes no probability: the rest is what an actor that knew the whole text would have sampled.
+    An engine looks for stop strings only in the tokens that it samples itself. Dropping the tokens after such a string changes
+    no probability: the rest is what a single actor would have sampled.
     """
     tokens = made.completion_token_ids
     if not stop or not carried:
@@ -214,13 +216,13 @@ def cut_at_stop(made: _Made, carried: int, stop: abc.Sequence[str], decode: Call
                 spans=tuple(replace(span, end=min(span.end, end)) for span in made.spans if span.start < end),
                 finish_reason=FinishReason.STOP,
             )
-        if len(text) >= most:  # from here on a stop text lies in what the engine has seen
+        if len(text) >= most:  # the engine itself finds later stop strings
             break
     return made
 
 
 def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: str = "", failure: str = "") -> Sequence:
-    """A sample as a sequence without reward; what cannot be trained on carries its reason."""
+    """Return a sample as a sequence without reward, with a failure if it cannot be trained on."""
     failure = failure or (defect_of(sample) if sample.finish_reason else UNFINISHED)
     sequence = Sequence(
         run=group.run,
@@ -246,7 +248,7 @@ def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: s
 
 
 def defect_of(made: Generation | PartialSequence) -> str:
-    """Why these tokens can be neither trained on nor continued; empty for good ones."""
+    """Return why these tokens can be neither trained on nor continued; empty if they can."""
     num_tokens = len(made.completion_token_ids)
     if not num_tokens:
         return "empty_completion"
@@ -259,7 +261,7 @@ def defect_of(made: Generation | PartialSequence) -> str:
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:
-    """A record that accounts for the sequence without what made it unusable. Its text stays, for people."""
+    """Return a failed sequence without tokens, which may be invalid. Its texts stay, for people."""
     return replace(
         sequence,
         completion_token_ids=np.empty(0, dtype=np.int32),
@@ -272,5 +274,5 @@ def without_arrays(sequence: Sequence, failure: str) -> Sequence:
 
 
 def state_of(partial: PartialSequence) -> str:
-    """For metrics and logs."""
+    """Return the state of a partial sequence, for metrics and logs."""
     return "unfinished" if partial.finish_reason is None else "finished"

@@ -1,4 +1,4 @@
-"""From a finished completion to a stored sequence; and dead letters, for prompt groups that are given up."""
+"""Get rewards for finished samples and store their sequences; keep dead letters of prompt groups that are given up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, DeadLetter, Pr
 from pipelinerl.messages.validation import building
 from pipelinerl.messages.verification import VerifierClient, judged, status_name
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import BoundedLabels
 from pipelinerl.telemetry.tracing import Trace, child, headers_of, trace_of
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
@@ -34,10 +34,10 @@ VERIFY = "pipelinerl.v1.VerifierService/Verify"
 
 
 async def keep_dead_letter(bus: Bus, delivery: PromptDelivery, reason: str, actor: str) -> bool:
-    """Keeps a message of PROMPTS that `actor` is about to give up, for people (`pipelinerl dead-letters`).
+    """Store a message of PROMPTS that `actor` gives up, for people (`pipelinerl dead-letters`).
 
-    One that is too large is kept without the message itself. False when the stream did not take it: then the message must not
-    be given up yet. It is delivered again.
+    If the letter is too large, it is stored without the message. Return False if it could not be stored; the message must then
+    not be given up, and will be delivered again.
     """
     letter = DeadLetter(
         run=bus.run,
@@ -53,37 +53,37 @@ async def keep_dead_letter(bus: Bus, delivery: PromptDelivery, reason: str, acto
         try:
             await bus.publish_dead_letter(letter.SerializeToString(), msg_id)
         except PayloadTooLarge:
-            letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be kept)"
+            letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be stored)"
             letter.ClearField("prompt_group")
             await bus.publish_dead_letter(letter.SerializeToString(), msg_id)
     except BusError as error:
-        log.warning("a prompt group to be given up comes again, its dead letter is not stored: %s", error)
+        log.warning("a prompt group is not given up yet, because its dead letter cannot be stored: %s", error)
         return False
     return True
 
 
 WORKERS = 4
-"""Batches in verification or publication at once, so that one slow reward does not hold up the others."""
+"""Number of batches that are verified or published concurrently, so that a slow reward does not delay the others."""
 
 
 @dataclass(frozen=True, eq=False)
 class FinishedSample:
-    """A sequence, and the group it belongs to. `sequence.failure` set: it gets no reward, and skips the verifier."""
+    """A sequence with its group. If `sequence.failure` is set, it gets no reward and skips the verifier."""
 
     group: PromptGroup
     sequence: Sequence
     trace: Trace = None
-    """What its next span follows."""
+    """Parent of its next span."""
     judged: bool = False
-    """It has its reward already."""
+    """True if it already has its reward."""
 
 
 class Finisher:
-    """Gets a reward from the verifier for each finished sample, then publishes it: one record each.
+    """Gets a reward from the verifier for each finished sample, then publishes it as one message.
 
     Consumes finished samples from a bounded buffer, produces messages on SEQUENCES, waits for the verifier and the stream. If
-    either is away the buffer fills, generation slots stay taken, and nothing is dropped. The trainer (reading) and the
-    verifier (answering) unblock it. `on_published(group, sample_index)` is called once per stored sequence.
+    either is unavailable, the buffer fills, generation slots stay taken, and nothing is dropped. The trainer (by reading) and
+    the verifier (by answering) unblock it. `on_published(group, sample_index)` is called once per stored sequence.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class Finisher:
         self._buffer: asyncio.Queue[FinishedSample] = asyncio.Queue(maxsize=buffer_size)
 
     async def put(self, sample: FinishedSample) -> None:
-        """Waits while the buffer is full."""
+        """Add a sample, waiting while the buffer is full."""
         await self._buffer.put(sample)
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Process samples until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(WORKERS):
                 tasks.create_task(self._work())
 
     async def drained(self) -> None:
-        """Returns when everything put so far is stored."""
+        """Wait until all samples put so far are stored."""
         await self._buffer.join()
 
     async def _work(self) -> None:
@@ -122,7 +122,7 @@ class Finisher:
             while len(batch) < self._batch_size and not self._buffer.empty():
                 batch.append(self._buffer.get_nowait())
             try:
-                async with asyncio.TaskGroup() as tasks:  # at once: one round trip to the stream, not one for each
+                async with asyncio.TaskGroup() as tasks:  # concurrently, in one round trip to the stream
                     for sample in await self._rewarded(batch):
                         tasks.create_task(self._publish(sample))
             finally:
@@ -130,7 +130,7 @@ class Finisher:
                     self._buffer.task_done()
 
     async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
-        """The batch with rewards, or reasons. One that the verifier refuses does not take the others with it."""
+        """Return the batch with rewards, or failures. An item that the verifier refuses does not affect the others."""
         good = [sample for sample in batch if not (sample.judged or sample.sequence.failure)]
         done = [sample for sample in batch if sample.judged or sample.sequence.failure]
         try:
@@ -144,15 +144,15 @@ class Finisher:
             return [*done, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
 
     async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
-        """Raises `ServiceError`, `MessageError`."""
+        """Return samples with the verifier's rewards. Raises `ServiceError`, `MessageError`."""
         if not samples:
             return []
         started = time.monotonic()
         with ExitStack() as spans, building("VerifyItem"):
             items = []
             for sample in samples:
-                attributes: a.Attributes = {a.SEQUENCE_ID: sample.sequence.sequence_id, **a.rpc(VERIFY)}
-                span = child(sample.trace, "sequence.verify", kind=SpanKind.CLIENT, attributes=attributes)
+                about: attributes.Attributes = {attributes.SEQUENCE_ID: sample.sequence.sequence_id, **attributes.rpc(VERIFY)}
+                span = child(sample.trace, "sequence.verify", kind=SpanKind.CLIENT, attributes=about)
                 items.append(verify_item(sample, trace_of(spans.enter_context(span))))
             results = await self._verifier.verify(items)
         self._metrics.verify_seconds.observe(time.monotonic() - started)
@@ -163,9 +163,9 @@ class Finisher:
 
     async def _publish(self, sample: FinishedSample) -> None:
         started, sequence = time.monotonic(), sample.sequence
-        sent = a.messaging("send", Subjects(sequence.run).sequences, sequence.sequence_id)
-        attributes: a.Attributes = {a.SEQUENCE_ID: sequence.sequence_id, a.REWARD: sequence.reward, **sent}
-        with child(sample.trace, "sequence.publish", kind=SpanKind.PRODUCER, attributes=attributes) as span:
+        about = attributes.messaging("send", Subjects(sequence.run).sequences, sequence.sequence_id)
+        about |= {attributes.SEQUENCE_ID: sequence.sequence_id, attributes.REWARD: sequence.reward}
+        with child(sample.trace, "sequence.publish", kind=SpanKind.PRODUCER, attributes=about) as span:
             failure = await self._store(sequence, headers_of(trace_of(span) or sample.trace))
         self._metrics.publish_seconds.observe(time.monotonic() - started)
         if failure:
@@ -173,9 +173,9 @@ class Finisher:
         await self._on_published(sample.group, sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
-        """Publishes until the stream has it, and returns the failure that was stored; empty for a good sequence.
+        """Publish until the stream has stored the sequence, and return its failure; empty for a good sequence.
 
-        One that a trainer could not read, or beyond max_payload, is stored as a failure without arrays and texts.
+        An invalid sequence, or one beyond max_payload, is stored as a failure without arrays and texts.
         """
         try:
             await self._publish_until_stored(sequence, headers)
@@ -200,7 +200,7 @@ class Finisher:
         return failure
 
     async def _publish_until_stored(self, sequence: Sequence, headers: Headers) -> None:
-        """Raises `MessageError`, `PayloadTooLarge`."""
+        """Publish a sequence, with retries. Raises `MessageError`, `PayloadTooLarge`."""
         payload, name = encode_sequence(sequence), sequence.sequence_id
         await retry_forever(lambda: self._bus.publish_sequence(payload, name, headers), f"publish {name}")
 
@@ -221,7 +221,7 @@ def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:
 
 
 def with_reward(sequence: Sequence, result: VerifyResult) -> Sequence:
-    """The sequence with its reward, or with the reason why it has none."""
+    """Return the sequence with its reward, or with the reason of its failure."""
     if result.status != VERIFY_STATUS_OK:
         return without_arrays(sequence, f"reward_{status_name(result.status)}: {result.message}"[:500])
     return judged(sequence, result)

@@ -1,4 +1,4 @@
-"""The generation loop, which keeps H sequences in progress, and the gate that says when it may take prompt groups."""
+"""The generation loop, which keeps H sequences in progress, and the gate that decides when it may take prompt groups."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ log = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 5.0
 FETCH_RETRY_S = 1.0
 ABORT_AGAIN_S = 0.01
-"""A request on its way into the engine cannot be aborted yet."""
+"""Interval of repeated aborts, since a request that is just entering the engine cannot be aborted yet."""
 
 
 class ServingGate:
-    """Open, so that groups may be taken, while the served version is at most `max_lag` + 1 behind the trainer's last announced
-    one: a version is announced before anybody serves it. What was taken before goes on when it closes.
+    """Gate that is open, so that groups may be taken, while the served version is at most `max_lag` + 1 behind the trainer's
+    last announced one. Versions are announced before they are served. Groups that were taken before the gate closes continue.
 
-    Before the first commit the actor serves weights that no trainer recorded: closed.
-    `max_lag` None: any served version will do.
+    The gate is closed before the first commit, when the actor serves weights that no trainer recorded. If `max_lag` is None,
+    any served version opens it.
     """
 
     def __init__(self, max_lag: int | None) -> None:
@@ -75,12 +75,12 @@ class ServingGate:
         self.announced: PolicyVersion | None = None
         self.draining = False
         self.swapping = False
-        """A version is being put in the place of `served`."""
+        """True if a swap to another version is running."""
 
     @property
     def cache_salt(self) -> str:
-        """For what begins now. Cached keys and values are shared by requests of one salt, so none reads what weights older than
-        those it began with have left. While a version is swapped in a request may begin with either, and shares nothing.
+        """Salt of a request that begins now. Only requests of one salt share cached keys and values, so that none reads a cache
+        of weights older than its own. During a swap, a request may begin with either version, so it shares nothing.
         """
         return uuid.uuid4().hex if self.swapping else f"begun at {self.served}"
 
@@ -92,7 +92,7 @@ class ServingGate:
 
     @property
     def reason(self) -> str:
-        """Why it is closed, for /readyz and logs; empty when open."""
+        """Why the gate is closed, for /readyz and logs; empty if it is open."""
         if self.draining:
             return "draining"
         if self.served is None:
@@ -108,7 +108,7 @@ class ServingGate:
         self._update()
 
     def announce(self, version: PolicyVersion) -> None:
-        """An older one changes nothing: a joiner's side group is brought to a version that others have served for a while."""
+        """Note the trainer's newest version. Older ones, which a joiner's side group receives, are ignored."""
         if self.announced is None or newer(version, self.announced):
             self.announced = version
         self._update()
@@ -125,12 +125,12 @@ class ServingGate:
 
 
 def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
-    """Made by a later trainer, or by the same after more optimizer steps. Pure."""
+    """Return whether `one` is of a later trainer, or of the same after more optimizer steps. Pure."""
     return (one.incarnation, one.number) > (other.incarnation, other.number)
 
 
 class EpisodeSalt:
-    """The cache salt of an episode: that of its first turn that decodes, so that later turns find what it has cached."""
+    """The cache salt of an episode, fixed by its first turn with tokens, so that later turns find its cached prefix."""
 
     def __init__(self, gate: ServingGate) -> None:
         self._gate, self._kept, self._is_kept = gate, "", False
@@ -150,10 +150,10 @@ class GenerationLoop:
 
     Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
     commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
-    trainer's feeder issues it). A group is admitted sample by sample, so a large one never leaves slots empty; if the gate
-    closes meanwhile, the samples that are left go back to PROMPTS for another actor. A sample that another actor began before
-    it left is continued where it stopped. One that is an episode takes one of the H places only while it decodes a turn: there
-    are more slots than places then.
+    trainer's feeder issues it). Groups are admitted sample by sample, so a large group never leaves slots empty; if the gate
+    closes meanwhile, the remaining samples go back to PROMPTS for another actor. A sample that an actor began before it left is
+    continued where it stopped. An episode takes one of the H places only while it decodes a turn, so more slots than places
+    exist then.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class GenerationLoop:
         samples_in_progress: int | None = None,
         episodes: EpisodeRunner | None = None,
     ) -> None:
-        """`samples_in_progress`: None = `sequences_in_progress`. `episodes`: where a task's samples are such."""
+        """`samples_in_progress`: None = `sequences_in_progress`. `episodes`: needed if samples of a task are episodes."""
         self._bus, self._engine, self._finisher = bus, engine, finisher
         self._held, self._gate, self._metrics = held, gate, metrics
         self._instance, self._max_context = instance, max_context
@@ -184,12 +184,12 @@ class GenerationLoop:
         self._stop_playing = asyncio.Event()
 
     async def run(self) -> None:
-        """Runs until cancelled; raises `EngineError` when the engine died."""
+        """Generate until cancelled. Raises `EngineError` if the engine dies."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._gate.opened.wait()
                 await self._slots.acquire()
-                # Both took their time, and the gate may have closed while a slot was waited for.
+                # The gate may have closed during the wait for a slot.
                 taken = await self._next_group() if self._gate.opened.is_set() else None
                 if taken is None:
                     self._slots.release()
@@ -209,9 +209,9 @@ class GenerationLoop:
                         sampling.add_done_callback(self._playing.discard)
 
     async def interrupt(self, timeout_s: float) -> None:
-        """Ends generation for good; what there is of each sequence is kept in `HeldGroups`. Evaluation goes on.
+        """End generation for good and keep the unfinished sequences in `HeldGroups`. Evaluation goes on.
 
-        An engine that does not answer within `timeout_s` keeps what it has, and the log says so.
+        If the engine does not answer within `timeout_s`, its sequences are lost and an error is logged.
         """
         self._interrupted = True
         try:
@@ -222,7 +222,7 @@ class GenerationLoop:
         except (EngineError, TimeoutError) as error:
             left = len(self._generating)
             log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
-        self._stop_playing.set()  # their turns are in their records
+        self._stop_playing.set()  # episodes keep their turns in their records
         if self._playing:
             await asyncio.wait(self._playing, timeout=timeout_s)
 
@@ -232,7 +232,7 @@ class GenerationLoop:
         )
         if delivery is None:
             return None
-        if self._gate.draining:  # it began to while this one was on its way
+        if self._gate.draining:  # since this fetch began
             await _as_far_as_possible(delivery.give_back(), "hand back a group")
             return None
         return await self._admit(delivery)
@@ -247,26 +247,26 @@ class GenerationLoop:
             await self._give_up(remains, delivery, f"unreadable_group: {error}")
             return None
         if delivery.num_deliveries > self._bus.limits.max_deliveries and not self._held.holds(group, delivery):
-            # It took several actors down with it.
+            # It may have crashed several actors.
             log.error("group %s was delivered %d times and is given up", group.group_id, delivery.num_deliveries)
             await self._give_up(group, delivery, "redelivered_too_often")
             return None
         samples = self._held.take(group, delivery)
-        await self._held.acknowledge(group.group_id)  # one that asks for nothing is done
+        await self._held.acknowledge(group.group_id)  # in case it asks for no sample
         return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
-        """Whether another actor will generate these samples, which were not begun here. Waits for the stream."""
+        """Return samples that were not begun to PROMPTS. Waits for the stream. Return whether another actor will get them."""
         try:
             await hand_back(self._bus, self._held, group.group_id, samples, instance=self._instance)
         except (MessageError, PayloadTooLarge) as error:
-            log.warning("%d samples of group %s are generated here: %s", len(samples), group.group_id, error)
+            log.warning("cannot return %d samples of group %s, generating them: %s", len(samples), group.group_id, error)
             return False
-        log.info("%d samples of group %s go to another actor: %s", len(samples), group.group_id, self._gate.reason)
+        log.info("returned %d samples of group %s for another actor: %s", len(samples), group.group_id, self._gate.reason)
         return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
-        """Ends its samples as failed sequences; with the last one stored the group is acknowledged. None: no group to name."""
+        """End a group's samples as failed sequences and acknowledge it when all are stored. `group` None: not identifiable."""
         if not await keep_dead_letter(self._bus, delivery, failure, self._instance):
             return
         self._metrics.dead_letters.inc()
@@ -280,37 +280,37 @@ class GenerationLoop:
 
     async def _sample(self, group: PromptGroup, sample_index: int, trace: Trace) -> None:
         start = start_of(group, sample_index)
-        attributes: a.Attributes = {
-            a.SEQUENCE_ID: group.sequence_id(sample_index),
-            a.GROUP_ID: group.group_id,
+        about: attributes.Attributes = {
+            attributes.SEQUENCE_ID: group.sequence_id(sample_index),
+            attributes.GROUP_ID: group.group_id,
             "gen_ai.operation.name": "invoke_agent" if group.episodic else "text_completion",
         }
         if carried := start.num_sampled_tokens:
-            attributes[a.CARRIED_TOKENS] = carried
+            about[attributes.CARRIED_TOKENS] = carried
             self._metrics.continued.labels(state_of(start)).inc()
             self._metrics.carried_tokens.inc(carried)
         name = "episode.generate" if group.episodic else "sequence.generate"
         try:
-            with child(trace, name, attributes=attributes) as span:
+            with child(trace, name, attributes=about) as span:
                 follows = trace_of(span) or trace
                 sequence = await (self._play(group, start, follows) if group.episodic else self._complete(group, start))
-                if sequence is None:  # another actor goes on with it
+                if sequence is None:  # another actor continues it
                     span.add_event("interrupted")
                 elif span.is_recording():
-                    span.set_attributes(a.generated(sequence))
-            if sequence is not None:  # without a place: a full buffer holds up no turn of an episode
+                    span.set_attributes(attributes.generated(sequence))
+            if sequence is not None:  # outside of the H places, so that a full buffer does not block episodes' turns
                 self._metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
                 await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))
         finally:
             self._slots.release()
 
     async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
-        """The finished episode, a failed one with its reason, or None: interrupted, with its record kept."""
+        """Return the finished episode, or a failed one with its reason, or None if it was interrupted and its record kept."""
         index, began_s = start.sample_index, time.monotonic()
         salt = EpisodeSalt(self._gate)
         if self._episodes is None or group.task not in self._episodes.tasks:
             failure = (
-                f"unknown_task: {group.task!r:.100} is no episodic task of this actor's recipe; give it the trainer's recipe"
+                f"unknown_task: {group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
             )
             return sequence_of(group, nothing_yet(index), self._instance, failure=failure)
 
@@ -325,7 +325,7 @@ class GenerationLoop:
         elapsed_s = start.generation_s + time.monotonic() - began_s
         self._held.keep(group, episode.record.partial(index, elapsed_s))
         failure, result = verdict_of(episode, result) if result is not None else ("", None)
-        # What the environment made of a turn that was cut is nobody's fault.
+        # A failure after an interrupted turn may be caused by the interruption.
         is_cut = any(not turn.is_finished for turn in episode.record.served)
         if result is None or (self._interrupted and (failure or is_cut)):
             return None
@@ -337,8 +337,8 @@ class GenerationLoop:
         )  # fmt: skip
 
     async def _complete(self, group: PromptGroup, start: PartialSequence) -> Sequence | None:
-        """The finished sequence, a failed one with its reason, or None: interrupted. Raises `EngineError` only when the
-        engine is dead."""
+        """Return the finished sequence, or a failed one with its reason, or None if it was interrupted. Raises `EngineError`
+        only if the engine is dead."""
         prompt_tokens, sample_index = len(group.prompt_token_ids), start.sample_index
         if prompt_tokens >= self._max_context:
             failure = f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}"
@@ -358,7 +358,7 @@ class GenerationLoop:
         return sequence_of(group, sample, self._instance, text)
 
     async def _continue(self, group: PromptGroup, start: PartialSequence) -> PartialSequence:
-        """`start` and what is generated after it, up to its end or an interruption. Raises `EngineError`."""
+        """Continue `start` up to its end or an interruption. Raises `EngineError`."""
         finish_reason = finish_of(group, start, self._max_context)
         if finish_reason is not None or self._interrupted:
             return replace(start, finish_reason=finish_reason)
@@ -374,8 +374,8 @@ class GenerationLoop:
         return cut_at_stop(sample, carried, group.sampling.stop, self._engine.decode)
 
     async def _generated(self, make: Callable[[], GenerationRequest]) -> Generation:
-        """In one of the H places, for which it waits before the request is made: weights may change until then. An interruption
-        ends it. Raises `EngineError`."""
+        """Wait for one of the H places, then make the request, since weights may change until then, and generate until its end
+        or an interruption. Raises `EngineError`."""
         async with self._places:
             if self._interrupted:
                 return NO_TOKENS
@@ -392,8 +392,8 @@ class GenerationLoop:
 
 
 async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:
-    """A delivery that is not answered comes again, and is answered then."""
+    """Answer a delivery. If that fails, it is only logged, since the message is redelivered and then answered."""
     try:
         await answer
     except BusError as error:
-        log.warning("cannot %s, it will come again: %s", action, error)
+        log.warning("cannot %s, it will be redelivered: %s", action, error)

@@ -1,6 +1,6 @@
-"""The prompt groups in an actor's hands, until they are acknowledged or handed over to another actor.
+"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor.
 
-It generates nothing and stops nothing: whoever calls it has done so.
+This module neither generates nor stops generation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class HeldMessage:
-    """One delivered message, and the samples still to be stored of those that it asks for."""
+    """One delivered message, and its samples that are not stored yet."""
 
     delivery: PromptDelivery
     missing: set[int]
@@ -35,49 +35,49 @@ class HeldMessage:
 
 @dataclass(eq=False)
 class HeldGroup:
-    """What is left to do of one group, whatever the messages it came in."""
+    """One group, which may have arrived in several messages, and its unfinished samples."""
 
     group: PromptGroup
     messages: dict[int, HeldMessage] = field(default_factory=dict)
-    """By position in the stream."""
+    """Messages by position in the stream."""
     partials: dict[int, PartialSequence] = field(default_factory=dict)
-    """What there is of a sample that is not stored yet: made here, or else the longest that a message brought."""
+    """Tokens of samples that are not stored yet, generated here or else taken from the message with the most tokens."""
 
     @property
     def missing(self) -> set[int]:
-        """Samples that are not stored yet."""
+        """Samples that are not stored yet, over all messages."""
         return {index for message in self.messages.values() for index in message.missing}
 
 
 class HeldGroups:
-    """Groups are acknowledged when all their sequences are published, and kept alive until then.
+    """Keeps groups alive and acknowledges them when all their sequences are published.
 
-    A group may be here in several messages: one that was handed over in parts, or one whose first actor died between handing
-    it over and acknowledging it. Each sample is then generated once, and each message acknowledged when its own samples are
-    stored. Consumes published sample indices, produces acknowledgements. Bounded by H: every group has a sample in progress.
+    A group may arrive in several messages, if it was handed over in parts or if its first actor died between handing it over
+    and acknowledging it. Each sample is still generated once, and each message is acknowledged when its samples are stored.
+    Consumes published sample indices, produces acknowledgements. Bounded by H, since every group has a sample in progress.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, HeldGroup] = {}
 
     def __len__(self) -> int:
-        """Groups in hand, whatever the messages they came in. May be read on any thread."""
+        """Return the number of groups. May be called on any thread."""
         return len(self._held)
 
     def __getitem__(self, group_id: str) -> HeldGroup:
         return self._held[group_id]
 
     def unfinished(self) -> list[HeldGroup]:
-        """Those that lack samples."""
+        """Return the groups with samples that are not stored yet."""
         return [held for held in self._held.values() if held.missing]
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return group.group_id in self._held and delivery.position in self._held[group.group_id].messages
 
     def take(self, group: PromptGroup, delivery: PromptDelivery) -> list[int]:
-        """Sample indices to generate: those asked for that no message in hand has asked for already."""
+        """Take a message and return the indices of its samples that no other held message covers, to generate them."""
         held = self._held.setdefault(group.group_id, HeldGroup(group))
-        if delivery.position in held.messages:  # delivered twice: the later delivery is the one to answer
+        if delivery.position in held.messages:  # redelivered: the later delivery must be answered
             held.messages[delivery.position].delivery = delivery
             return []
         in_hand, missing = held.missing, set(range(group.num_samples)) - set(group.done_samples)
@@ -89,16 +89,16 @@ class HeldGroups:
         return sorted(missing - in_hand)
 
     def keep(self, group: PromptGroup, sample: PartialSequence) -> None:
-        """Notes what there is of a sample that is not published yet: a hand-over takes it along."""
+        """Keep the tokens of a sample that is not published yet, for a hand-over."""
         held = self._held[group.group_id]
         held.partials[sample.sample_index] = sample
 
     async def published(self, group: PromptGroup, sample_index: int) -> None:
-        """Marks one sequence as stored in SEQUENCES; acknowledges a message with its last one."""
+        """Mark a sequence as stored in SEQUENCES, and acknowledge messages whose samples are all stored."""
         await self.done_with(group.group_id, [sample_index])
 
     async def done_with(self, group_id: str, samples: Iterable[int]) -> None:
-        """They are stored, or another actor's from now on; a message that asks for no other is acknowledged."""
+        """Mark samples as stored or handed over, and acknowledge messages without other samples."""
         if held := self._held.get(group_id):
             for sample_index in samples:
                 held.partials.pop(sample_index, None)
@@ -107,7 +107,7 @@ class HeldGroups:
             await self.acknowledge(group_id)
 
     async def acknowledge(self, group_id: str) -> None:
-        """Acknowledges what is done of this group. What cannot be now is tried again by `keep_alive`."""
+        """Acknowledge this group's messages that are done. If that fails, `keep_alive` tries again."""
         held = self._held.get(group_id)
         if held is None:
             return
@@ -128,11 +128,11 @@ class HeldGroups:
             await self.acknowledge(group_id)
 
     def forget(self, group_id: str) -> None:
-        """It is another actor's now."""
+        """Drop a group that was handed over or given back."""
         del self._held[group_id]
 
     async def keep_alive(self, every_s: float) -> None:
-        """Extends the ack deadline of everything held, for as long as the actor works. Runs until cancelled."""
+        """Extend the ack deadlines of all messages periodically, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             await self.acknowledge_all()
@@ -145,18 +145,17 @@ class HeldGroups:
 
 
 HEADER_ROOM_BYTES = 1024
-"""For a message's headers, its id above all."""
+"""Bytes reserved for a message's headers."""
 AT_ONCE = 16
 ANSWER_WITHIN_S = 1.0
 
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
-    """Returns to PROMPTS what a leaving actor has begun, with the tokens it has generated; another actor goes on there.
+    """Return a leaving actor's unfinished groups to PROMPTS, with their generated tokens, so that another actor continues them.
 
-    Consumes the groups in hand, produces new messages on PROMPTS and acknowledges the old ones, in this order: a group is never
-    acknowledged before the messages that take its place are stored. It waits for the stream, for `timeout_s` and a little at
-    most. What cannot be stored in time is given back as it came, or redelivered by itself; the log says what is generated anew
-    then. `instance`: name of the actor that leaves.
+    Consumes held groups, produces new messages on PROMPTS and then acknowledges the old ones, so that no group is lost. Waits
+    for the stream for little more than `timeout_s`. A group that cannot be stored in time is given back or redelivered without
+    its tokens, and the loss is logged. `instance`: name of the leaving actor.
     """
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
@@ -168,7 +167,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
         except (BusError, NotPermitted, MessageError, TimeoutError) as error:
             lost = sum(sample.num_sampled_tokens for sample in one.partials.values())
             log.error(
-                "group %s cannot be handed over, its %d missing samples start anew and %d tokens are lost: %s",
+                "cannot hand over group %s: its %d missing samples restart and %d tokens are lost: %s",
                 group_id, len(one.missing), lost, error or "the stream did not take it in time",
             )  # fmt: skip
             await _answer(one, acknowledge=False)
@@ -179,52 +178,53 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
         held.forget(group_id)
 
     await asyncio.gather(*(pass_on(one) for one in held.unfinished()))
-    with suppress(TimeoutError):  # what is done comes again, and is recognised by its sequences' ids
+    with suppress(TimeoutError):  # finished groups are then redelivered and recognised by their sequences' ids
         async with asyncio.timeout(ANSWER_WITHIN_S):
             await held.acknowledge_all()
 
 
 async def hand_back(bus: Bus, held: HeldGroups, group_id: str, samples: Sequence[int], *, instance: str) -> None:
-    """Returns `samples` of a group in hand to PROMPTS, which this actor has not begun; another one generates them.
+    """Return `samples` that this actor has not begun to PROMPTS, for another actor.
 
-    Waits for the stream. Raises `MessageError`, `PayloadTooLarge`; they stay in hand then.
+    Waits for the stream. Raises `MessageError`, `PayloadTooLarge`; the samples then stay here.
     """
     await _publish(bus, held[group_id], samples, instance)
     await held.done_with(group_id, samples)
 
 
 async def _publish(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:
-    """Asks for `samples` of what is held. Raises `PayloadTooLarge`, `MessageError`."""
+    """Publish messages that ask for `samples` of a group. Raises `PayloadTooLarge`, `MessageError`."""
     group_id, partials = held.group.group_id, [held.partials[index] for index in sorted(held.partials)]
     room = bus.max_payload_bytes - HEADER_ROOM_BYTES
     payloads, left_out = messages_of(held.group, samples, partials, room)
     if left_out:
-        log.error("group %s: %d tokens are too many for a message, and are generated anew", group_id, left_out)
+        log.error("group %s: %d tokens are too many for a message and will be generated again", group_id, left_out)
     first = next(iter(held.messages.values()))
-    headers = headers_of(trace_in(first.delivery.headers))  # who goes on follows the same trace
+    headers = headers_of(trace_in(first.delivery.headers))  # the next actor continues the same trace
     for payload in payloads:
         msg_id = f"{group_id}/{instance}-{uuid.uuid4().hex[:8]}"
         await retry_forever(partial(bus.publish_prompt, payload, msg_id, headers), f"hand over {msg_id}")
 
 
 async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
-    """Where that is not possible the messages are redelivered when their deadline has passed: repeated work, no loss."""
+    """Acknowledge or give back the group's messages. If that fails, they are redelivered after their deadline, which repeats
+    work but loses nothing."""
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             for message in held.messages.values():
                 done = acknowledge or not message.missing
                 await (message.delivery.ack() if done else message.delivery.give_back())
     except (BusError, TimeoutError) as error:
-        log.warning("group %s is redelivered later: %s", held.group.group_id, error or "no answer in time")
+        log.warning("group %s will be redelivered: %s", held.group.group_id, error or "no answer in time")
 
 
 def messages_of(
     group: PromptGroup, missing: Sequence[int], partials: Collection[PartialSequence], max_bytes: int
 ) -> tuple[list[bytes], int]:
-    """PROMPTS messages that together ask for the samples `missing` of `group`, each once, and each with its partial.
+    """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence.
 
-    Each is `max_bytes` long at most: too long a one is halved. The second value counts the tokens of samples that are too
-    long by themselves; these are asked for from the prompt on. Raises `MessageError`. Pure.
+    A message of more than `max_bytes` is halved. The second value counts the tokens of single samples that are too long; these
+    samples start again from the prompt. Raises `MessageError`. Pure.
     """
     others = tuple(sorted(set(range(group.num_samples)) - set(missing)))
     mine = tuple(sample for sample in partials if sample.sample_index in missing)

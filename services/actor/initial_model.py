@@ -1,8 +1,8 @@
-"""`python -m services.actor.initial_model`: fetches the initial model that the run built from the trainer, before the actor.
+"""`python -m services.actor.initial_model`: fetch the initial model that the run built from the trainer.
 
-What the actor's pod runs first. A hub model or a folder needs no fetching, and nothing is done; nor where the model is in
-PIPELINERL_MODEL_CACHE already. Waits without end for a trainer that is not up, or serves another recipe's model: in a cluster
-both are being started, and a log line says what it waits for. Loads no model.
+The actor's pod runs this first. It does nothing for a hub model or a folder, or if the model is already in
+PIPELINERL_MODEL_CACHE. It waits without limit for a trainer that is not up yet, or still serves another recipe's model, because
+a cluster starts both at once; a log line says what it waits for. It loads no model.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 log = logging.getLogger("services.actor.initial_model")
 
 SILENT_S = 60.0
-"""A trainer that sends nothing for so long is asked again."""
+"""Time without a chunk from the trainer, after which the request is repeated."""
 
 
 @dataclass
 class _File:
-    """`checked`: its checksum came, and is that of what came before."""
+    """A file in transfer. `checked`: whether the last chunk had the checksum of all data."""
 
     size: int
     received: int = 0
@@ -48,7 +48,7 @@ class _File:
 
 
 class Receiver:
-    """Writes chunks into files of an empty folder. What the sender says is checked before it is believed."""
+    """Checks chunks and writes them into files of an empty folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,7 +56,7 @@ class Receiver:
         self._expected = 0
 
     def take(self, chunk: trainer_pb2.InitialModelChunk) -> None:
-        """Raises `MessageError` for a chunk that does not belong here."""
+        """Write a chunk. Raises `MessageError` for an invalid chunk."""
         if chunk.file not in self._files:
             self._begin(chunk)
         file = self._files[chunk.file]
@@ -73,7 +73,7 @@ class Receiver:
             out.write(chunk.data)
 
     def finish(self) -> int:
-        """Returns the number of bytes. Raises `MessageError` unless every file is here, whole and as it was sent."""
+        """Return the number of bytes. Raises `MessageError` unless every file is complete and its checksum matches."""
         complete = sum(file.complete for file in self._files.values())
         if complete < len(self._files) or complete != self._expected or COMPLETE not in self._files:
             raise _wrong("files", f"{complete} of {self._expected} files are complete")
@@ -81,7 +81,7 @@ class Receiver:
 
     def _begin(self, chunk: trainer_pb2.InitialModelChunk) -> None:
         if not chunk.file or chunk.file.startswith(".") or any(char in chunk.file for char in "/\\\0"):
-            raise _wrong("file", f"{chunk.file!r} is no name of a model's file")
+            raise _wrong("file", f"{chunk.file!r} is not a valid file name")
         announced = sum(file.size for file in self._files.values()) + chunk.size_bytes
         if announced > MOST_BYTES or chunk.files > MOST_FILES or len(self._files) >= chunk.files:
             raise _wrong("files", f"{chunk.files} files of at least {announced} bytes are not one model")
@@ -94,9 +94,9 @@ def _wrong(field_name: str, problem: str) -> MessageError:
 
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
-    """Puts the model that the run builds into the cache, unless it is there.
+    """Fetch the model that the run builds into the cache, unless it is there.
 
-    Raises `FieldError`, and `ServiceError` when `stop` was set before.
+    Raises `FieldError`, and `ServiceError` if `stop` is set first.
     """
     recipe = load_recipe(settings.recipe)
     if settings.model_dir or not is_built(recipe.model):
@@ -129,7 +129,7 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
 
 
 async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
-    """Fills the empty `folder` and returns the number of bytes. A channel of its own looks up the trainer's name anew.
+    """Fill the empty `folder` and return the number of bytes. A new channel looks up the trainer's name again.
 
     Raises `FieldError` on `tls_dir`, `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk.
     """

@@ -1,4 +1,4 @@
-"""What an actor counts, on an injected Prometheus registry, with the sums that its gRPC state reports."""
+"""The actor's metrics, on an injected Prometheus registry, with the sums that its gRPC state reports."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pipelinerl.messages.verification import FAILURE_CODES
 from pipelinerl.telemetry.metrics import MetricSet
 
 CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-"""A message to another process: from the same machine to a reward at its deadline, or a stream that is away."""
+"""Buckets of calls to another process, from the same machine to a reward at its deadline or an outage of the stream."""
 RECEIVE_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
-"""Megabytes inside a machine to hundreds of gigabytes over a network."""
+"""Buckets from megabytes within a machine to hundreds of gigabytes over a network."""
 STALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 15)
-"""One decode step, up to loading a model anew."""
+"""Buckets from one decode step to a whole load of a model."""
 DECODE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
-"""One decode step: a small model, up to a large one on a CPU."""
+"""Buckets of one decode step, from a small model to a large one on a CPU."""
 COMPLETION_TOKENS = tuple(2**power for power in range(2, 18))
-"""Doubling, from one word to 131,072 tokens."""
+"""Buckets that double, from 4 to 131,072 tokens."""
 STAGING_STATES = ("idle", "receiving", "staged", "committing")
 CARRIED_STATES = ("unfinished", "finished")
 REFUSALS = (
@@ -33,7 +33,7 @@ REFUSALS = (
     ),
     *("not_found", "failed", "interrupted", "internal_error", "hung_up"),
 )
-"""Codes of the errors with which an episode's environment is answered."""
+"""Error codes in answers to an episode's environment."""
 IGNORED_FIELDS = (
     *("chat_template_kwargs", "frequency_penalty", "logit_bias", "logprobs", "min_p", "min_tokens", "presence_penalty"),
     *("reasoning_effort", "repetition_penalty", "response_format", "seed", "temperature", "tool_choice", "top_k", "top_p"),
@@ -42,11 +42,11 @@ IGNORED_FIELDS = (
 
 
 class BusyClock:
-    """Seconds in which at least one thing was in progress. Stepped by one event loop, read on any thread."""
+    """Counts the seconds with at least one item in progress. Updated on one event loop, read on any thread."""
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Things in progress, since when there are any, and the seconds before that; replaced whole."""
+        """Number of items in progress, start of the busy time, and seconds before that. Replaced as a whole."""
 
     def enter(self) -> None:
         running, since, total_s = self._state
@@ -68,8 +68,7 @@ class BusyClock:
 
 
 class ActorMetrics:
-    """Counters and gauges of one actor. What is read at a scrape, on the HTTP thread, has no series before the actor says where
-    to read it, but for `ready`: 0."""
+    """Counters and gauges of one actor. Readings except `ready`, which is 0, have no series until they have a source."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet("pipelinerl_actor", registry)
@@ -85,10 +84,13 @@ class ActorMetrics:
     def _serving(self, metrics: MetricSet) -> None:
         self.version = metrics.reading("policy_version", "Policy version served; none before the first.")
         self.ready = metrics.reading("ready", "1 when it takes prompts, else 0.", unit="1 or 0")
-        self.ready.set(0)  # also while the engine starts: one that never comes up must be seen
-        self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups in hand: taken, and not acknowledged yet.")
+        self.ready.set(0)  # so that an engine that never starts is visible
+        self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups taken and not acknowledged yet.")
         self.bad_messages = metrics.counter(
-            "bad_messages_total", "Messages set aside.", {"kind": ("prompt_group", "control")}, unit="messages"
+            "bad_messages_total",
+            "Messages that were invalid and ignored.",
+            {"kind": ("prompt_group", "control")},
+            unit="messages",
         )
         self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups given up.", unit="groups")
 
@@ -99,13 +101,13 @@ class ActorMetrics:
             "sequences_in_progress_max", "H of the recipe: actor.sequences_in_progress.", unit="sequences"
         )
         self.generated_tokens = metrics.counter(
-            "generated_tokens_total", "Completion tokens sampled here, whether their sequence finished or not."
+            "generated_tokens_total", "Completion tokens sampled here, of finished and unfinished sequences."
         )
         self._busy_seconds = metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.")
         self._busy_seconds.read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
-            "One step of the engine with sequences in progress, as the event loop sees it; with the stall of a swap.",
+            "One engine step with sequences in progress, measured on the event loop, including the stall of a swap.",
             DECODE_SECONDS,
         )
         self._kv_cache = metrics.reading("kv_cache_usage_ratio", "Share of the KV cache's blocks in use, last decode step.")
@@ -120,13 +122,13 @@ class ActorMetrics:
         )
         self.handed_over = metrics.counter(
             "sequences_handed_over_total",
-            "Sequences given to another actor, begun (unfinished) or not yet stored (finished).",
+            "Sequences handed over to another actor, unfinished, or finished and not stored yet.",
             {"state": CARRIED_STATES},
             unit="sequences",
         )
         self.continued = metrics.counter(
             "sequences_continued_total",
-            "Sequences taken from an actor that left, to be generated further (unfinished) or only stored (finished).",
+            "Sequences taken over from an actor that left, unfinished, or finished and only to be stored.",
             {"state": CARRIED_STATES},
             unit="sequences",
         )
@@ -139,7 +141,7 @@ class ActorMetrics:
         )
         self.verify_failed_tries = metrics.counter(
             "verify_failed_tries_total",
-            "Tries of a verifier call that failed, by gRPC status as the actor sees it; most are tried again.",
+            "Failed tries of verifier calls, by gRPC status as the actor sees it; most are repeated.",
             {"code": FAILURE_CODES},
             unit="calls",
         )
@@ -150,23 +152,23 @@ class ActorMetrics:
     def _episodes(self, metrics: MetricSet) -> None:
         self.episodes = metrics.gauge(
             "episodes_in_progress",
-            "Episodes under way: those that decode a turn, and those that wait for their environment or a place.",
+            "Running episodes: those that decode a turn, and those that wait for their environment or a slot.",
             unit="episodes",
         )
         self.episode_turns = metrics.counter(
             "episode_turns_total",
-            "Turns that environments asked for: sampled, or replayed from the record of an episode that is run again.",
+            "Turns that environments requested: sampled, or replayed from the record of an episode that runs again.",
             {"source": ("sampled", "replayed")},
             unit="turns",
         )
         self.episode_branches = metrics.counter(
             "episode_branches_total",
-            "Branches of episodes beside their first: histories that did not extend the recorded tokens.",
+            "Branches of episodes after their first: histories that did not extend the recorded tokens.",
             unit="branches",
         )
         self.episode_dropped_turns = metrics.counter(
             "episode_dropped_turns_total",
-            "Recorded turns that the last run of an environment did not ask for again.",
+            "Recorded turns that the last run of an environment did not request again.",
             unit="turns",
         )
         self.episode_refusals = metrics.counter(
@@ -174,7 +176,7 @@ class ActorMetrics:
         )
         self.episode_ignored_fields = metrics.counter(
             "episode_ignored_fields_total",
-            "Requests of environments with a field that is not heeded, such as a temperature of their own.",
+            "Requests of environments with a field that is ignored, such as a temperature.",
             {"field": IGNORED_FIELDS},
             unit="requests",
         )
@@ -191,19 +193,16 @@ class ActorMetrics:
         self.stall_seconds = metrics.histogram("stall_seconds", "Time without generation because of one update.", STALL_SECONDS)
         self.staging = metrics.reading(
             "staging_state",
-            "1 for what the actor does with the next version, 0 for the others.",
+            "1 for the state of the next version's update, 0 for the others.",
             {"state": STAGING_STATES},
             unit="1 or 0",
         )
         self.weight_loader = metrics.reading(
-            "weight_loader",
-            "1 for the way in which weights are loaded.",
-            {"mode": "shadow, in_place, paused, adapter"},
-            unit="1",
+            "weight_loader", "1 for the mode of the weight loader.", {"mode": "shadow, in_place, paused, adapter"}, unit="1"
         )
 
     def engine_step(self, decode_s: float | None, kv_cache_usage: float) -> None:
-        """One step of the engine. `decode_s`: None of the first after a time with nothing to do; `kv_cache_usage` in [0, 1]."""
+        """Count an engine step. `decode_s` is None for the first step after an idle time; `kv_cache_usage` is in [0, 1]."""
         if decode_s is not None:
             self.decode_step.observe(decode_s)
         self._kv_cache.set(kv_cache_usage)
@@ -213,7 +212,7 @@ class ActorMetrics:
         self.tokens_total += num_tokens
 
     def count_finished(self, reason: str, num_tokens: int) -> None:
-        """`num_tokens`: of the whole completion, those of other actors included."""
+        """Count a finished sequence. `num_tokens` includes tokens that other actors generated."""
         self.finished.labels(reason).inc()
         self.completion_tokens.observe(num_tokens)
         self.finished_total += 1

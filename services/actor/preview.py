@@ -1,4 +1,4 @@
-"""Prompts of a recipe as its policy will see them: `python -m services.actor.preview`, before a run loads any model.
+"""`python -m services.actor.preview`: show a recipe's prompts as its policy will see them, before a run loads any model.
 
 Reads one JSON object from standard input: `recipe`; `source`, the tokenizer's folder or GGUF file; `problems`, one for each set
 of problems by its place. Prints the fields of a `pipelinerl.recipe.rehearsal.Preview`, each mistake as field, value and fix.
@@ -26,7 +26,7 @@ from pipelinerl.tasks.source import Problem
 from services.actor.episodes.formats import Unrenderable, chat_format_of
 
 _SHOWN = 160
-"""Tokens at each end of a prompt."""
+"""Tokens shown at each end of a long prompt."""
 
 
 def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
             found["unread"] = unread_variables(template, model.chat_template_kwargs)
     except TemplateError as error:
         line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        found["mistakes"].append(("model.chat_template", template, f"is no Jinja{line}: {error}; correct it"))
+        found["mistakes"].append(("model.chat_template", template, f"is not valid Jinja{line}: {error}; correct it"))
         return found
     for place, problem in problems.items():
         share = recipe.sets_by_place[place]
@@ -63,7 +63,7 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
 
 
 def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
-    """Those of `names` that a chat template, or none of several, reads. Raises `jinja2.TemplateError`."""
+    """Return the `names` that no chat template (one, or several by name) reads. Raises `jinja2.TemplateError`."""
     environment, read = Environment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
     for text in template.values() if isinstance(template, dict) else (template,):
         without = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)  # a tag of transformers' own
@@ -72,7 +72,7 @@ def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
 
 
 def _token_ids(problem: Problem, task: TaskConfig, tokenizer: Any, model: ModelConfig) -> list[int]:
-    """Raises `FieldError`."""
+    """Return the tokens of a problem's prompt. Raises `FieldError`."""
     if not task.tools:
         if task.prompt_style == "chat":
             answer_end(tokenizer)
@@ -89,7 +89,7 @@ def _token_ids(problem: Problem, task: TaskConfig, tokenizer: Any, model: ModelC
 
 
 def shown(token_ids: list[int], tokenizer: Any) -> str:
-    """The text of a prompt, each added token in ⟨⟩, without the middle of a long one."""
+    """Return the text of a prompt, with each added token in ⟨⟩, and without the middle of a long prompt."""
     added, left_out = tokenizer.added_tokens_decoder, len(token_ids) - 2 * _SHOWN
     texts = []
     for part in [token_ids] if left_out <= 0 else [token_ids[:_SHOWN], token_ids[-_SHOWN:]]:

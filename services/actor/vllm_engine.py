@@ -1,8 +1,8 @@
-"""vLLM's AsyncLLM behind the `InferenceEngine` protocol. The only file of the actor, beside `weight_sync/`, that knows vLLM.
+"""vLLM's AsyncLLM behind the `InferenceEngine` protocol. Only this file and `weight_sync/` use vLLM in the actor.
 
-Tokens in, tokens out: the engine neither tokenises prompts nor detokenises completions while it decodes, unless it has to look
-for stop texts. Text is made once per finished sequence, for rewards and people. The log-probabilities it reports are those of
-the distribution that was sampled (`processed_logprobs`), and token versions come from vLLM itself (`weight_versions`).
+The engine takes and returns tokens. It neither tokenises prompts nor detokenises completions while it decodes, unless it has to
+look for stop strings. Text is made once per finished sequence, for rewards and people. Log-probabilities are those of the
+sampling distribution (`processed_logprobs`), and token versions come from vLLM itself (`weight_versions`).
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ async def build_off_loop(
     stop: asyncio.Event,
     children: Callable[[], Sequence[BaseProcess]] = multiprocessing.active_children,
 ) -> _Built:
-    """`build()`, called on a thread: probes answer meanwhile, and a stop is heard at once.
+    """Call `build()` on a thread, so that probes are answered and a stop takes effect at once.
 
-    A stop ends the processes that the building has started, which `children()` lists; that makes it fail. The thread is waited
-    for, so that nothing is left that nobody owns.
-    Raises what `build` raises, or, where `stop` is set, `StartStopped`. What was built nevertheless is returned: it is the
-    caller's to end.
+    A stop terminates the processes that `build` has started, which `children()` lists, so that it fails; the thread is awaited.
+    Raises the errors of `build` or, if `stop` is set, `StartStopped`. If `build` succeeds nevertheless, its result is returned
+    and the caller must end it.
     """
     building = asyncio.ensure_future(asyncio.to_thread(build))
     stopping = asyncio.ensure_future(stop.wait())
@@ -64,7 +63,7 @@ async def build_off_loop(
         await asyncio.wait((building, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not building.done():
             log.info("stopped before the engine was up")
-        while not building.done():  # it may start a process after one was ended: hence again and again
+        while not building.done():  # repeated, since it may start further processes
             for child in children():
                 child.terminate()
             await asyncio.wait((building,), timeout=_LOOK_S)
@@ -81,11 +80,11 @@ async def build_off_loop(
 
 _ABORTED = "abort"
 WARM_UP_TOKENS = 2
-"""Of each sequence of the warm-up: one decode step after the prompt's."""
+"""Tokens of each sequence of the warm-up, so that one decode step follows the prompt's."""
 
 
 def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]:
-    """vLLM engine arguments of a recipe. Pure."""
+    """Return the vLLM engine arguments of a recipe. Pure."""
     engine = recipe.actor.engine
     arguments: dict[str, Any] = {
         "model": model,
@@ -96,7 +95,7 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
         "tensor_parallel_size": engine.tensor_parallel_size,
         "trust_remote_code": recipe.model.trust_remote_code,
         "enforce_eager": engine.enforce_eager or not on_gpu,
-        "enable_prefix_caching": True,  # each prompt with a salt, so that no request reads what older weights left
+        "enable_prefix_caching": True,  # prompts have salts, so that no request reads the cache of older weights
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -105,15 +104,15 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
     if on_gpu:
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
     else:
-        # Whole prompts only: after a part of one, vLLM sets back its seeded generator, which a CPU's does not know.
+        # After a part of a prompt, vLLM resets the seeded generator, which generators on a CPU do not support.
         arguments["enable_chunked_prefill"] = False
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 1024**3)
-        # A shared prompt is shared in whole blocks, and vLLM's 128 on CPU are more than many prompts have. It decodes as fast.
+        # Prompts are shared in whole blocks, and many are shorter than vLLM's default of 128 on CPU. Decoding is as fast.
         arguments["block_size"] = 32
         if engine.tensor_parallel_size == 1:
-            # Model and scheduler in one process. On CPU vLLM turns its own "uni" into a worker process, for which the
-            # engine then waits in a busy loop: on two cores that loop takes more than the model. It does so to set the
-            # worker's OpenMP threads, which are in our environment.
+            # Run model and scheduler in one process. On CPU, vLLM replaces "uni" by a worker process to set its OpenMP
+            # threads, which our environment already sets. The engine then waits for the worker in a busy loop, which takes
+            # more time than the model on two cores.
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
@@ -139,12 +138,12 @@ async def start_engine(
     on_step: OnStep | None = None,
     bind_host: str | None = None,
 ) -> AsyncIterator[VllmEngine]:
-    """Starts vLLM on a thread (tens of seconds, in which the loop goes on), warms it up, and shuts it down at the end.
+    """Start vLLM on a thread (for tens of seconds, while the event loop runs), warm it up, and shut it down at the end.
 
-    `on_step` hears of each step of the engine after its warm-up, on the event loop. `bind_host`: this pod's address on which
+    `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: this pod's address on which
     other ranks of a transfer group reach it.
 
-    Raises `EngineError` when vLLM cannot serve the model (its own log says why), `StartStopped` when `stop` is set first.
+    Raises `EngineError` if vLLM cannot serve the model (its own log says why), and `StartStopped` if `stop` is set first.
     """
     stop, warm = stop or asyncio.Event(), asyncio.Event()
 
@@ -158,26 +157,27 @@ async def start_engine(
         weights = WeightUpdateClient(
             llm, recompute_kv=recipe.weights.recompute_kv, bind_host=bind_host, staging_buffers=recipe.weights.staging_buffers
         )
-        # What vLLM would note of each token of each request is a quarter of its work on this event loop. Its scheduler's
-        # figures of each step go on.
+        # vLLM's statistics of each request take a quarter of its time on this event loop. The scheduler's figures of each step
+        # remain.
         llm.log_stats = llm.output_processor.log_stats = False
         warnings = logging.getLogger("vllm.v1.utils")  # of each process that is killed
         level = warnings.level
         try:
-            llm._run_output_handler()  # built off the loop, it would not listen to its process before the first request
+            llm._run_output_handler()  # built outside the loop, it would only start with the first request
             engine = VllmEngine(llm, weights)
             await unless_stopped(engine.warm_up(recipe), stop)
             warm.set()
             yield engine
         finally:
             warnings.setLevel(logging.ERROR)
-            llm.shutdown(timeout=0)  # killed: they have nothing left to save, and the exit of one takes 2.5 s in good order
+            llm.shutdown(timeout=0)  # kill its processes, which have nothing to save; an orderly exit takes 2.5 s
             warnings.setLevel(level)
             await weights.close()
 
 
 def _private_folder() -> AbstractContextManager[str]:
-    """For vLLM's sockets, whose paths have 107 characters at most: that of temporary files where nobody else may enter it."""
+    """Return a private folder for vLLM's sockets, whose paths have at most 107 characters: the folder of temporary files if it
+    is private, else a new one."""
     folder = tempfile.gettempdir()
     if stat.S_IMODE(os.stat(folder).st_mode) == 0o700:
         return nullcontext(folder)
@@ -185,9 +185,9 @@ def _private_folder() -> AbstractContextManager[str]:
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
-    """vLLM with its engine process, ready to serve. Blocks; runs on any thread. Raises `EngineError`."""
+    """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError`."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
-    # FlashInfer's sampler serves top-p and top-k only, which a recipe cannot ask for, and at its start it compiles with nvcc.
+    # FlashInfer's sampler only serves top-p and top-k, which recipes do not have, and compiles with nvcc at its start.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import envs
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -206,22 +206,22 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
-    """Spares vLLM the inspection of a model class, 9 s, where the container image brings its result and the cache is new."""
+    """Copy the container image's model infos to a new cache, which saves vLLM 9 s for the inspection of a model class."""
     known, target = image / "modelinfos", cache / "modelinfos"
     if not known.is_dir() or target.exists():
         return
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as beside:  # renamed when whole: an actor may be killed meanwhile
+        with tempfile.TemporaryDirectory(dir=cache) as beside:  # renamed when complete, as an actor may be killed
             shutil.copytree(known, Path(beside, known.name)).rename(target)
     except OSError as error:
-        log.warning("the image's model infos cannot be copied to %s, vLLM makes its own: %s", target, error)
+        log.warning("cannot copy the image's model infos to %s, vLLM will make its own: %s", target, error)
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """A stat logger of vLLM that calls `on_step` and nothing else.
+    """Return a stat logger for vLLM that only calls `on_step`.
 
-    vLLM adds its own Prometheus logger, with a hundred metrics, unless a given one is of that class.
+    vLLM adds its own Prometheus logger, with a hundred metrics, unless a given logger is of that class.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -233,7 +233,7 @@ def step_logger(on_step: OnStep) -> StatLoggerFactory:
             if scheduler_stats is None:
                 return
             running, now_s = scheduler_stats.num_running_reqs > 0, time.monotonic()
-            if running or self._running:  # the scheduler also steps once to forget what has finished
+            if running or self._running:  # the scheduler also takes a step after the last sequence
                 on_step(now_s - self._at_s if self._running else None, scheduler_stats.kv_cache_usage)
             self._running, self._at_s = running, now_s
 
@@ -250,7 +250,7 @@ def step_logger(on_step: OnStep) -> StatLoggerFactory:
 
 
 class VllmEngine:
-    """See `InferenceEngine`. `llm` is public for tests and benchmarks that time vLLM itself."""
+    """`InferenceEngine` with vLLM. `llm` is public for tests and benchmarks that time vLLM itself."""
 
     def __init__(self, llm: AsyncLLM, weights: WeightUpdateClient) -> None:
         self.llm = llm
@@ -258,18 +258,18 @@ class VllmEngine:
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self._inside: set[str] = set()
         self._overtaken: set[str] = set()
-        """Requests that were inside without a token when weights were swapped."""
+        """Requests without a token at the time of a swap, which must restart."""
         self.use(weights)
 
     def use(self, weights: WeightUpdateClient) -> None:
-        """Gets new weights through this client from now on."""
+        """Get new weights through this client from now on."""
         self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:
-        """Generates two tokens for each of H prompts of one token, and drops them.
+        """Generate two tokens for each of H prompts of one token, and drop them.
 
-        vLLM compiles functions of its sampler at their first use and imports TorchInductor for that: in a run's first batch
-        this took 2.5 s, four times as long as the batch itself. No cached KV is left. Raises `EngineError`.
+        vLLM compiles functions of its sampler at their first use and imports TorchInductor for that, which took 2.5 s in a
+        run's first batch, four times as long as the batch itself. No cached KV is left. Raises `EngineError`.
         """
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
@@ -288,12 +288,12 @@ class VllmEngine:
             finally:
                 self._inside.discard(name)
                 self._overtaken.discard(name)
-            async with self.weights.swapping:  # the salt of the new version is known by then
+            async with self.weights.swapping:  # wait for the salt of the new version
                 pass
 
     async def _overtake(self) -> None:
-        """Sends requests without a token back to their beginning. vLLM fixes the salt of a request as it enters: one that has
-        waited until after the swap would read what weights older than its first token's have cached."""
+        """Restart requests without a token before a swap. vLLM fixes a request's salt when it enters, so a request that waits
+        across the swap would read a cache of weights older than those of its first token."""
         begun = {name for name, tokens in self.progress().items() if tokens}
         self._overtaken |= self._inside - begun
         await self._abort(self._overtaken)
@@ -343,7 +343,7 @@ class VllmEngine:
 
         final: RequestOutput | None = None
         try:
-            # Rendered, as vLLM calls it: it hands any other prompt to a thread for tokenization.
+            # vLLM would pass a prompt in another form to a thread for tokenization.
             rendered = tokens_input(prompt.tolist(), cache_salt=cache_salt or None)
             async for output in self.llm.generate(rendered, sampling, request_id):
                 final = output
@@ -356,7 +356,7 @@ class VllmEngine:
 
 @lru_cache(maxsize=64)
 def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingParams:
-    """What vLLM is asked for; the same object for the same question, since vLLM copies it."""
+    """Return vLLM's sampling parameters. Equal arguments give the same object, since vLLM copies it."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -369,14 +369,14 @@ def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingPar
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
-        skip_special_tokens=False,  # a stop text may name one
+        skip_special_tokens=False,  # a stop string may contain one
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # a shallow copy, 20 µs less: vLLM only adds the model's end tokens to it, the same each time
+        skip_clone=True,  # a shallow copy saves 20 µs; vLLM only adds the model's end tokens, always the same
     )
 
 
 def generation_of(output: CompletionOutput) -> Generation:
-    """Raises `EngineError` when vLLM's arrays do not fit each other."""
+    """Convert vLLM's output. Raises `EngineError` if its arrays do not match."""
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
     flat: Any = output.logprobs  # vLLM lists the sampled token first at every position
     sampled = [flat.logprobs[start] for start in flat.start_indices] if flat is not None else []

@@ -1,4 +1,4 @@
-"""`python -m services.verifier`: serves rewards over gRPC until SIGTERM. Configured by `PIPELINERL_*` variables."""
+"""`python -m services.verifier`: serve rewards over gRPC until SIGTERM, configured by `PIPELINERL_*` variables."""
 
 from __future__ import annotations
 

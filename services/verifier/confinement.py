@@ -1,9 +1,9 @@
-"""How processes that run users' code are kept in bounds and ended with all they started. Linux.
+"""Limit processes that run users' code, and end them with all processes that they started. Linux.
 
-Bounds are on address space and CPU time. This is no jail: the code is the user's and is trusted not to attack the machine; what
-is not trusted is how long it runs and how much it takes on a model's output. The same means end such a process from outside
-and, from inside, what its code left behind. Code in a sandbox, which may be at a model's orders, has a process above it that
-also bounds what it starts (`keep_in_bounds`).
+Limits are on address space and CPU time. This is not a jail: the user's code is trusted not to attack the machine, but not to
+end in time or to need little memory on a model's output. The same functions end such a process from outside and, from inside,
+the processes that its code left behind. Code in a sandbox, which a model may control, has a process above it that also limits
+how many processes and threads it starts (`keep_in_bounds`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
-"""Limits of one sandboxed program, reward worker or episode; all threads of all its processes count. Calls that are under way
-at once may go a few beyond: what one of them makes is not counted until it is there."""
+"""Limits of one sandboxed program, reward worker or episode, over all its processes. Simultaneous calls may exceed them by a
+few, since a new process or thread is only counted when it exists."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and _SEND, of 80 and 24 bytes."""
 _GO_ON = 1
@@ -36,7 +36,7 @@ MIB = 1024**2
 
 
 def attach_to_parent() -> None:
-    """SIGKILL when the parent's thread that started this process ends; orphans of its children come here."""
+    """Kill this process when the parent's thread that started it ends, and adopt orphaned descendants."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -47,9 +47,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def go_below_another() -> None:
-    """Returns in a child of the process that called it, attached to that one, which does nothing but outlive it: of two
-    processes that keep a sandbox in bounds either ends what is left when the other is killed. In a process group of its own,
-    as whoever finds the first one dead kills that one's."""
+    """Return in a child of the calling process, attached to it; the caller only waits for the child's end.
+
+    If one of the two processes above a sandbox is killed, the other ends the rest. The child has its own process group, because
+    the group of a dead worker is killed."""
     if child := os.fork():
         keep_in_bounds(child)
     os.setpgid(0, 0)
@@ -57,11 +58,11 @@ def go_below_another() -> None:
 
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
-    """Stays outside a sandbox while `child` is in it, and answers what its seccomp filter asks: whether one more process or
-    thread may be. The filter's listener comes on the first of `ends`, whose other end is the second; without them nobody asks.
+    """Stay outside the sandbox of `child`, and answer the requests of its seccomp filter for further processes or threads.
+    The filter's listener arrives on the first of `ends`, whose other end is the second; without `ends`, no filter asks.
 
-    Waits for the child's end, or that of the process above this one, whichever comes first; kills what is left below it, and
-    ends as the child did. This process must have been attached to its parent.
+    Wait for the end of the child or of the process above this one, kill the remaining descendants, and end as the child did.
+    This process must be attached to its parent.
     """
     code = 1
     try:
@@ -77,8 +78,8 @@ def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
 
 
 def _ignore_signals() -> None:
-    """All but what ends or stops a process in any case, and without users' handlers, which would go on outside: what a timer of
-    theirs sends ends nothing here, and no child is reaped behind our back."""
+    """Ignore all signals except SIGKILL and SIGSTOP, and drop users' handlers and masks, which would stay active outside.
+    Users' timers must not end this process, and no child may be reaped automatically."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -87,12 +88,12 @@ def _ignore_signals() -> None:
 def _exit_code_of(child: int, *ends: socket.socket) -> int:
     above = os.getppid()
     ended, above_ended = os.pidfd_open(child), os.pidfd_open(above)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # not SIGKILL: this process ends what is below, also when it has been stopped
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # wakes this process, even if stopped, to end what is below
     listeners = list[int]()
     if ends:
         handed, childs = ends
         childs.close()
-        _, listeners, _, _ = socket.recv_fds(handed, 1, 1)  # none when the child ended before
+        _, listeners, _, _ = socket.recv_fds(handed, 1, 1)  # none if the child ended first
     _close_all_but(2, ended, above_ended, *listeners)
     waiting = select.poll()
     for descriptor in (ended, above_ended, *listeners):
@@ -111,10 +112,10 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
 
 
 def answer_call(listener: int, child: int | None = None) -> None:
-    """Say whether `child`, or a process below it, may make one more process or thread; without `child`, whether the one process
-    that asks may make one more thread."""
+    """Answer whether `child`, or a process below it, may make one more process or thread. Without `child`, answer whether the
+    asking process may make one more thread."""
     call = bytearray(80)
-    with contextlib.suppress(FileNotFoundError):  # who asked was killed meanwhile
+    with contextlib.suppress(FileNotFoundError):  # the asking process was killed meanwhile
         fcntl.ioctl(listener, _RECEIVE_CALL, call)
         number, asking = struct.unpack_from("=QI", call)
         processes = {asking} if child is None else {child, *descendants(child)}
@@ -138,8 +139,8 @@ def _close_all_but(*kept: int) -> None:
 
 
 def take_pipes() -> tuple[Connection, Connection]:
-    """Standard input and output, moved away from users' code: that reads nothing, and prints to standard error."""
-    requests = Connection(os.dup(0), writable=False)  # descriptors that a program started by users' code does not get
+    """Take standard input and output away from users' code, which then reads nothing and prints to standard error."""
+    requests = Connection(os.dup(0), writable=False)  # on descriptors that programs of users' code do not inherit
     results = Connection(os.dup(1), readable=False)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -149,16 +150,16 @@ def take_pipes() -> tuple[Connection, Connection]:
 
 
 def renew_cpu_limit(timeout_s: float) -> None:
-    """SIGXCPU for code that the verifier, whose deadline comes first, did not end: wall-clock limit times cores."""
+    """Set the CPU limit to the wall-clock limit times cores; it only ends code that the verifier did not end before."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     allowance_s = int(timeout_s + 1) * (os.cpu_count() or 1) + _CPU_SLACK_S
     lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + allowance_s)
 
 
 def clear_leftover_children() -> bool:
-    """Kills and reaps every process that this one started or adopted; False when they come faster than they go.
+    """Kill and reap every process that this one started or adopted. Return False if new ones appear faster than they end.
 
-    One system call when there is none.
+    Takes one system call if none exists.
     """
     for _ in range(_CLEARING_PASSES):
         try:
@@ -172,7 +173,7 @@ def clear_leftover_children() -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """The direct children of all of a process's threads, by Linux's /proc; none when it is gone."""
+    """Return the direct children of all of a process's threads, from Linux's /proc; none if the process is gone."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -182,9 +183,9 @@ def children(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL to the process, its descendants, also those in other process groups, and its own group; reaps nothing.
+    """Send SIGKILL to the process, to its descendants in any process group, and to its own group. Reaps nothing.
 
-    Everything is stopped first, until a look finds nothing new, so that nothing is started behind our back.
+    All of them are stopped first, until no new one is found, so that none can start another process meanwhile.
     """
     stopped: set[int] = set()
     while found := {pid, *descendants(pid)} - stopped:
@@ -197,13 +198,13 @@ def kill_tree(pid: int) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL to what is left of the process group that `leader` led, if it led one."""
+    """Send SIGKILL to the rest of the process group that `leader` led, if it led one."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Children, their children, and so on."""
+    """Yield children, their children, and so on."""
     for child in children(pid):
         yield child
         yield from descendants(child)
@@ -220,6 +221,6 @@ def lower_limit(kind: int, soft: int) -> None:
 
 
 def address_space() -> int:
-    """Bytes, as RLIMIT_AS counts them."""
+    """Return this process's address space in bytes, as RLIMIT_AS counts it."""
     with open("/proc/self/statm", "rb") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()

@@ -1,8 +1,8 @@
-"""Runs one episode: an environment, tools or an agent on one side, the actor that samples the policy's turns on the other.
+"""Run one episode between an environment, tools or an agent and the actor that samples the policy's turns.
 
-Runs in a process of its own (`episode_worker`), which has the deadlines; nothing here has one. What users' code raises becomes
-the result's status. A turn that the actor refuses because the policy talked for too long, or took too many turns, is the
-policy's fault: such an episode earned nothing.
+An episode has its own process, and the verifier keeps its deadlines (`episode_pool`). An error of users' code becomes the
+result's status. If the actor refuses a turn because the policy used up its context or its turns, that is the policy's fault,
+and the episode earns 0.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from services.verifier.rewards.compose import imported, make_reward, wrong_numbe
 from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
 
 POLICY_FAULTS = ("max_turns_exceeded", "context_length_exceeded")
-"""OpenAI error codes of HTTP 400 with which an actor refuses a turn that the policy has no room for."""
+"""OpenAI error codes of HTTP 400 with which an actor refuses a turn because of the policy's length or number of turns."""
 _MOST_ANSWER_BYTES = 1024**2
 _MOST_RESULT_CHARACTERS = 256 * 1024
-"""Of the tools that one turn calls, in all: far below what the actor takes as a request."""
+"""Limit of the results of all tools that one turn calls, far below the actor's limit of a request."""
 _ROW_IN_ENVIRONMENT_BYTES = 100_000
-"""Linux takes 128 KiB for one variable."""
+"""Limit of a row in an environment variable; Linux allows 128 KiB."""
 
 
 class PolicyFault(Exception):
-    """The actor gives this episode no further turn. Attribute: `code`, one of `POLICY_FAULTS`."""
+    """The actor refuses further turns of this episode. Attribute: `code`, one of `POLICY_FAULTS`."""
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code
@@ -58,23 +58,23 @@ class PolicyFault(Exception):
 
 
 class EpisodeFailed(Exception):
-    """Neither the environment's code nor the policy is to blame, or an agent ended badly."""
+    """The episode failed, neither by an exception of the environment's code nor by the policy's fault."""
 
 
 class Policy:
-    """The policy as an episode's endpoint offers it.
+    """A client of the episode's endpoint, which samples the policy's turns.
 
-    A request has a connection of its own: a server closes one that is kept while an environment takes its time.
-    `on_wait` is told True when a turn is asked for and False when it is there.
+    Each request opens a new connection, because the server would close an idle one while the environment works.
+    `on_wait` is called with True before a turn is requested and with False when it has arrived.
     """
 
     def __init__(self, base_url: str, on_wait: Callable[[bool], None]) -> None:
         self.base_url, self._on_wait = base_url, on_wait
         self.completion_tokens = 0
-        """Of the last turn."""
+        """Tokens of the last turn."""
 
     def sample(self, messages: Messages, tools: Iterable[Mapping[str, Any]] = ()) -> Turn:
-        """The next turn, appended to `messages`. Raises `PolicyFault` and `EpisodeFailed`."""
+        """Return the next turn, and append it to `messages`. Raises `PolicyFault` and `EpisodeFailed`."""
         request: dict[str, Any] = {"model": "policy", "messages": messages}
         if listed := list(tools):
             request["tools"] = listed
@@ -117,11 +117,11 @@ class Policy:
 
 @dataclass(frozen=True)
 class Problem:
-    """What `EpisodeRequest.reference_json` holds."""
+    """The content of `EpisodeRequest.reference_json`."""
 
     row: Mapping[str, Any]
     answer: str
-    """The reference answer; empty where the task has none."""
+    """The reference answer; empty if the task has none."""
 
     @classmethod
     def of(cls, request: EpisodeRequest) -> Problem:
@@ -130,11 +130,11 @@ class Problem:
 
 
 Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
-"""One episode of one task: its result, or its answer where a judge scores that. What it raises becomes a status."""
+"""Function that runs one episode and returns its result, or its answer for a judge. Its exceptions become a status."""
 
 
 def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: float) -> VerifyResult | VerifyItem:
-    """Never raises. `max_abs`: the bound of rewards, as in `RewardConfig`."""
+    """Run an episode. Never raises. `max_abs`: the bound of rewards, as in `RewardConfig`."""
     started_s = time.perf_counter()
     try:
         result = play(request, policy)
@@ -148,7 +148,7 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: fl
             components={"answer": 0.0},
             message=as_unicode(f"{fault.code}: {fault}")[:MESSAGE_CHARACTERS],
         )
-    except MemoryError:  # the traceback holds what filled the memory; it is let go before anything else is done
+    except MemoryError:  # the traceback holds the memory and is freed at the end of this block
         result = failed(VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
     except EpisodeFailed as failure:
         result = failed(VERIFY_STATUS_CRASHED, str(failure))
@@ -161,7 +161,7 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: fl
 
 
 def play_environment(make: Callable[[], Environment], correct: float) -> Play:
-    """`correct`: reward from which an answer is right, unless the environment says whether it is."""
+    """Return the function that runs an environment's episodes. `correct`: the reward of a right answer."""
 
     def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
         done, turn = converse(make(), Problem.of(request).row, request.seed, policy)
@@ -170,7 +170,7 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         if not all(map(math.isfinite, metrics.values())):
             return failed(VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}
-        if done.correct is not None:  # the answer's term says whether it is right
+        if done.correct is not None:  # the component `answer` only says whether it is right
             components = {"answer": correct if done.correct else 0.0}
             components["environment"] = reward - components["answer"]
         return VerifyResult(status=VERIFY_STATUS_OK, reward=reward, components=components, metrics=metrics, answer=turn.text)
@@ -179,7 +179,7 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
 
 
 def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy: Policy) -> tuple[Done, Turn]:
-    """Turn by turn until the environment says that it is done; with the last turn."""
+    """Alternate turns and replies until the environment is done; return its result and the last turn."""
     offered = getattr(environment, "tools", ())
     with asyncio.Runner() as loop:
 
@@ -199,7 +199,7 @@ def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy
 
 
 def _messages(given: Any, method: str) -> Messages:
-    """Raises `TypeError` for what is no list of messages."""
+    """Return messages that an environment gave as a text or a list. Raises `TypeError` for anything else."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if isinstance(given, list) and given and all(isinstance(each, dict) and "role" in each for each in given):
@@ -209,7 +209,7 @@ def _messages(given: Any, method: str) -> Messages:
 
 
 class ToolUse:
-    """A problem of a file, and functions that the policy may call until it answers. Synchronous and async functions."""
+    """An environment for a problem of a file, with functions, also async ones, that the policy may call until it answers."""
 
     def __init__(self, tools: Mapping[str, Tool], system_prompt: str, instruction: str, prompt_field: str) -> None:
         self._tools, self._system_prompt, self._instruction = tools, system_prompt, instruction
@@ -222,7 +222,7 @@ class ToolUse:
         return [*system, {"role": "user", "content": asked}]
 
     async def reply(self, turn: Turn) -> Messages | Done:
-        """What the answer is worth, its scorer says."""
+        """Return the results of the turn's calls; without calls the episode is done, and a scorer gives the reward later."""
         if not turn.tool_calls:
             return Done(0.0)
         most = _MOST_RESULT_CHARACTERS // len(turn.tool_calls)
@@ -230,7 +230,7 @@ class ToolUse:
         return [{"role": "tool", "tool_call_id": id_, "content": _shortened(answer, most)} for id_, answer in answers]
 
     async def _answer(self, call: ToolCall) -> str:
-        """What the function returns, or what is wrong with the call: the policy learns from both."""
+        """Return the function's result, or what is wrong with the call; the policy sees both."""
         from jsonschema import Draft202012Validator
         from jsonschema.exceptions import best_match
 
@@ -248,20 +248,20 @@ class ToolUse:
             return result if isinstance(result, str) else json.dumps(result, default=str)
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - the tool's own, and the policy's to read
+        except Exception as error:  # noqa: BLE001 - an error of the tool, which the policy sees
             return f"error: {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
 
 def _shortened(answer: str, most: int) -> str:
-    """A policy that makes tools print gets no further turn otherwise, and its episode no reward."""
+    """Cut a result, since a long one would leave no room for a further turn, and the episode without a reward."""
     return answer if len(answer) <= most else f"{answer[:most]}\n[cut: these are {most} of {len(answer)} characters]"
 
 
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
-    """What the program printed. Raises `EpisodeFailed` when it ended badly or printed too much.
+    """Run an agent's program and return its output. Raises `EpisodeFailed` if it fails or prints too much.
 
-    The problem's row is its standard input and, up to `_ROW_IN_ENVIRONMENT_BYTES`, PIPELINERL_ROW. Its standard error goes on
-    to the verifier's log; the last line says why it ended badly. `search_path`: PYTHONPATH of the program.
+    The problem's row is its standard input and, up to `_ROW_IN_ENVIRONMENT_BYTES`, PIPELINERL_ROW. Its standard error goes to
+    the verifier's log; the last line is the reason of a failure. `search_path`: PYTHONPATH of the program.
     """
     row = json.dumps(Problem.of(request).row)
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
@@ -284,8 +284,8 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
 
 
 def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
-    """All that the program prints until it ends, whoever else still holds its output then, and the end of its standard error,
-    all of which goes on to this process's. `given`: its standard input, of which it need not read anything."""
+    """Return the program's output until its end, even if other processes still hold its pipe, and the last characters of its
+    standard error, which is also copied to this process's. `given`: its standard input, which it need not read."""
     assert program.stdin is not None
     assert program.stdout is not None
     assert program.stderr is not None
@@ -324,15 +324,15 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
 
 
 def _left(descriptor: int, given: bytes) -> bytes:
-    """What is left of it when as much is written as there is room for."""
+    """Write as much as fits into a pipe and return the rest."""
     try:
         return given[os.write(descriptor, given) :]
-    except BrokenPipeError:  # nobody reads it
+    except BrokenPipeError:  # no process reads it
         return b""
 
 
 def _read_now(descriptor: int) -> bytes | None:
-    """b"" at its end, None when there is nothing yet."""
+    """Read available bytes; return b"" at the end, and None if no bytes are available yet."""
     try:
         return os.read(descriptor, 65536)
     except BlockingIOError:
@@ -340,7 +340,7 @@ def _read_now(descriptor: int) -> bytes | None:
 
 
 def load_play(share: ProblemSet, search_path: str) -> Play:
-    """Imports the user's code. Raises `UserError` for what is not there or cannot be used."""
+    """Import the user's code and return the function that runs its episodes. Raises `UserError` for missing or bad code."""
     task, reward = share.task, share.reward
     if task.source == "environment":
         kind = imported("task.name", task.name)

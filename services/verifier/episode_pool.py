@@ -1,7 +1,7 @@
-"""Episodes under way, bounded in number: each in a process that is forked for it and ended at its deadline with all it started.
+"""Run a bounded number of episodes, each in a forked process that is killed at its deadline with all processes it started.
 
-A process that has imported the user's code forks the others (`episode_worker`). It is started again when it dies; what ran then
-is the caller's to ask for again. An episode costs nobody else anything, whatever its code does.
+The template, a process that has imported the user's code, forks the others (`episode_worker`). If it dies, it is started again,
+and callers must repeat the episodes that were running. An episode's code cannot affect other episodes.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ log = logging.getLogger(__name__)
 
 _LONGEST_FRAME_BYTES = 16 * 1024**2
 _ENDS_WITHIN_S = 1.0
-"""How long a process whose socket is closed may take to end."""
+"""Time within which a process whose socket is closed must end."""
 _ORDER_AGAIN_S = 0.01
-"""Until an order is tried again for which the socket to the template has no room."""
+"""Interval at which an order is repeated while the socket to the template is full."""
 
 
 NO_TEMPLATE = "no episode can be started: the process that forks them is not up"
 
 
 class EpisodeLost(PipelineRLError):
-    """The process from which episodes are forked died, and this one with it."""
+    """The episode was lost with the process that forks episodes, or could not be forked. Another call may succeed."""
 
 
 @asynccontextmanager
 async def run_episode_pool(
     recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_episodes: int
 ) -> AsyncIterator[EpisodePool]:
-    """Raises `UserError` when what the recipe names does not exist, `ServiceError` when the template does not come up."""
+    """Start the template and yield the pool. Raises `UserError` for missing code, `ServiceError` if the start fails."""
     pool = EpisodePool(recipe, metrics, max_episodes)
     template = await start_template(recipe)
     async with asyncio.TaskGroup() as tasks:
@@ -67,14 +67,14 @@ async def run_episode_pool(
 
 @dataclass(eq=False)
 class Template:
-    """The process that forks, and the socket to it. `ended`: of each episode under way, its process's exit code; None: lost."""
+    """The process that forks episodes, and the socket to it. `ended`: exit code of each running episode; None if it is lost."""
 
     process: WorkerProcess
     orders: socket.socket
     ended: dict[int, asyncio.Future[int | None]] = field(default_factory=dict)
 
-    def hear(self) -> None:
-        """The socket has something to read: ends of episodes, one each."""
+    def read_end(self) -> None:
+        """Read the end of one episode from the socket."""
         try:
             message = self.orders.recv(ENDED.size)
         except BlockingIOError:
@@ -86,7 +86,7 @@ class Template:
         self.ended.pop(number).set_result(code)
 
     async def order(self, what: bytes, number: int, *descriptors: int) -> None:
-        """Raises `OSError` when the process is gone."""
+        """Send an order. Raises `OSError` if the process is gone."""
         while True:
             try:
                 socket.send_fds(self.orders, [ORDER.pack(what, number)], descriptors)
@@ -95,7 +95,7 @@ class Template:
                 await asyncio.sleep(_ORDER_AGAIN_S)
 
     async def close(self) -> None:
-        """Ends the process with all episodes, which are lost."""
+        """Kill the process with all episodes, which are lost."""
         asyncio.get_running_loop().remove_reader(self.orders)
         await self.process.kill()
         self.orders.close()
@@ -115,12 +115,12 @@ async def start_template(recipe: Recipe) -> Template:
             ours.close()
             raise
     ours.setblocking(False)
-    asyncio.get_running_loop().add_reader(ours, template.hear)
+    asyncio.get_running_loop().add_reader(ours, template.read_end)
     return template
 
 
 class EpisodePool:
-    """Made by `run_episode_pool`."""
+    """The pool of episodes, which `run_episode_pool` creates."""
 
     def __init__(self, recipe: Recipe, metrics: VerifierMetrics, max_episodes: int) -> None:
         self._recipe, self._metrics, self._max_episodes = recipe, metrics, max_episodes
@@ -134,7 +134,7 @@ class EpisodePool:
         return len(self._template.ended) if self._template is not None else 0
 
     async def keep_template(self, template: Template, readiness: Readiness) -> None:
-        """Waits for the template's death, and starts another one. Until cancelled."""
+        """Start another template whenever one dies, until cancelled."""
         while True:
             self._template, readiness.reason = template, ""
             try:
@@ -152,16 +152,15 @@ class EpisodePool:
             )
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
-        """The episode's result, however it ended, when its process and what that started are gone; or its answer, where a judge
-        scores that. Cancelling it ends them.
+        """Run an episode until all its processes have ended; return its result, or an answer for a judge. Cancelling ends them.
 
-        Raises `QueueFull` when too many are under way, `EpisodeLost` when another call may succeed.
+        Raises `QueueFull` if too many episodes are running, and `EpisodeLost` if another call may succeed.
         """
         template = self._template
         if template is None:
             raise EpisodeLost("the process from which episodes are forked is being started")
         if len(template.ended) >= self._max_episodes:
-            raise QueueFull(f"max_episodes = {self._max_episodes} are under way")
+            raise QueueFull(f"max_episodes = {self._max_episodes} are running")
         self._numbers += 1
         number, ended = self._numbers, asyncio.get_running_loop().create_future()
         ours, theirs = socket.socketpair()
@@ -178,10 +177,10 @@ class EpisodePool:
             try:
                 return await self._exchange(request, ours, ended)
             finally:
-                with contextlib.suppress(OSError):  # the template is gone, and so is this one
+                with contextlib.suppress(OSError):  # the template is gone, and the episode with it
                     if not ended.done():
                         await template.order(KILL, number)
-                await asyncio.shield(ended)  # whose end is told to it also when this call is cancelled again
+                await asyncio.shield(ended)  # the template still sets it if this call is cancelled again
 
     async def _exchange(
         self, request: EpisodeRequest, connection: socket.socket, ended: asyncio.Future[int | None]
@@ -198,7 +197,7 @@ class EpisodePool:
         self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
     ) -> VerifyResult | VerifyItem:
         task, judge = self._tasks[request.task].task, self._tasks[request.task].reward.judge
-        works = task.source in ("environment", "tools")  # nothing tells when another source does
+        works = task.source in ("environment", "tools")  # other sources do not say when they work
         began_s = time.monotonic()
         while True:
             left_s = began_s + task.episode_timeout_s - time.monotonic()
@@ -228,19 +227,19 @@ class EpisodePool:
             except DecodeError:
                 result = kind()
             if result.sequence_id != request.sequence_id:
-                said = "has something else than results in its socket"
+                said = "wrote something else than results to its socket"
                 return _failed(request, VERIFY_STATUS_CRASHED, said, began_s)
             return result
 
 
 async def _frame(reader: asyncio.StreamReader, ended: asyncio.Future[int | None], within_s: float) -> bytes | None:
-    """None when its process ended without one. Raises `TimeoutError`."""
+    """Return the next frame, or None if the process ended without one. Raises `TimeoutError`."""
     frame = asyncio.create_task(_next_frame(reader))
     try:
         done, _ = await asyncio.wait((frame, ended), timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             raise TimeoutError
-        return await frame  # the process's last one, where that has ended; nobody else holds its socket then
+        return await frame  # the last one if the process has ended, since no other process holds its socket
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     finally:

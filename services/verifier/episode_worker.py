@@ -1,14 +1,13 @@
-"""Forks a process for each episode: `python -m services.verifier.episode_worker`, started by the verifier. Linux.
+"""`python -m services.verifier.episode_worker`: fork a process for each episode. The verifier starts it. Linux.
 
-This process has imported the user's code, so that a fork costs milliseconds and little memory, and runs none of it. It consumes
-orders on a socket, and produces the end of each episode's process there. It waits for the next order, which the verifier sends,
-and for the end of a process. An order to begin comes with a socket, which becomes the episode's: the verifier's request is the
-first frame on it; back come one byte each time the episode begins and ends to wait for the policy, and then its result, or its
+This template process imports the user's code but does not run it, so that a fork takes milliseconds and little memory. It
+consumes orders on a socket and reports the end of each episode's process there. It waits for the next order, which the verifier
+sends, and for the end of a process. An order to begin comes with a socket for the episode. The first frame on it is the
+verifier's request; the episode sends one byte whenever it begins or ends to wait for the policy, and then its result, or its
 answer for the judge.
 
-An episode's process is in a session of its own, within limits of address space and CPU time, and dies with this one. Whatever
-it started or left behind is killed when it ends, or when the verifier wants it ended. All frames are those of
-`multiprocessing.connection`.
+An episode's process has its own session and limits of address space and CPU time, and dies with the template. When it ends, or
+when the verifier orders its end, all processes that it started are killed. Frames are those of `multiprocessing.connection`.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ from services.verifier.sandbox import NoSandbox, confine, confinement_missing
 from services.verifier.worker import failed
 
 ORDER = struct.Struct("!cQ")
-"""What, and the number of an episode."""
+"""Kind of an order, and number of the episode."""
 BEGIN, KILL = b"B", b"K"
 ENDED = struct.Struct("!Qi")
-"""Number of an episode, and how its process ended, as `os.waitstatus_to_exitcode` says it; `NOT_FORKED`: it never began."""
+"""Number of an episode, and its exit code as `os.waitstatus_to_exitcode` returns it, or `NOT_FORKED`."""
 NOT_FORKED = -(1 << 31)
 WAITS, WORKS = b"W", b"E"
-"""The episode waits for the policy; it is the environment's turn."""
+"""Frames that say that the episode waits for the policy, or that its environment works."""
 JUDGE = b"J"
-"""Before an answer that a judge scores. No result begins so: first comes the tag of its id."""
+"""Prefix of an answer for a judge. No result begins with it, since a result begins with the tag of its id."""
 
 
 def main() -> int:
@@ -81,7 +80,7 @@ def main() -> int:
         return 1
     results.send_bytes(b"")
     gc.collect()
-    gc.freeze()  # collecting in a child would copy all pages that it now shares
+    gc.freeze()  # a collection in a child would copy all shared pages
     Template(tasks, plays, orders, pipes).serve()
     return 0
 
@@ -105,11 +104,11 @@ class Template:
     ) -> None:
         self._tasks, self._plays, self._orders, self._pipes = tasks, plays, orders, pipes
         self._running: dict[int, int] = {}
-        """Number of each episode under way, by its process."""
+        """Number of each running episode, by its process."""
         self._pid, self._wake = os.getpid(), socket.socketpair()
 
     def serve(self) -> None:
-        """Until the verifier closes its end."""
+        """Perform orders until the verifier closes its end."""
         woken, waking = self._wake
         for end in self._wake:
             end.setblocking(False)
@@ -127,7 +126,7 @@ class Template:
                     return
 
     def _take_order(self, ready: selectors.BaseSelector) -> bool:
-        """False when there will be no more."""
+        """Perform one order. Return False after the last one."""
         order, descriptors, _, _ = socket.recv_fds(self._orders, ORDER.size, 1)
         if not order:
             return False
@@ -138,7 +137,7 @@ class Template:
             return True
         try:
             pid = os.fork()
-        except OSError as error:  # a limit of processes or memory: the others go on
+        except OSError as error:  # a limit of processes or memory; other episodes go on
             print(f"no process for an episode: {error}", file=sys.stderr)
             self._orders.sendall(ENDED.pack(number, NOT_FORKED))
         else:
@@ -150,7 +149,7 @@ class Template:
         return True
 
     def _reap(self) -> None:
-        """Tells of each episode's process that has ended, when what it left behind, adopted here, has been killed."""
+        """Reap ended processes, kill the orphans that they left to this process, and report each episode's end."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -160,7 +159,7 @@ class Template:
                 return
             is_episode = ended.si_pid in self._running
             if is_episode:
-                kill_group(ended.si_pid)  # before the process is reaped: nobody else has its number until then
+                kill_group(ended.si_pid)  # before the process is reaped, as its number may be reused afterwards
             _, status = os.waitpid(ended.si_pid, 0)
             for orphan in set(children(os.getpid())) - self._running.keys():
                 kill_tree(orphan)
@@ -169,7 +168,7 @@ class Template:
                 self._orders.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
 
     def _become_episode(self, descriptor: int) -> NoReturn:
-        """Runs in the new process."""
+        """Run the episode in the new process."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -186,18 +185,18 @@ class Template:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
-            os._exit(code)  # nothing of the template's is tidied up, and no thread keeps the process
+            os._exit(code)  # without the template's clean-up, and without waiting for threads
 
 
 def is_confined(share: ProblemSet) -> bool:
-    """Whether the task's episodes run in a sandbox on this machine."""
-    if share.reward.sandbox is None:  # an agent may do what it likes unless told otherwise; verifiers has servers of its own
+    """Return whether the task's episodes run in a sandbox on this machine."""
+    if share.reward.sandbox is None:  # agents are trusted unless the recipe says otherwise; verifiers needs its own servers
         return share.task.source not in ("agent", "verifiers") and not confinement_missing()
     return share.reward.sandbox
 
 
 def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifier: Connection) -> None:
-    """Consumes one request and produces its result."""
+    """Consume one request and produce its result."""
     request = EpisodeRequest.FromString(verifier.recv_bytes())
     share, play = tasks[request.task], plays[request.task]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -212,13 +211,13 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
             result.sequence_id = request.sequence_id
             verifier.send_bytes(result.SerializeToString())
             return
-    random.seed(request.seed)  # else all episodes would draw the same from the template's state
+    random.seed(request.seed)  # otherwise all episodes would draw the same numbers from the template's state
     pid = os.getpid()
 
     policy = Policy(request.base_url, lambda waits: verifier.send_bytes(WAITS if waits else WORKS))
     result = run_episode(play, request, policy, share.reward.max_abs)
     if os.getpid() != pid:
-        return  # the environment forked, and its child came back as if it were the episode
+        return  # in a child that the environment forked
     clear_leftover_children()
     verifier.send_bytes(JUDGE * isinstance(result, VerifyItem) + result.SerializeToString())
 

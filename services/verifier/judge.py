@@ -1,11 +1,10 @@
-"""Asks another model what it thinks of a completion: an OpenAI-compatible chat completions endpoint, by HTTP.
+"""Ask another model to judge a completion, by an OpenAI-compatible chat completions endpoint over HTTP.
 
-The call is made here, in the verifier's own process: URL and template are the user's, and waiting costs no worker. What a
-reward makes of the answer, untrusted text on untrusted text, is a worker's business, as for every item: it comes there as
-`judgement`.
+The verifier's own process makes the call, since URL and template are the user's, and so that waiting occupies no worker. A
+worker scores the answer, which is untrusted text, like every item; the item has it as `judgement`.
 
-An answer is kept by the text that was asked, so that no text is asked twice while a verifier lives; a failure is not kept. An
-item that the judge gives no answer to has failed and has no reward.
+Answers are cached by the text of the question, so that a verifier normally asks each text once; failures are not cached. An
+item without the judge's answer fails and has no reward.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ from services.verifier.pool import QueueFull, RewardPool
 log = logging.getLogger(__name__)
 
 MOST_ANSWERS = 10_000
-"""Kept; the longest unused go first."""
+"""Maximum number of cached answers; the least recently used ones are dropped first."""
 ANSWER_CHARACTERS = 8192
-"""Of an answer, kept from its end, where models put their verdict."""
+"""Characters kept of an answer, from its end, where models put their verdict."""
 MOST_BYTES = 4 * 1024**2
-"""Read of a response."""
+"""Bytes read of a response."""
 _BACKOFF = Backoff(first_s=0.5, most_s=10.0, jitter=0.5)
 _HEALS = (408, 409, 425, 429)
-"""HTTP status beside 5xx that another try may change."""
+"""HTTP statuses, in addition to 5xx, after which the call is repeated."""
 
 
 class JudgeUnavailable(PipelineRLError):
-    """The judge may answer another time."""
+    """The judge gave no answer, but may answer another call."""
 
 
 class JudgeRefused(PipelineRLError):
-    """It will not answer this."""
+    """The judge refuses this call for good."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the judge wrote; or, where `status` is not OK, why there is nothing."""
+    """The judge's text; or, if `status` is not OK, the reason why it is missing."""
 
     text: str
     status: verifier_pb2.VerifyStatus = verifier_pb2.VERIFY_STATUS_OK
@@ -67,9 +66,9 @@ class Answer:
 
 
 class Judge:
-    """Of one reward. `key`: what authorizes the calls, empty = nothing; it is in no log and no message.
+    """The judge of one reward. `key`: API key, empty = none; it appears in no log and no message.
 
-    Use as an async context manager. Bounded by who asks: each caller waits for its answers.
+    Use it as an async context manager. Callers bound the number of calls, since each waits for its answers.
     """
 
     def __init__(self, reward: RewardConfig, key: str, metrics: VerifierMetrics) -> None:
@@ -80,7 +79,7 @@ class Judge:
         self._places = asyncio.Semaphore(reward.judge.concurrency)
         self._next_at_s = 0.0
         self.num_waiting = 0
-        """Texts without an answer yet."""
+        """Number of texts that wait for their answer."""
 
     async def __aenter__(self) -> Judge:
         return self
@@ -92,8 +91,8 @@ class Judge:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer(self, item: verifier_pb2.VerifyItem) -> Answer | None:
-        """One for each text, whoever asks. A caller that leaves leaves the call going: it will ask again. None for a completion
-        that earns nothing whatever the judge says."""
+        """Return the answer for an item, one for each text. If the caller is cancelled, the call goes on, since the item comes
+        again. Return None for a completion that earns nothing because it was cut."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             return None
         text = filled(self._config.template, item)
@@ -122,7 +121,7 @@ class Judge:
                 self._answers.pop(key, None)
 
     async def _answer_in_time(self, text: str) -> Answer:
-        """After as many tries as the time allows; the wait for the first one's turn does not count."""
+        """Try to get an answer until the timeout, which starts when the rate limit allows the first try."""
         timeout_s, failure = self._config.timeout_s, ""
         await self._turn()
         until_s = time.monotonic() + timeout_s
@@ -149,14 +148,14 @@ class Judge:
                 )
             return Answer(said[-ANSWER_CHARACTERS:])
         except TimeoutError:
-            late = f"the judge gave no answer in reward.judge.timeout_s = {timeout_s:g} s"
+            late = f"the judge gave no answer within reward.judge.timeout_s = {timeout_s:g} s"
             return Answer(f"{late}: {failure}" if failure else late, verifier_pb2.VERIFY_STATUS_TIMEOUT)
         except JudgeRefused as error:
             log.error("the judge refuses: %s", error)
             return Answer(f"the judge refuses: {error}", verifier_pb2.VERIFY_STATUS_CRASHED)
 
     async def _turn(self) -> None:
-        """Until another call may be made, of those that `requests_per_minute` allows."""
+        """Wait until `requests_per_minute` allows another call."""
         if self._config.requests_per_minute:
             now_s = time.monotonic()
             mine_s = max(now_s, self._next_at_s)
@@ -165,8 +164,7 @@ class Judge:
 
 
 class JudgedPool:
-    """A pool whose items have been to their judge before a worker scores them. `judges`: by task; items of others go straight
-    to a worker."""
+    """A pool that asks an item's judge before a worker scores it. `judges`: by task; items of other tasks need no judge."""
 
     def __init__(self, pool: RewardPool, judges: Mapping[str, Judge]) -> None:
         self._pool, self._judges, self.max_queue = pool, judges, pool.max_queue
@@ -174,7 +172,7 @@ class JudgedPool:
     async def score(
         self, items: Iterable[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
     ) -> list[verifier_pb2.VerifyResult]:
-        """See `RewardPool.score`. Raises `QueueFull` where too many items wait for their judge already."""
+        """Like `RewardPool.score`. Also raises `QueueFull` if too many items wait for their judge."""
         asked = list(items)
         waiting = sum(judge.num_waiting for judge in self._judges.values())
         if waiting + len(asked) > self.max_queue:
@@ -199,14 +197,14 @@ class JudgedPool:
 
 
 def api_key(config: JudgeConfig) -> str:
-    """Raises `FieldError` when the variable that the recipe names is not there or cannot be used."""
+    """Return the API key; "" if none is needed. Raises `FieldError` if the recipe's variable is missing or unusable."""
     if not config.api_key_env:
         return ""
     if not (key := os.environ.get(config.api_key_env, "").strip()):
         problem = "the verifier's environment has no such variable; set it where the verifier starts"
         raise FieldError("reward.judge.api_key_env", config.api_key_env, problem)
-    if not (key.isascii() and key.isprintable()):  # http.client would refuse the header by an error that holds the key
-        problem = "the variable holds a line break or another character that no HTTP header takes"
+    if not (key.isascii() and key.isprintable()):  # http.client would raise an error that contains the key
+        problem = "the variable holds a line break or another character that an HTTP header cannot have"
         raise FieldError("reward.judge.api_key_env", config.api_key_env, problem)
     return key
 
@@ -215,7 +213,7 @@ _PLACE = re.compile(r"\{(prompt|completion|reference)\}")
 
 
 def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
-    """The text that the judge is asked. What is filled in is not looked into, and other braces stay. Pure."""
+    """Fill in the template of the question. Filled-in texts are not expanded again, and other braces stay. Pure."""
     try:
         reference = json.loads(item.reference_json)
     except (ValueError, RecursionError):
@@ -230,13 +228,13 @@ def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
 
 
 def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
-    """One call; blocks. Raises `JudgeUnavailable`, `JudgeRefused`, whose texts do not hold the key."""
+    """Make one call; blocks. Raises `JudgeUnavailable` or `JudgeRefused`, whose texts never contain the key."""
     asked = {"model": config.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
     url = f"{config.url.rstrip('/')}/chat/completions"
     request = urllib.request.Request(url, data=json.dumps(asked).encode(), method="POST")
     request.add_header("Content-Type", "application/json")
     if key:
-        request.add_unredirected_header("Authorization", f"Bearer {key}")  # of this host only
+        request.add_unredirected_header("Authorization", f"Bearer {key}")  # for this host only
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             body = response.read(MOST_BYTES)
@@ -254,12 +252,12 @@ def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
     except (ValueError, LookupError, TypeError, RecursionError):
         content = None
     if not isinstance(content, str):
-        raise JudgeRefused(f"the response is no chat completion: {body[:200].decode(errors='replace')!r}")
+        raise JudgeRefused(f"the response is not a chat completion: {body[:200].decode(errors='replace')!r}")
     return as_unicode(content)
 
 
 async def in_thread(call: Callable[[], str]) -> str:
-    """`call()` on a thread of its own, which nobody waits for once the caller has left: no exit hangs on it."""
+    """Run `call()` on a daemon thread, which cannot delay the process's exit after the caller has left."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[str] = loop.create_future()
 

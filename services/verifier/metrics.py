@@ -1,4 +1,4 @@
-"""What the verifier counts, on an injected Prometheus registry. It starts no server and reads no clock."""
+"""The verifier's metrics, on an injected Prometheus registry."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pipelinerl.telemetry.metrics import MetricSet
 from pipelinerl.v1 import verifier_pb2
 
 UNKNOWN_TASK = "(unknown)"
-"""Label of items of another run's task: callers do not choose how many label values there are."""
+"""Label of items of unknown tasks, so that callers cannot create label values."""
 
 CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED", "INTERNAL")
-"""How the server ends a call. What never reached it, callers count."""
+"""Statuses of calls that reached the server. Callers count all others."""
 LOSSES = ("timeout", "death", "retirement")
-"""What ends a worker."""
+"""Reasons for the end of a worker."""
 MEANS = ("bubblewrap", "landlock", "none")
 CODE = ("programs", "rewards", "episodes")
-"""A model's programs, functions of users, and environments, tools and agents."""
+"""Kinds of untrusted code: a model's programs; users' functions; environments, tools and agents."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-"""A comparison of two strings takes a millisecond, a program in a sandbox up to `reward.timeout_s`."""
+"""Buckets from the comparison of two strings to a program in a sandbox at `reward.timeout_s`."""
 _EPISODE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _REWARDS = (-2, -1, -0.75, -0.5, -0.25, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.25, 1.5, 2, 5)
-"""Around 0 and 1, where the built-in rewards and their terms lie; a user's own may reach further."""
+"""Buckets around 0 and 1, the range of built-in rewards and their terms; users' rewards may exceed it."""
 
 STATUSES = tuple(status_name(status) for status in verifier_pb2.VerifyStatus.values() if status)
 
@@ -35,7 +35,7 @@ class VerifierMetrics:
 
     def __init__(self, registry: CollectorRegistry, tasks: Iterable[str]) -> None:
         metrics = MetricSet("pipelinerl_verifier", registry)
-        label = {"task": f"a task of the recipe, or {UNKNOWN_TASK} for items of another run's"}
+        label = {"task": f"a task of the recipe, or {UNKNOWN_TASK} for items of other tasks"}
         self.calls = metrics.counter("calls_total", "Calls by gRPC status.", {"code": CODES}, unit="calls")
         self.call_seconds = metrics.histogram("call_seconds", "Verify calls, arrival to answer.", _SECONDS)
         self.requests = metrics.counter(
@@ -47,7 +47,7 @@ class VerifierMetrics:
         self.reward = metrics.histogram("reward", "Rewards of scored items.", _REWARDS, label, unit="reward")
         self.judge_calls = metrics.counter(
             "judge_calls_total",
-            "Judgements by what became of them; `retried`: tries beside the first.",
+            "Judgements by outcome; `retried` counts tries after the first.",
             {"outcome": ("answered", "cached", "retried", "failed")},
             unit="calls",
         )
@@ -58,10 +58,10 @@ class VerifierMetrics:
             "worker_restarts_total", "Workers replaced, by what ended them.", {"reason": LOSSES}, unit="processes"
         )
         kept = {"code": CODE, "means": MEANS}
-        self.sandbox = metrics.gauge("sandbox", "1: such means keep all code of the kind in.", kept, unit="boolean")
+        self.sandbox = metrics.gauge("sandbox", "1 if this sandbox confines all code of the kind.", kept, unit="boolean")
         self.timeouts = metrics.counter("timeouts_total", "Rewards and episodes killed at a deadline.", unit="items")
-        self.episodes = metrics.gauge("episodes", "Episodes under way.", unit="episodes")
-        self.episode_capacity = metrics.gauge("episode_capacity", "Episodes that may be under way.", unit="episodes")
+        self.episodes = metrics.gauge("episodes", "Running episodes.", unit="episodes")
+        self.episode_capacity = metrics.gauge("episode_capacity", "Maximum number of running episodes.", unit="episodes")
         self.episode_seconds = metrics.histogram("episode_seconds", "Episodes, start to end.", _EPISODE_SECONDS, label)
 
     def count(self, task: str, result: verifier_pb2.VerifyResult, *, is_episode: bool = False) -> None:

@@ -1,15 +1,14 @@
-"""Scores items in worker processes, so that a reward that hangs, dies or takes all memory costs its own item only.
+"""Score items in worker processes, so that a reward that hangs, dies or takes all memory only costs its own item.
 
 Each worker's loop consumes one item of the queue at a time and produces its result. It waits for an item, for the worker and
-for the reward's deadline. Callers unblock the first, the worker the second, the clock the third.
+for the reward's deadline. Callers unblock the first wait, the worker the second, the clock the third.
 
-Past its deadline a worker is killed, with what it started, and its item has timed out. When a worker dies, its item is tried
-once more, since what died may have been shot from outside or hurt by an earlier item; a second death is its own.
+After its deadline a worker is killed with all processes it started, and its item times out. If a worker dies, its item is tried
+once more, since the cause may have been an outside signal or an earlier item; after a second death the item fails.
 
-A worker is started, given items, heard from and ended through pipes. Frames are those of `multiprocessing.connection`: a
-length, and bytes that nobody unpickles. The first to the worker is the recipe, as JSON; the first back is text: empty when
-the worker is up, otherwise the user's mistake. Then every frame to the worker is a `VerifyItem` and every frame back its
-`VerifyResult`.
+Workers communicate through pipes, with frames of `multiprocessing.connection`: a length, and bytes that are not unpickled. The
+first frame to the worker is the recipe as JSON; the first frame back is a text, empty if the worker is ready, otherwise the
+user's mistake. Then every frame to the worker is a `VerifyItem` and every frame back its `VerifyResult`.
 """
 
 from __future__ import annotations
@@ -46,34 +45,34 @@ log = logging.getLogger(__name__)
 NO_WORKER = "no reward worker is up"
 MOST_DEATHS = 2
 DIED = "the process of reward"
-"""How the message of an item begins on which so many workers died."""
+"""Beginning of the message of an item on which `MOST_DEATHS` workers died."""
 START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PIPELINERL_PRIVATE_DIR")
 _LOGGED_BYTES = 4096
 _PRINTED_BYTES, _PRINTED_BYTES_PER_S = 64 * 1024, 4096
-"""Of what the code in one worker prints: at once, and for long."""
+"""Limits of the logged output of one worker's code: a burst, and a rate."""
 FRAME_LENGTH = struct.Struct("!I")
-"""Before each frame. Unsigned, since what a reward writes there must not look like a negative one."""
+"""Length before each frame. It is unsigned, so that bytes that a reward writes cannot look like a negative length."""
 LONGEST_RESULT_BYTES = MAX_MESSAGE_BYTES // 4096
-"""So much of a worker is held here, whatever its code writes; results of the largest `actor.verify_batch` fit an answer."""
+"""Limit of a worker's result, so that the results of the largest `actor.verify_batch` fit into one answer."""
 
 Loss = Literal["timeout", "death", "retirement"]
-"""What ends a worker. It retires of its own accord and between two items, so that no item is to blame."""
+"""Reason for the end of a worker. A worker retires by itself, between two items, so that no item is at fault."""
 
 
 class QueueFull(PipelineRLError):
-    """There is no room for a call's items, or its episode, now."""
+    """The queue has no room for a call's items, or too many episodes are running."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One item on its way. Its future gets the result, and is cancelled when the caller leaves."""
+    """One item to score. Its future gets the result, and is cancelled if the caller leaves."""
 
     item: verifier_pb2.VerifyItem
     on_result: Callable[[verifier_pb2.VerifyResult], None]
     future: asyncio.Future[verifier_pb2.VerifyResult]
     deaths: int = 0
-    """Workers that died on it."""
+    """Number of workers that died on it."""
 
     def resolve(self, result: verifier_pb2.VerifyResult) -> None:
         if not self.future.done():
@@ -89,15 +88,15 @@ class Job:
 async def run_pool(
     recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, *, workers: int, max_queue: int
 ) -> AsyncIterator[RewardPool]:
-    """Starts the workers, and ends them with all they started. `readiness` follows whether one is up.
+    """Start the workers, and at the end kill them with all processes they started. `readiness` needs at least one worker.
 
-    Raises `UserError` when the recipe's reward does not exist, `ServiceError` when a worker does not come up at first.
+    Raises `UserError` if the recipe's reward does not exist, and `ServiceError` if one of the first workers does not start.
     """
     pool = RewardPool(recipe, metrics, readiness, max_queue)
     starts = await asyncio.gather(*(start_worker(recipe) for _ in range(workers)), return_exceptions=True)
     first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
     for failure in starts:
-        if isinstance(failure, BaseException):  # all of them or none
+        if isinstance(failure, BaseException):  # all must start
             await asyncio.gather(*(worker.kill() for worker in first))
             raise failure
     async with asyncio.TaskGroup() as slots:
@@ -110,7 +109,7 @@ async def run_pool(
 
 
 class RewardPool:
-    """Made by `run_pool`. Items wait for a worker first in, first out; what is tried again comes first."""
+    """The pool, which `run_pool` creates. The queue is first in, first out; repeated items come first."""
 
     def __init__(self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int) -> None:
         self._recipe, self._metrics, self._readiness = recipe, metrics, readiness
@@ -125,9 +124,9 @@ class RewardPool:
     async def score(
         self, items: Iterable[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
     ) -> list[verifier_pb2.VerifyResult]:
-        """One result for each item, in order; `on_result` gets each as it comes. Raises `QueueFull`, with none of them queued.
+        """Return one result for each item, in order; `on_result` gets each at once. Raises `QueueFull` and then queues none.
 
-        Cancelling it takes its items out of the queue.
+        If the call is cancelled, its items leave the queue.
         """
         loop = asyncio.get_running_loop()
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
@@ -142,7 +141,7 @@ class RewardPool:
             raise
 
     async def run_slot(self, worker: WorkerProcess) -> None:
-        """One worker after the other, until cancelled."""
+        """Run one worker after another, until cancelled."""
         while True:
             self._count_up(+1)
             try:
@@ -164,14 +163,14 @@ class RewardPool:
         self._readiness.reason = "" if self._up else NO_WORKER
 
     async def _serve(self, worker: WorkerProcess) -> Loss:
-        """Item after item until the worker is lost; what ended it."""
+        """Score items until the worker is lost, and return the reason."""
         while True:
             if not await self._wait_for_job(worker):
                 gone = await worker.gone()
                 log.warning("reward worker %d ended while idle: %s", worker.pid, gone)
                 return gone.loss
             job = self._jobs.popleft()
-            if job.future.done():  # its caller has just left
+            if job.future.done():  # the caller has left
                 continue
             timeout_s = self._rewards[job.item.task].timeout_s
             try:
@@ -188,7 +187,7 @@ class RewardPool:
             job.resolve(result)
 
     async def _wait_for_job(self, worker: WorkerProcess) -> bool:
-        """Whether there is one; False when the worker ended before."""
+        """Wait for an item. Return False if the worker ended first."""
         while not self._jobs and not worker.ended.done():
             self._filled.clear()
             filled = asyncio.create_task(self._filled.wait())
@@ -199,7 +198,7 @@ class RewardPool:
         return not worker.ended.done()
 
     def _try_again(self, job: Job, gone: WorkerGone) -> None:
-        """A worker that retires does so between two items: this one had not begun."""
+        """Queue an item again, or fail it after too many deaths. If the worker retired, it had not begun the item."""
         if gone.loss != "retirement":
             job.deaths += 1
             log.warning("reward worker died on %s (time %d): %s", job.item.sequence_id, job.deaths, gone)
@@ -212,14 +211,14 @@ class RewardPool:
 
 
 def how_ended(code: int) -> str:
-    """What an exit code says; below 0, a signal."""
+    """Describe an exit code, or a signal if it is negative."""
     if code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
 
 
 class WorkerGone(Exception):
-    """The process ended."""
+    """The worker's process ended."""
 
     def __init__(self, how: str, loss: Loss = "death") -> None:
         self.loss = loss
@@ -227,7 +226,7 @@ class WorkerGone(Exception):
 
 
 class WorkerProcess:
-    """Made by `start_worker`; `kill` must follow."""
+    """A worker, which `start_worker` creates and `kill` must end."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -237,30 +236,30 @@ class WorkerProcess:
         self._last_output = ""
         self._output = asyncio.create_task(self._log_output())
         self.ended = asyncio.create_task(process.wait())
-        """Done when the process has ended, also while nobody waits for a result."""
+        """Task that is done when the process has ended, also while it is idle."""
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def write(self, payload: bytes) -> None:
-        """Queues one frame."""
+        """Queue one frame."""
         self._stdin.write(FRAME_LENGTH.pack(len(payload)) + payload)
 
     async def score(self, item: verifier_pb2.VerifyItem, within_s: float) -> verifier_pb2.VerifyResult:
-        """Raises `TimeoutError`, after which the worker is of no use any more, and `WorkerGone`."""
+        """Score an item. Raises `WorkerGone`, and `TimeoutError`, after which the worker is unusable."""
         self.write(item.SerializeToString())
         payload = await self.read(within_s)
         try:
             result = verifier_pb2.VerifyResult.FromString(payload)
         except DecodeError as error:
-            raise WorkerGone("something else than results is in its pipe") from error
+            raise WorkerGone("it wrote something else than results to its pipe") from error
         if result.sequence_id != item.sequence_id:
-            raise WorkerGone(f"it answered about {result.sequence_id!r:.100} out of turn")
+            raise WorkerGone(f"it answered with another item's id, {result.sequence_id!r:.100}")
         return result
 
     async def read(self, within_s: float) -> bytes:
-        """The next frame. One that came while this loop was busy is in time. Raises `TimeoutError` and `WorkerGone`."""
+        """Return the next frame, also one that arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone`."""
         frame = asyncio.create_task(self._next_frame())
         try:
             done, _ = await asyncio.wait((frame,), timeout=within_s)
@@ -275,11 +274,11 @@ class WorkerProcess:
     async def _next_frame(self) -> bytes:
         (length,) = FRAME_LENGTH.unpack(await self._stdout.readexactly(FRAME_LENGTH.size))
         if length > LONGEST_RESULT_BYTES:
-            raise WorkerGone(f"a result of {length:,} bytes is in its pipe, and {LONGEST_RESULT_BYTES:,} may be")
+            raise WorkerGone(f"it wrote a result of {length:,} bytes, and at most {LONGEST_RESULT_BYTES:,} are allowed")
         return await self._stdout.readexactly(length)
 
     async def gone(self) -> WorkerGone:
-        """How it ended. Its end of the pipe is closed, or it has exited."""
+        """Describe the end of a worker that has exited or closed its pipe."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await asyncio.shield(self.ended)
@@ -290,7 +289,7 @@ class WorkerProcess:
         return WorkerGone(how_ended(code) + said, "retirement" if code == RETIRED else "death")
 
     async def kill(self) -> None:
-        """Ends the process and everything it started, and waits until it is reaped."""
+        """Kill the process and all processes it started, and wait until it is reaped."""
         if self._process.returncode is None:
             kill_tree(self.pid)
         else:
@@ -300,8 +299,7 @@ class WorkerProcess:
         self._stdin.close()
 
     async def _log_output(self) -> None:
-        """Passes on what users' code prints, as much as `_PRINTED_BYTES` and `_PRINTED_BYTES_PER_S` let through. Ends with the
-        worker's standard error, or by cancellation."""
+        """Log users' output within `_PRINTED_BYTES` and `_PRINTED_BYTES_PER_S`, until the end of standard error."""
         assert self._process.stderr is not None
         room, left_out, at_s = float(_PRINTED_BYTES), 0, time.monotonic()
         while chunk := await self._process.stderr.read(_LOGGED_BYTES):
@@ -310,7 +308,7 @@ class WorkerProcess:
             self._last_output = chunk.decode(errors="replace").strip()
             if len(chunk) > room:
                 if not left_out:
-                    log.warning("it prints too much; more of it is left out of this log", extra={"worker": self.pid})
+                    log.warning("a worker prints too much; further output is left out of this log", extra={"worker": self.pid})
                 left_out += len(chunk)
                 continue
             if left_out:
@@ -322,10 +320,10 @@ class WorkerProcess:
 async def start_worker(
     recipe: Recipe, module: str = "services.verifier.worker", *arguments: str, pass_fds: tuple[int, ...] = ()
 ) -> WorkerProcess:
-    """A process that has imported its reward, or what else of the user's `module` needs, and is ready.
+    """Start a process of `module` and wait until it has imported the user's code.
 
-    It knows where Python finds modules, the locale, one thread per numeric library, and no secrets. Raises `UserError` when the
-    recipe names something that does not exist, `ServiceError` when the process does not come up.
+    Its environment holds Python's search path, the locale and one thread per numeric library, but no secrets. Raises
+    `UserError` if the recipe names missing code, and `ServiceError` if the process does not start.
     """
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

@@ -1,11 +1,11 @@
-"""Rewards of a recipe on completions that it is given: `python -m services.verifier.rehearsal`, before a run loads any model.
+"""`python -m services.verifier.rehearsal`: try a recipe's rewards on given completions, before a run loads any model.
 
-Reads one JSON object from standard input: `recipe`, `items` with the fields of a `VerifyItem`, and the `forms` of each item:
-completions, each with the answer that the reward has to find in it (empty: any). Scores the items one after the other, in a
-worker process as the verifier does, each with the first form that fits. Prints a line of JSON before each (`calling`: its
-number) and after it (`completion`, `answer`, `status`, `reward`, `seconds`, `message`), so that the reader knows what ended it.
-A start that fails is `{"problem": "..."}`. A task whose reward cost its worker gets no further item: each would cost seconds.
-Serves nothing and logs nothing.
+It reads one JSON object from standard input: `recipe`, `items` with the fields of a `VerifyItem`, and the `forms` of each item:
+completions, each with the answer that the reward has to find in it (empty: any). It scores the items one after another in a
+worker process, as the verifier does, each with the first form that fits. It prints a line of JSON before each item (`calling`:
+its number) and after it (`completion`, `answer`, `status`, `reward`, `seconds`, `message`), so that the reader knows which item
+ended it. If the start fails, it prints `{"problem": "..."}`. If a reward costs a worker, its task gets no further item, since
+each would take seconds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _say(**line: Any) -> None:
 
 
 def main() -> int:
-    logging.disable()  # what went wrong is in the results
+    logging.disable()  # the results tell what went wrong
     asked = json.load(sys.stdin)
     recipe = Recipe.model_validate_json(json.dumps(asked["recipe"]))
     asyncio.run(rehearse(recipe, [ParseDict(item, VerifyItem()) for item in asked["items"]], asked["forms"]))

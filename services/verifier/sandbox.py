@@ -1,17 +1,17 @@
-"""Runs programs that a model wrote, and keeps users' code that reads a model's output, away from everything else. Linux.
+"""Isolate programs that a model wrote, and users' code that reads a model's output. Linux.
 
-`python -m services.verifier.sandbox` prints what programs are kept in by on this machine.
+`python -m services.verifier.sandbox` prints the sandbox for programs on this machine.
 
-`run` gives a program a folder, standard input, and nothing more: no network, no other process, no other file but Python's own,
-read-only; within limits of wall-clock time, CPU time, memory and output. It uses the strongest means there is:
+`run` gives a program a folder and standard input, but no network, no other process and no other files except Python's,
+read-only. It limits wall-clock time, CPU time, memory and output. It uses the strongest available sandbox:
 
-    bubblewrap   namespaces of its own (user, processes, network, IPC, mounts), a folder in memory of bounded size
-    landlock     rules of the kernel on files, from Linux 6.2 on; the folder is read-only, since nothing bounds what is written
-    none         limits only: refused unless the caller says that it trusts the program
+    bubblewrap   separate namespaces (user, processes, network, IPC, mounts), and a folder in memory of bounded size
+    landlock     kernel rules on files, from Linux 6.2 on; the folder is read-only, since its size could not be bounded
+    none         limits only; refused unless the caller says that it trusts the program
 
-With the first two, seccomp admits the system calls on a list and no others: none that opens a socket, starts a process or
-changes another one. `confine` puts the process that calls it under Landlock and seccomp for good; such a process may start
-others, few at a time. Nothing here protects from mistakes in the kernel itself: for that, run the verifier's pod under Kata.
+With the first two, seccomp only admits listed system calls; none of them opens a socket, starts a process or changes another
+process. `confine` puts the calling process under Landlock and seccomp for good; such a process may start a few others. This
+module does not protect against kernel bugs; for that, run the verifier's pod under Kata.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from services.verifier.confinement import MIB, answer_call, attach_to_parent, ke
 
 
 class Means(StrEnum):
-    """What keeps a program in, strongest first."""
+    """Sandboxes, strongest first."""
 
     BUBBLEWRAP = "bubblewrap"
     LANDLOCK = "landlock"
@@ -52,24 +52,24 @@ class Means(StrEnum):
 
 
 class NoSandbox(PipelineRLError):
-    """This machine has no means to keep an untrusted program in."""
+    """This machine has no sandbox for untrusted code."""
 
 
 @dataclass(frozen=True)
 class Limits:
     timeout_s: float = 5.0
-    """Wall-clock seconds; CPU seconds likewise, as the program has one process."""
+    """Wall-clock seconds; CPU seconds are limited accordingly, as the program has one process."""
     memory_mib: int = 512
-    """Address space, the interpreter's included."""
+    """Address space, including the interpreter's."""
     output_bytes: int = 65_536
-    """Of standard output, of standard error, and of each file it writes."""
+    """Size of standard output, of standard error, and of each file that it writes."""
     folder_mib: int = 16
-    """All files together."""
+    """Size of all files together."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended. `exit_code`: below 0, the number of the signal that ended it."""
+    """The result of a program. A negative `exit_code` is the number of the signal that ended it."""
 
     exit_code: int
     stdout: bytes
@@ -98,12 +98,12 @@ _OWN_STATE = (
 )
 _PAIRS = "recvfrom recvmsg recvmmsg shutdown getsockopt getsockname getpeername"
 _SETSOCKOPT = {1: (2, 9, 13, 20, 21), 6: (1, 4, 5, 6, 18)}
-"""By level, what neither enlarges a buffer, which no limit counts, nor changes what a socket does: of SOL_SOCKET SO_REUSEADDR,
-SO_KEEPALIVE, SO_LINGER and time-outs; of TCP TCP_NODELAY and when it asks whether the other end is there."""
+"""Admitted options by level: for SOL_SOCKET SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and timeouts; for TCP TCP_NODELAY and
+keepalive intervals. They neither enlarge a buffer, which no limit counts, nor change the use of a socket."""
 _SIGNALS = "kill tkill tgkill"
 _SESSIONS = "setsid setpgid pidfd_open"
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
-"""Duplicates, flags, locks and sizes of pipes; none that names a process to be signalled."""
+"""Commands for duplicates, flags, locks and sizes of pipes; none sends signals to a process."""
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _STREAM, _SEQPACKET, _MSG_FASTOPEN = 1, 5, 0x20000000
@@ -111,12 +111,12 @@ _ALLOW, _ASK, _REFUSE = 0x7FFF0000, 0x7FC00000, 0x00050000
 _NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
 _CLONE_THREAD = 0x10000
 _CLONE_ASIDE = 0x7E02_8000
-"""CLONE_PARENT, with which the child would be the parent's, and all namespaces."""
+"""CLONE_PARENT, with which the child would become the parent's, and the flags of all namespaces."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _PRCTL = (3, 15, 16, 23, _PR_SET_NO_NEW_PRIVS)
-"""Reads whether it is dumpable and what it may do, its name, and the flag that is set already."""
+"""Options to read the dumpable flag and capabilities, for the name, and for the flag that is already set."""
 _MOST_FILES = 512
-"""Open at once, of each process under `confine`: what waits in pipes and sockets is no process's memory."""
+"""Open files of each process under `confine`. The limit is needed because buffers of pipes and sockets count for no process."""
 _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
 _LISTENER = 1 << 3 | 1 << 5
@@ -137,7 +137,7 @@ _ASKS_ABOUT_THREADS = b"".join(
 
 
 _FOLDER = "/.program"
-"""Of a program in bubblewrap: a name that no folder of Python's is below."""
+"""A program's folder in bubblewrap, which is outside all folders of Python."""
 _NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl")
 
 
@@ -149,9 +149,9 @@ class _Comparison(ctypes.Structure):
 
 @cache
 def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
-    """A seccomp program that admits listed system calls. All others fail with EPERM; clone3, whose flags no filter can read,
-    with ENOSYS, so that the C library takes clone. With `processes`, who listens is asked about each process and thread.
-    Raises `OSError` when libseccomp is not there or refuses."""
+    """Return a seccomp program that admits listed system calls. All others fail with EPERM. clone3, whose flags a filter cannot
+    read, fails with ENOSYS, so that the C library uses clone. With `processes`, the listener is asked about new processes and
+    threads. Raises `OSError` if libseccomp is missing or fails."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_REFUSE | errno.EPERM)))
@@ -159,7 +159,7 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
     def add(action: int, names: str, *comparisons: tuple[int, int, int, int]) -> None:
         for name in names.split():
             number = library.seccomp_syscall_resolve_name(name.encode())
-            if number < 0:  # unknown to this libseccomp, or not of this architecture
+            if number < 0:  # unknown to this libseccomp or architecture
                 continue
             wanted = (_Comparison * len(comparisons))(*(_Comparison(*comparison) for comparison in comparisons))
             failed = library.seccomp_rule_add_array(context, ctypes.c_uint32(action), number, len(comparisons), wanted)
@@ -173,7 +173,7 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
         for name, commands in (("fcntl", _FCNTL), ("ioctl", _IOCTL)):
             for command in commands:
                 add(_ALLOW, name, (1, _EQUAL, command, 0))
-        for kind in (_STREAM, _SEQPACKET):  # a datagram could be sent to a socket of others
+        for kind in (_STREAM, _SEQPACKET):  # datagrams could be sent to other sockets
             add(_ALLOW, "socketpair", (1, _MASKED_EQUAL, 0xF, kind))
         for name, flags in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)):  # MSG_FASTOPEN would connect
             add(_ALLOW, name, (flags, _MASKED_EQUAL, _MSG_FASTOPEN, 0))
@@ -191,7 +191,7 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
             add(_ASK, "clone", (0, _MASKED_EQUAL, _CLONE_ASIDE, 0))
         else:
             add(_ALLOW, "clone", (0, _MASKED_EQUAL, _CLONE_THREAD | _CLONE_ASIDE, _CLONE_THREAD))
-        if connects:  # TCP of IPv4 and IPv6, which is what Landlock knows ports of
+        if connects:  # TCP over IPv4 and IPv6, whose ports Landlock can restrict
             add(_ALLOW, "connect")
             for family, protocol in product((2, 10), (0, 6)):
                 add(_ALLOW, "socket", (0, _EQUAL, family, 0), (1, _MASKED_EQUAL, 0xF, _STREAM), (2, _EQUAL, protocol, 0))
@@ -210,9 +210,9 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _CONNECT_TCP = 2
 _RIGHTS_BY_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _LEAST, _SCOPED = 3, 6
-"""Versions: before the first, whoever may read a file may cut it to nothing; before the second, signals reach outside."""
+"""First versions of Landlock in which a readable file cannot be truncated, and in which signals cannot leave the sandbox."""
 _SCOPES = 3
-"""No signals and no abstract sockets to processes outside; from version 6 on."""
+"""Flags that forbid signals and abstract sockets to processes outside, from version 6 on."""
 
 
 def _call(number: int, *arguments: object) -> int:
@@ -224,7 +224,7 @@ def _call(number: int, *arguments: object) -> int:
 
 @cache
 def landlock_version() -> int:
-    """0 where the kernel has none, or does not use it."""
+    """Return the kernel's version of Landlock; 0 if it has none, or if it is disabled."""
     try:
         return _call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     except OSError:
@@ -232,7 +232,7 @@ def landlock_version() -> int:
 
 
 def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
-    """Landlock: reads and executes what is below `readable`, writes to /dev/null, and connects to one TCP port or none."""
+    """Apply Landlock: only allow reading and executing below `readable`, writing to /dev/null, and one TCP port, if any."""
     version = landlock_version()
     rights = _RIGHTS_BY_VERSION[min(version, 5)]
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
@@ -260,32 +260,32 @@ def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) ->
 
 
 def _private_dirs(path: str) -> list[str]:
-    """Folders below `path`, or itself, of what no code in a sandbox may read: those of the run and of its temporary files."""
+    """Return `path` or folders below it that sandboxed code must not read: those of the run and of its temporary files."""
     given = (os.environ.get(name, "") for name in ("PIPELINERL_PRIVATE_DIR", "TMPDIR"))
     return [private for each in given if each and os.path.commonpath((path, private := os.path.realpath(each))) == path]
 
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
-    """Rules by which all below `path` can be read but private folders: no rule of Landlock takes anything away. Of the folders
-    above these names are seen, also those of what is made later, which cannot be read."""
+    """Yield rules that make everything below `path` readable except private folders, since Landlock's rules cannot exclude. In
+    the folders above private ones, all names are visible, but files created later cannot be read."""
     private = _private_dirs(path)
     if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR
     elif path not in private:
         yield path, _READ_DIR
         for entry in os.scandir(path):
-            if not entry.is_symlink():  # a rule would be of what it points to
+            if not entry.is_symlink():  # a rule would apply to its target
                 yield from _beside_private(entry.path)
 
 
 def _forbid_privileges() -> None:
-    """None can be had by starting a program."""
+    """Forbid the process to gain privileges by starting a program."""
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
 def _give_up_privileges() -> None:
-    """No capabilities, with which /proc shows root more than Landlock knows of, and none by starting a program."""
+    """Drop all capabilities, since /proc shows root more than Landlock restricts, and forbid to regain any."""
     _forbid_privileges()
     if _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
@@ -298,7 +298,7 @@ class _Program(ctypes.Structure):
 
 
 def _restrict_calls(program: bytes, flags: int = 0) -> int:
-    """With `_LISTENER` among `flags`, the descriptor on which questions about calls arrive."""
+    """Apply a seccomp program. With `_LISTENER` in `flags`, return the descriptor on which questions about calls arrive."""
     return _call(
         317 if os.uname().machine == "x86_64" else 277,
         _SECCOMP_SET_MODE_FILTER,
@@ -308,14 +308,14 @@ def _restrict_calls(program: bytes, flags: int = 0) -> int:
 
 
 def _python_paths() -> list[str]:
-    """What a Python program reads: interpreter, libraries, packages."""
+    """Return the paths that a Python program reads: interpreter, libraries, packages."""
     paths = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", sys.base_prefix, sys.prefix)
     return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
 
 
 def python(source: str) -> tuple[list[str], dict[str, bytes]]:
-    """Program and files for `run`: `source` as a script, which may import Python's own library and this environment's packages.
-    Starts as fast as Python does: no environment variable, start-up file or user's folder is looked at."""
+    """Return program and files for `run`. `source` is a script that may import the standard library and this environment's
+    packages. For a fast start, Python ignores environment variables, start-up files and the user's folder."""
     packages = [path for path in sys.path if path.endswith("site-packages")]
     start = f"import builtins, sys; builtins.exit = builtins.quit = sys.exit; sys.path += {packages!r}; "
     start += "exec(compile(open('main.py').read(), 'main.py', 'exec'))"
@@ -332,10 +332,10 @@ class _Running:
 
 
 def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits, means: Means) -> Ended:
-    """Runs `program` in a folder with `files`, whose names have no slash, to its end. `stdin` is all it can read there.
+    """Run `program` in a folder with `files`, whose names have no slash, until its end.
 
-    For a process of one thread: the new process sets its limits between fork and exec. Raises `OSError` or
-    `subprocess.SubprocessError` when the sandbox, not the program, fails.
+    The calling process must have one thread, since the new process sets its limits between fork and exec. Raises `OSError` or
+    `subprocess.SubprocessError` if the sandbox, not the program, fails.
     """
     with ExitStack() as stack:
         given, printed = (stack.enter_context(_in_memory(content)) for content in (stdin, b""))
@@ -346,8 +346,8 @@ Command = tuple[Sequence[str], Mapping[str, bytes]]
 
 
 def run_pair(served: Command, asking: Command, limits: Limits, means: Means) -> tuple[Ended, Ended]:
-    """Runs two programs as `run` does, each in a sandbox of its own, until the second ends. A socket joins them: standard input
-    and output of the first, and standard input, to read and write, of the second."""
+    """Run two programs as `run` does, in separate sandboxes, until the second ends. A socket connects standard input and output
+    of the first to standard input of the second, which reads and writes it."""
     with ExitStack() as stack:
         ends = socket.socketpair()
         printed = stack.enter_context(_in_memory())
@@ -415,7 +415,7 @@ def _start(
 
 
 def _ended(stack: ExitStack, running: Sequence[_Running], limits: Limits) -> list[Ended]:
-    """How each ended when the last one has, or its time is over; the others are killed then."""
+    """Wait for the end of the last program, or kill it after its time; kill the others; return all results."""
     started_s, last = time.perf_counter(), running[-1]
     try:
         timed_out = not _ends_within(running, limits.timeout_s)
@@ -438,18 +438,18 @@ def _ended(stack: ExitStack, running: Sequence[_Running], limits: Limits) -> lis
 
 
 def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None) -> None:
-    """Puts what follows, and all that it starts, under Landlock and seccomp for good: it reads Python's files, what is on
-    `sys.path` and `readable`, but not the run's own folder, and writes nothing. With `connect_port` it may connect to that TCP
-    port, of any host.
+    """Put the rest of this program, and all that it starts, under Landlock and seccomp for good. It may read Python's files,
+    `sys.path` and `readable`, but not the run's folder, and may write nothing. With `connect_port` it may connect to that TCP
+    port of any host.
 
-    Returns in a child of the process that called it, attached to that one, which stays outside, bounds the child's processes
-    and ends as the child does. For a process of one thread, as Landlock binds the thread that asks for it. Raises `NoSandbox`.
+    Return in a child that is attached to the calling process, which stays outside, limits the child's processes and ends as the
+    child does. The process must have one thread, as Landlock applies to the calling thread. Raises `NoSandbox`.
     """
-    threads = len(os.listdir("/proc/self/task"))  # before what is missing is tried in one more
+    threads = len(os.listdir("/proc/self/task"))  # counted before `confinement_missing` uses another thread
     if missing := confinement_missing():
         raise NoSandbox(missing)
     if threads > 1:
-        raise NoSandbox(f"{threads} threads run already; start them later than the module is imported")
+        raise NoSandbox(f"{threads} threads run already; do not start threads while the module is imported")
     try:
         outside, inside = socket.socketpair()
         if child := os.fork():
@@ -458,7 +458,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
         attach_to_parent()
         most_files = min(_MOST_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-        # A fork waits for the answer from outside: the end of one child must not fail the start of the next.
+        # A fork waits for the answer from outside, which the end of another child must not interrupt.
         signal.siginterrupt(signal.SIGCHLD, False)
         shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)
         calls = _filter(signals=True, processes=True, connects=connect_port is not None)
@@ -473,9 +473,9 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
 
 @cache
 def confinement_missing() -> str:
-    """What this machine lacks for `confine`; empty when nothing. Processes that start others must be able to signal these and
-    nobody else, which Landlock tells apart from Linux 6.12 on; and nobody else may be asked about their calls, as some runtimes
-    of containers are: Linux lets a process have one listener."""
+    """Return what this machine lacks for `confine`; empty if nothing. A confined process must be able to signal only its own
+    processes, which Landlock supports from Linux 6.12 on. A container runtime must not already listen to its calls, since Linux
+    allows one listener per process."""
     if landlock_version() < _SCOPED:
         return f"Landlock of Linux 6.12 or later is needed; its version here is {landlock_version()}, of {_SCOPED}"
     try:
@@ -489,13 +489,13 @@ def confinement_missing() -> str:
 
 @cache
 def _listener_refusal() -> str:
-    """Why nobody here can be asked about calls; empty when somebody can."""
-    with ThreadPoolExecutor(1) as thread:  # a filter is its thread's alone, and ends with it
+    """Return why a filter here cannot have a listener; empty if it can."""
+    with ThreadPoolExecutor(1) as thread:  # a filter only applies to its thread, and ends with it
         return str(thread.submit(_listen).exception() or "")
 
 
 def _listen() -> None:
-    """Raises `OSError` where the calls of this thread can have no listener, or have one."""
+    """Try to add a listener for this thread's calls. Raises `OSError` if that is impossible, or if it already has one."""
     _give_up_privileges()
     os.close(_restrict_calls(_ADMITS_ALL, _LISTENER))
 
@@ -513,9 +513,9 @@ def _confinement(readable: Iterable[str | Path], calls: bytes) -> Callable[[], N
 
 
 def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits) -> list[str]:
-    """Its command line up to the program. `descriptors`: for its status, of the seccomp filter, and of each file."""
+    """Return bubblewrap's command line up to the program. `descriptors`: status, seccomp filter, and each file."""
     status, calls, *files = map(str, descriptors)
-    found = os.path.abspath(shutil.which("bwrap") or "bwrap")  # not on the PATH that the program gets
+    found = os.path.abspath(shutil.which("bwrap") or "bwrap")  # the program's PATH may not include it
     command = [found, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     for path in _python_paths():
         command += ["--ro-bind", path, path]
@@ -530,7 +530,7 @@ def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits
 
 
 def _in_memory(content: bytes = b"") -> Any:
-    """An open file that nobody else has, at its beginning."""
+    """Return an open, anonymous file, at its beginning."""
     file = os.fdopen(os.memfd_create("sandbox"), "r+b", buffering=0)
     file.write(content)
     file.seek(0)
@@ -542,7 +542,7 @@ def _content(file: Any, most: int) -> bytes:
 
 
 def _ends_within(running: Sequence[_Running], seconds: float) -> bool:
-    """Whether the last one ends in time; reaps nothing, and meanwhile answers whether one more thread may be."""
+    """Return whether the last program ends in time. Meanwhile, answer requests for threads. Reaps nothing."""
     deadline_s, descriptor, waiting = time.monotonic() + seconds, os.pidfd_open(running[-1].process.pid), select.poll()
     try:
         for each in (descriptor, *(each.listener for each in running if each.listener is not None)):
@@ -562,7 +562,7 @@ def _ends_within(running: Sequence[_Running], seconds: float) -> bool:
 
 @cache
 def strongest_means() -> Means:
-    """What works on this machine, tried with a program."""
+    """Return the strongest sandbox that can run a test program on this machine."""
     program, files = python("print(1 + 1)")
     for means in (Means.BUBBLEWRAP, Means.LANDLOCK):
         if means is Means.BUBBLEWRAP and not shutil.which("bwrap"):

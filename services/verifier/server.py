@@ -1,6 +1,6 @@
-"""The verifier's process: the gRPC service, its workers, its health, the spans of its calls.
+"""The verifier's process: the gRPC service, its workers, its health, and the spans of its calls.
 
-It scores nothing itself and imports no reward; a judge's answers are fetched in this process.
+This process imports and runs no reward itself, but it fetches judges' answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import VerifierSettings, announce
 from pipelinerl.service.tls import server_credentials
-from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.tracing import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
@@ -46,52 +46,53 @@ SERVICE_NAME = "pipelinerl.v1.VerifierService"
 
 
 class CallSpans:
-    """The spans of one call, from its arrival to `end`: one for each item that has a trace, and in it one for its reward."""
+    """The spans of one call, from its arrival to `end`: one for each item with a trace, with a child for its reward."""
 
     def __init__(self, items: Iterable[verifier_pb2.VerifyItem]) -> None:
         self._spans: dict[str, Span] = {}
         for item in items:
             if (trace := trace_in({"traceparent": item.traceparent})) is not None:
-                about = {a.SEQUENCE_ID: item.sequence_id, a.TASK: item.task, **a.rpc(f"{SERVICE_NAME}/Verify")}
+                about = attributes.rpc(f"{SERVICE_NAME}/Verify")
+                about |= {attributes.SEQUENCE_ID: item.sequence_id, attributes.TASK: item.task}
                 span = child(trace, "sequence.verify", kind=SpanKind.SERVER, attributes=about)
                 self._spans[item.sequence_id] = span
 
     def scored(self, result: verifier_pb2.VerifyResult) -> None:
-        """As soon as it is: the reward's span ends now. What was before it is the wait for a worker."""
+        """End the reward's span now, when the item is scored. The time before it is the wait for a worker."""
         span = self._spans.get(result.sequence_id)
         if span is not None:
             status = status_name(result.status)
-            about: a.Attributes = {a.STATUS: status, a.REWARD: result.reward}
+            about: attributes.Attributes = {attributes.STATUS: status, attributes.REWARD: result.reward}
             reward = child(trace_of(span), "reward.score", attributes=about, began_at=before_ns(result.seconds))
             if result.status != verifier_pb2.VERIFY_STATUS_OK:
                 reward.set_status(Status(StatusCode.ERROR, status))
             reward.end()
 
     def end(self, code: str) -> None:
-        """The call is answered with this status, by name."""
+        """End all spans with the status of the call, by name."""
         for span in self._spans.values():
             _say_how(span, code)
             span.end()
 
 
 def _say_how(span: Span, code: str) -> None:
-    span.set_attribute(a.RPC_STATUS, code)
+    span.set_attribute(attributes.RPC_STATUS, code)
     if code != "OK":
         span.set_status(Status(StatusCode.ERROR, code))
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
-    """Answers for one recipe's tasks, by the pool of their kind; items and episodes of another one get UNKNOWN_TASK."""
+    """Serves one recipe's tasks with the pool of their kind; items and episodes of other tasks get UNKNOWN_TASK."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | JudgedPool | None, episodes: EpisodePool | None
     ) -> None:
         self._tasks = {name: share.task.is_episodic for name, share in recipe.problem_sets.items()}
-        """Whether samples of the task are episodes."""
+        """True if samples of the task are episodes."""
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
     async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:
-        """RESOURCE_EXHAUSTED when the items do not fit in the queue now, INVALID_ARGUMENT when they never will."""
+        """Score items. The status is RESOURCE_EXHAUSTED if the queue is too full, INVALID_ARGUMENT if they can never fit."""
         started_s, spans, pool = time.perf_counter(), CallSpans(request.items), self._pool
         try:
             async with self._answering(context, spans.end):
@@ -110,8 +111,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return verifier_pb2.VerifyResponse(results=results)
 
     async def RunEpisode(self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResult:
-        """RESOURCE_EXHAUSTED when too many are under way, UNAVAILABLE when it was lost and may be run again."""
-        about = {a.SEQUENCE_ID: request.sequence_id, a.TASK: request.task, **a.rpc(f"{SERVICE_NAME}/RunEpisode")}
+        """Run an episode. The status is RESOURCE_EXHAUSTED if too many are running, UNAVAILABLE if it was lost."""
+        about = attributes.rpc(f"{SERVICE_NAME}/RunEpisode")
+        about |= {attributes.SEQUENCE_ID: request.sequence_id, attributes.TASK: request.task}
         trace = trace_in({"traceparent": request.traceparent})
         with child(trace, "episode.run", kind=SpanKind.SERVER, attributes=about) as span:
             async with self._answering(context, partial(_say_how, span)):
@@ -119,18 +121,18 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     result = self._unknown(request)
                 else:
                     result = await self._run(self._episodes, request)
-            span.set_attributes({a.STATUS: status_name(result.status), a.REWARD: result.reward})
+            span.set_attributes({attributes.STATUS: status_name(result.status), attributes.REWARD: result.reward})
         known = request.task in self._tasks
         self._metrics.count(request.task if known else UNKNOWN_TASK, result, is_episode=self._episodes is not None)
         return result
 
     async def _run(self, episodes: EpisodePool, request: verifier_pb2.EpisodeRequest) -> verifier_pb2.VerifyResult:
-        """With the judge, where an episode's answer is for one."""
+        """Run an episode and, if its answer is for a judge, score the answer."""
         started_s = time.perf_counter()
         ended = await episodes.run(request)
         if isinstance(ended, verifier_pb2.VerifyResult):
             return ended
-        assert self._pool is not None, "there are workers for what is judged"
+        assert self._pool is not None, "judged tasks have workers"
         ended.task = request.task
         scoring = partial(self._pool.score, [ended], lambda _: None)
         (result,) = await retry_forever(scoring, "score an episode's answer", retried=lambda full: isinstance(full, QueueFull))
@@ -139,7 +141,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     @asynccontextmanager
     async def _answering(self, context: aio.ServicerContext, end: Callable[[str], None]) -> AsyncIterator[None]:
-        """`end` gets the name of the status that the call is answered with."""
+        """Convert errors to gRPC statuses, and call `end` with the name of the call's status."""
         code = grpc.StatusCode.INTERNAL
         try:
             yield
@@ -172,7 +174,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 async def _servicer(
     recipe: Recipe, settings: VerifierSettings, registry: RunRegistry, readiness: Readiness
 ) -> AsyncIterator[VerifierServicer]:
-    """With the processes that the recipe's tasks need."""
+    """Start the processes that the recipe's tasks need and yield the servicer."""
     metrics, episodes = VerifierMetrics(registry, recipe.problem_sets), None
     pool: RewardPool | JudgedPool | None = None
     workers, max_queue = settings.workers, settings.max_queue
@@ -192,12 +194,12 @@ async def _servicer(
                 pool = JudgedPool(scorers, judges)
         for code, means in (await _sandboxes(recipe)).items():
             metrics.sandbox.labels(code, means).set(1)
-            log.info("%s run in: %s", code, means, extra={"sandbox": means})
+            log.info("sandbox of %s: %s", code, means, extra={"sandbox": means})
         yield VerifierServicer(recipe, metrics, pool=pool, episodes=episodes)
 
 
 async def _sandboxes(recipe: Recipe) -> dict[str, str]:
-    """What keeps each kind of untrusted or users' code in that the recipe has: `none` where any of the kind is not kept in."""
+    """Return the sandbox of each kind of code in the recipe; `none` if any code of the kind runs without one."""
     sets, found = recipe.problem_sets.values(), dict[str, str]()
     if programs := [share.reward.sandbox is not False for share in sets if share.reward.scorer == "code"]:
         found["programs"] = await _strongest_means() if all(programs) else "none"
@@ -209,18 +211,17 @@ async def _sandboxes(recipe: Recipe) -> dict[str, str]:
 
 
 async def _strongest_means() -> str:
-    """In a process of one thread, which this one is not."""
+    """Find the strongest sandbox in a separate process, because the test needs a process with one thread."""
     command = (sys.executable, "-m", "services.verifier.sandbox")
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
     return (await process.communicate())[0].decode().strip()
 
 
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:
-    """Serves until `stop`. Raises `UserError` for a recipe or a reward that does not exist, `ServiceError` for a port
-    in use."""
+    """Serve until `stop`. Raises `UserError` for a missing recipe or reward, and `ServiceError` for a port in use."""
     recipe = load_recipe(settings.recipe)
     if settings.reward_modules:
-        sys.path.insert(0, str(settings.reward_modules))  # workers get it from here
+        sys.path.insert(0, str(settings.reward_modules))  # workers inherit this path
     registry, readiness = RunRegistry(settings.run), Readiness()
     async with (
         watch_loop() as watch,

@@ -1,8 +1,8 @@
-"""Episodes of the package `verifiers` (0.4, v1 environments): its own loop plays a task, and the policy is its agents' model.
+"""Run episodes of the package `verifiers` (0.4, v1 environments) with its own loop, in which the policy is the agents' model.
 
-An agent's program asks an interception server, which the package has in the episode's process and which hands the request on to
-the actor as it is. The actor renders and records, so the package's client that makes tokens by itself is not needed. Programs
-run in the confinement of the episode's process, unless the environment's configuration names another place.
+An agent's program calls an interception server, which the package runs in the episode's process and which forwards requests
+unchanged to the actor. The actor renders and records tokens, so the package's client for tokens is not needed. Programs run
+within the limits of the episode's process, unless the environment's configuration names another runtime.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from verifiers.v1 import Env, Episode, ModelContext, Task, Trace
 
 FIRST_OF_ENDLESS = 4096
-"""Tasks that are taken of a taskset without end."""
+"""Number of tasks taken from an endless taskset."""
 
 
 def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
-    """Imports the environment and makes its tasks. Raises `FieldError` for what is not there or cannot be used."""
+    """Import the environment, make its tasks and return the function that runs episodes. Raises `FieldError`."""
     if VERIFIERS.is_dir():
         sys.path.insert(0, str(VERIFIERS))
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the programs and tool servers that it starts
-    os.environ["UV_PYTHON"] = sys.executable  # uv prepares programs of the package, and this path is of this Python
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the programs and tool servers that it starts
+    os.environ["UV_PYTHON"] = sys.executable  # for uv, which prepares programs of the package
     os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     try:
         import verifiers.v1 as vf
@@ -44,14 +44,16 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    importlib.import_module("openai.resources")  # clients do when they first ask: here once, not in each episode's process
+    importlib.import_module(
+        "openai.resources"
+    )  # once, as clients would import it at their first call in each episode's process
     try:
         taskset = {**task.config.get("taskset", {}), "id": task.name}
         config = resolve_env_config({**task.config, "taskset": taskset})
         for agent in agent_config_fields(config).values():
             if "runtime" not in agent.model_fields_set:  # the package's default is a paid service
                 agent.runtime = vf.SubprocessConfig()
-            if agent.max_turns is None:  # the environment scores what ends there; refused by the actor, it would earn nothing
+            if agent.max_turns is None:  # the environment scores episodes that end here; a refusal by the actor would earn 0
                 agent.max_turns = task.max_turns
         env = load_environment(config)
         tasks = list(islice(env.taskset, FIRST_OF_ENDLESS if env.taskset.INFINITE else None))
@@ -76,19 +78,19 @@ async def _played(env: Env, task: Task, context: ModelContext) -> Episode:
 
 
 def result_of(episode: Episode, base_url: str) -> VerifyResult:
-    """The mean over its trained agents' runs. Raises `EpisodeFailed` where there is nothing to train on. Pure."""
+    """Return the mean over the trained agents' runs. Raises `EpisodeFailed` if no run can be trained on. Pure."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise EpisodeFailed("verifiers: " + (f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not ok"))
     for trace in episode.traces:
         if not trace.agent.trainable and trace.agent.config.client.base_url == base_url:
             raise EpisodeFailed(
-                f"agent {trace.agent.name} is not to be trained, and the policy plays it: give it a model of its own, "
+                f"agent {trace.agent.name} must not be trained, but the policy plays it: give it its own model, "
                 f"task.config.{trace.agent.name}.client and .model"
             )
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if not traces:
-        raise EpisodeFailed("none of its agents is to be trained")
+        raise EpisodeFailed("none of its agents is trained")
     reward = fmean(trace.reward for trace in traces)
     told = [one for trace in traces for one in _told_by(trace)]
     last = [node.message.content for node in traces[-1].nodes if node.sampled]
@@ -102,7 +104,7 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
 
 
 def _told_by(trace: Trace) -> list[tuple[str, float]]:
-    """Its rewards by name, as they count, and its metrics."""
+    """Return a run's metrics and weighted rewards, by name."""
     rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     named = {**trace.metrics, **rewards}
     return [(name, float(value)) for name, value in named.items() if value is not None and math.isfinite(value)]

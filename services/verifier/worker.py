@@ -1,10 +1,10 @@
-"""A reward process: `python -m services.verifier.worker`, started by the verifier, never by a person. Linux.
+"""`python -m services.verifier.worker`: score items in a separate process. The verifier starts it. Linux.
 
-Consumes one item after the other on its standard input and produces the result of each on its standard output. The verifier
-unblocks it. Before any reward's code is imported, both pipes move to
-descriptors that children do not inherit; a reward reads from nowhere and prints to the verifier's log.
+It consumes items one after another on its standard input and produces the result of each on its standard output. The verifier
+unblocks it. Before a reward's code is imported, both pipes move to descriptors that children do not inherit; a reward has no
+standard input and prints to the verifier's log.
 
-The process limits its address space and CPU time, dies with the verifier, and clears away processes that a reward left behind
+The process limits its address space and CPU time, dies with the verifier, and kills processes that a reward left behind
 (`confinement`).
 """
 
@@ -38,14 +38,14 @@ from services.verifier.rewards.item import BadReference, BadReward, RewardInput
 from services.verifier.sandbox import NoSandbox, confine
 
 RETIRED = 75
-"""Exit code of a worker that leaves of its own accord, between two items, to be replaced by a fresh one."""
+"""Exit code of a worker that ends by itself between two items, so that a fresh one replaces it."""
 MESSAGE_CHARACTERS = 500
 _MISTAKE_CHARACTERS = 8000
 _FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 def score_item(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
-    """One item, one result. Never raises: what the reward raises is the result's status."""
+    """Score one item. Never raises; an exception of the reward becomes the result's status."""
     started_s = time.perf_counter()
     result = _outcome(reward, item)
     result.sequence_id = item.sequence_id
@@ -83,7 +83,7 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
         status, message = verifier_pb2.VERIFY_STATUS_BAD_REFERENCE, str(error)
     except BadReward as error:
         status, message = verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error)
-    except MemoryError:  # the traceback holds what filled the memory; it is let go before anything else is done
+    except MemoryError:  # the traceback holds the memory and is freed at the end of this block
         status, message = verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the reward ran past reward.memory_mib"
     except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is a reward's too
         traceback.print_exc()
@@ -93,12 +93,12 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
 
 
 def failed(status: verifier_pb2.VerifyStatus, message: str) -> verifier_pb2.VerifyResult:
-    """`message`: may quote what users' code and the policy say."""
+    """Return a failed result. `message` may quote users' code and the policy."""
     return verifier_pb2.VerifyResult(status=status, message=as_unicode(message)[:MESSAGE_CHARACTERS])
 
 
 def _hint(error: BaseException, item: verifier_pb2.VerifyItem, answer: str | None) -> str:
-    """What a reward's author may not know of the item."""
+    """Return a hint about the item for the reward's author, or ""."""
     if isinstance(error, KeyError):
         reference = _reference(item.reference_json)
         row = reference.get("row")
@@ -129,7 +129,7 @@ def main() -> int:
         if any(share.reward.sandbox and share.reward.is_function for share in tasks.values()):
             go_below_another()
             confine()
-    except ImportError as error:  # of a scorer of ours; what the user's code lacks is a `UserError`
+    except ImportError as error:  # raised by our scorers; a missing package of the user's code is a `UserError`
         results.send_bytes(f"reward.scorer: {error}; pip install 'pipelinerl[verifier]'".encode())
         return 1
     except (UserError, NoSandbox) as error:
@@ -146,7 +146,7 @@ def main() -> int:
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Item by item. Returns `RETIRED` when the process is no longer as good as new. Raises `EOFError` at the pipe's end."""
+    """Score items. Return `RETIRED` if a reward has left the process worse than new. Raises `EOFError` at the pipe's end."""
     pid, own = os.getpid(), address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -156,10 +156,10 @@ def _serve(
         renew_cpu_limit(tasks[item.task].reward.timeout_s)
         result = score_item(rewards[item.task], item)
         if os.getpid() != pid:
-            os._exit(0)  # a reward forked, and its child came back as if it were the worker
+            os._exit(0)  # in a child that the reward forked
         is_clean = clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
         results.send_bytes(result.SerializeToString())
-        half_is_gone = address_space() - own > reserve // 2  # kept by rewards, and not there for the next one
+        half_is_gone = address_space() - own > reserve // 2  # rewards keep memory that the next one lacks
         if not is_clean or half_is_gone:
             return RETIRED
 
@@ -167,4 +167,4 @@ def _serve(
 if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
-    os._exit(exit_code)  # threads that a reward left running do not keep the process
+    os._exit(exit_code)  # without waiting for threads that a reward left running

@@ -219,7 +219,7 @@ async def one_comes_and_one_leaves(release: Release) -> int:
     await cluster.until(lambda: leaving in cluster.gone, 60, f"{leaving.name} is gone within its grace period")
     assert leaving.containers["actor"].exit_codes == [0]
     assert release.logged("was evicted") == evictions
-    handed_over = re.search(r"stopped; (\d+) groups in hand went back", leaving.logs())
+    handed_over = re.search(r"stopped; handed over (\d+) groups", leaving.logs())
     assert handed_over, leaving.logs()
     return int(handed_over[1])
 

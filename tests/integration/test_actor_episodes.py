@@ -195,7 +195,7 @@ async def test_what_an_environment_does_wrong_costs_its_own_episode(environments
             await issue(one, number, f'{{"row": {row}}}')
         await issue(one, len(rows), "{}", task="another recipe's")
         stored = {sequence.group_id: sequence for sequence in await one.published(len(rows) + 1)}
-        assert stored[f"g{len(rows):08d}"].failure.startswith('unknown_task: "another recipe\'s" is no episodic task')
+        assert stored[f"g{len(rows):08d}"].failure.startswith('unknown_task: "another recipe\'s" is not an episodic task')
         for number, (failure, num_turns) in enumerate(rows.values()):
             sequence = stored[f"g{number:08d}"]
             assert sequence.failure.startswith(failure), sequence.failure

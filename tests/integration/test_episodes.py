@@ -199,7 +199,7 @@ async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier,
     results = await run_few_at_once(hostile, policy, misdeeds)
     assert not any(each.message.endswith("got out") for each in results)
     assert await sample(hostile.address, 'sandbox{code="episodes",means="landlock"}') == 1
-    assert "episodes run in: landlock" in hostile.log
+    assert "sandbox of episodes: landlock" in hostile.log
     (good,) = await run(hostile.address.grpc, episode(policy, {}))
     assert (status_name(good.status), good.reward) == ("ok", 0.75)
     hanging = asyncio.create_task(run_few_at_once(hostile, policy, [LEAVERS["leaves processes and hangs"].format(parent=pid)]))
@@ -524,7 +524,7 @@ async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: P
         async with serving(tmp_path, mixed, max_episodes=1) as address:
             first = asyncio.create_task(run(address.grpc, episode(endpoint, {})))
             await asyncio.to_thread(asked.wait)
-            with pytest.raises(VerifierAway, match="max_episodes = 1 are under way"):
+            with pytest.raises(VerifierAway, match="max_episodes = 1 are running"):
                 await run(address.grpc, episode(endpoint, {}))
             async with VerifierClient(address.grpc) as client:
                 unscored = VerifyItem(sequence_id="t.1", task=NAME, reference_json="{}")

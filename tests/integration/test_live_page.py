@@ -93,8 +93,8 @@ async def test_an_episode_is_shown_turn_by_turn_with_what_it_observed_in_grey() 
             "Turn 1 · 1 token",
         ]
         assert await episode.locator("summary").all_inner_texts() == [
-            "Branch 1 of 2: what its first turn saw · system, user",
-            "Branch 2 of 2: what its first turn saw",
+            "Branch 1 of 2: context of its first turn · system, user",
+            "Branch 2 of 2: context of its first turn",
         ]
         assert await episode.locator(".text.observed").nth(1).text_content() == "<|end|><|tool|>4<b>"
         said = [

@@ -218,7 +218,7 @@ MISDEEDS = [
     ("os_exit", "crashed", "exit code 3"),
     ("segfault", "crashed", "SIGSEGV"),
     ("close_pipes", "crashed", "closed its pipe"),
-    ("write_in_pipes", "crashed", "a result of 4,294,967,295 bytes is in its pipe"),
+    ("write_in_pipes", "crashed", "it wrote a result of 4,294,967,295 bytes"),
     ("fill_memory", "out_of_memory", "reward.memory_mib"),
     ("say nan", "bad_reward", "nan"),
     ("say inf", "bad_reward", "inf"),
@@ -291,7 +291,7 @@ async def test_what_a_reward_prints_is_in_the_log_and_a_flood_is_not(hostile: Ve
     """Four times 16 MiB of what clears a terminal, and as much in an error's text."""
     scored = await outcomes(hostile, ["print words-of-a-reward", *["flood"] * 4, "print last-words"])
     assert [status_name(outcome.status) for outcome in scored] == ["ok", *["crashed"] * 4, "ok"]
-    for said in ("words-of-a-reward", r"\x1b[2J", "it prints too much"):
+    for said in ("words-of-a-reward", r"\x1b[2J", "a worker prints too much"):
         deadline_s = time.monotonic() + START_S
         while said not in hostile.log:
             assert time.monotonic() < deadline_s

@@ -140,11 +140,11 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         (f"{PLAN} 7B --lengths 64 --accelerator p.jsonl", "has no decode: points [sequences in progress, tokens/s]"),
         (f"{PLAN} 7B --lengths 64 --sequences-in-progress 0", "--sequences-in-progress = 0: give a number above 0"),
         (f"{PLAN} 7B --lengths 64 --kv-kib-per-token inf", "--kv-kib-per-token = inf: give a number above 0"),
-        (f"{PLAN} 900T --lengths 64", "do not fit 75 GiB; 64, the most that an actor may have, are too few"),
+        (f"{PLAN} 900T --lengths 64", "do not fit 75 GiB; 64, the maximum of an actor, are too few"),
         (f"{PLAN} 70B --lengths 64", "actor.engine.tensor_parallel_size = 1: weights of 261 GiB"),
         (
             f"{PLAN} 7B --lengths 64 --set actor.engine.gpu_memory_utilization=0.9",
-            "mine: 2 problems\n  - actor.engine.gpu_memory_utilization = 0.9: leaves 7.5 of 75 GiB beside vLLM",
+            "mine: 2 problems\n  - actor.engine.gpu_memory_utilization = 0.9: leaves 7.5 of 75 GiB outside vLLM",
         ),
         (f"{PLAN} 7B --lengths 64", "--accelerators = 2: an actor needs 1 and the trainer 2 of this kind; give more"),
         ("report .", "has no recipe.yaml"),
@@ -202,7 +202,7 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
     assert "20.0 beside it, for updates 16.3" in printed
     code, printed, errors = pipelinerl(*gsm, "--parameters", "7.6B", "--set", "actor.engine.gpu_memory_utilization=0.85")
     assert (code, printed) == (2, "")
-    assert "actor.engine.gpu_memory_utilization = 0.85: leaves 12.0 of 80 GiB beside vLLM" in errors
+    assert "actor.engine.gpu_memory_utilization = 0.85: leaves 12.0 of 80 GiB outside vLLM" in errors
     assert "use at most 0.79" in errors
     code, _, errors = pipelinerl(*gsm, "--set", "trainer.nproc=2")
     assert (code, "trainer.nproc = 2" in errors, "use at least 3 ranks" in errors) == (2, True, True)
@@ -218,7 +218,7 @@ def test_a_folders_model_is_as_large_as_its_files_say(pipelinerl: Command, workp
     (workplace / "there" / "0.safetensors").write_bytes(b"short")
     for fields_only in ((), ("--fields-only",)):
         told = pipelinerl(*arguments, *fields_only)[2]
-        assert "model.name = 'there': 0.safetensors is no safetensors file, or its beginning is cut" in told
+        assert "model.name = 'there': 0.safetensors is not a safetensors file, or its beginning is cut" in told
 
 
 def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) -> None:

@@ -141,7 +141,7 @@ async def test_what_cannot_be_stored_is_not_acknowledged(caplog: pytest.LogCaptu
         one.server.set_reachable(False)
         with caplog.at_level(logging.ERROR):
             await one.leave(timeout_s=0.5)
-        assert "g00000000 cannot be handed over, its 2 missing samples start anew and 4 tokens are lost" in caplog.text
+        assert "cannot hand over group g00000000: its 2 missing samples restart and 4 tokens are lost" in caplog.text
         one.server.set_reachable(True)
         delivery = await one.bus.next_prompt(10.0)
         assert (delivery.msg_id, delivery.num_deliveries) == ("g00000000", 2)

@@ -225,10 +225,10 @@ def receive(folder: Path, chunks: list[trainer_pb2.InitialModelChunk]) -> None:
 @pytest.mark.parametrize(
     ("chunks", "problem"),
     [
-        ([chunk("../config.json")], "is no name of a model's file"),
-        ([chunk("/etc/passwd")], "is no name of a model's file"),
-        ([chunk("..")], "is no name of a model's file"),
-        ([chunk("")], "is no name of a model's file"),
+        ([chunk("../config.json")], "is not a valid file name"),
+        ([chunk("/etc/passwd")], "is not a valid file name"),
+        ([chunk("..")], "is not a valid file name"),
+        ([chunk("")], "is not a valid file name"),
         ([chunk(sha256=b"other")], "config.json arrived damaged"),
         ([chunk(size_bytes=1)], "config.json is longer than its 1 bytes"),
         ([chunk(size_bytes=2**60)], "are not one model"),

@@ -86,10 +86,10 @@ async def test_what_may_heal_is_tried_again() -> None:
     ("script", "timeout_s", "status", "told"),
     [
         ((401, f"bad key {KEY}, of you"), 60, VERIFY_STATUS_CRASHED, "the judge refuses: HTTP 401: bad key ***, of you"),
-        ((200, "<html>"), 60, VERIFY_STATUS_CRASHED, "the response is no chat completion: '<html>'"),
-        ((200, '{"choices": []}'), 60, VERIFY_STATUS_CRASHED, "no chat completion"),
+        ((200, "<html>"), 60, VERIFY_STATUS_CRASHED, "the response is not a chat completion: '<html>'"),
+        ((200, '{"choices": []}'), 60, VERIFY_STATUS_CRASHED, "not a chat completion"),
         ((500, "out of memory"), 1.0, VERIFY_STATUS_TIMEOUT, "judge.timeout_s = 1 s: HTTP 500: out of memory"),
-        (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer in reward.judge.timeout_s = 0.2 s"),
+        (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer within reward.judge.timeout_s = 0.2 s"),
     ],
 )
 async def test_a_failure_is_a_failure_tells_no_key_and_is_not_kept(
@@ -179,7 +179,7 @@ async def test_the_number_over_full_marks_is_the_score_and_no_number_is_no_rewar
         results = await scored(config, *(item(f"c{index}", index) for index in range(6)))
     assert [result.status for result in results] == [VERIFY_STATUS_OK, VERIFY_STATUS_CRASHED, *[VERIFY_STATUS_BAD_REWARD] * 4]
     assert (results[0].reward, dict(results[0].components)) == (pytest.approx(0.7), {"answer": pytest.approx(0.7)})
-    assert results[2].message == "no number from 0 to 10 by reward.judge.pattern in the judge's answer: 'I cannot say'"
+    assert results[2].message == "reward.judge.pattern finds no number from 0 to 10 in the judge's answer: 'I cannot say'"
     assert all(result.reward == 0 for result in results[1:])
 
 
@@ -217,7 +217,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert api_key(config) == KEY
     for wrong in (f"{KEY}\r\n{KEY}", f"{KEY}é"):
         monkeypatch.setenv("JUDGE_KEY", wrong)
-        with pytest.raises(FieldError, match="no HTTP header takes") as error:
+        with pytest.raises(FieldError, match="an HTTP header cannot have") as error:
             api_key(config)
         assert KEY not in str(error.value)
     assert api_key(config.model_copy(update={"api_key_env": ""})) == ""

@@ -25,15 +25,15 @@ SHARE = "actor.engine.gpu_memory_utilization"
     ("share", "memory_gib", "field", "said"),
     [
         (0.75, 80.0, "", ""),
-        # 12 GiB beside vLLM for 14.16 + 2; 1 - 16.16 / 80 = 0.798.
-        (0.85, 80.0, SHARE, "leaves 12.0 of 80 GiB beside vLLM, where a weight update needs 16.2"),
+        # 12 GiB outside vLLM for 14.16 + 2; 1 - 16.16 / 80 = 0.798.
+        (0.85, 80.0, SHARE, "leaves 12.0 of 80 GiB outside vLLM, but a weight update needs 16.2"),
         (0.85, 80.0, SHARE, "use at most 0.79"),
         # (14.16 + 0.49 + 3) / 80 = 0.2206.
         (0.2, 80.0, SHARE, "leaves vLLM 16.0 of 80 GiB, too few for weights"),
         (0.2, 80.0, SHARE, "use at least 0.23"),
         # 2 * 14.16 + 0.49 + 5 = 33.8 on one, 19.4 on each of two.
         (0.5, 24.0, "actor.engine.tensor_parallel_size", "do not fit 24 GiB; use 2"),
-        (0.5, 5.0, "actor.engine.tensor_parallel_size", "64, the most that an actor may have, are too few"),
+        (0.5, 5.0, "actor.engine.tensor_parallel_size", "64, the maximum of an actor, are too few"),
     ],
 )
 def test_an_actor_holds_the_weights_twice(share: float, memory_gib: float, field: str, said: str) -> None:
@@ -71,7 +71,7 @@ def test_ranks_that_share_the_states() -> None:
 def test_an_engine_that_leaves_too_little_beside_it_is_named_with_what_to_set() -> None:
     """10 GiB of weights and 2 beside 9 free ones of 40: three too few, 7.5% of the device."""
     said = update_shortage(10 * GIB, 9 * GIB, 40 * GIB, share=0.7)
-    assert "needs 12.0 GiB of GPU memory beside vLLM" in said
+    assert "needs 12.0 GiB of GPU memory outside vLLM" in said
     assert "9.0 of 40.0 GiB are free: set actor.engine.gpu_memory_utilization to at most 0.62" in said
     assert update_shortage(10 * GIB, 12 * GIB, 40 * GIB, share=0.7) == ""
 

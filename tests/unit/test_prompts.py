@@ -275,7 +275,7 @@ def test_validate_shows_the_prompt_and_warns_of_what_may_not_be_meant(
             "task.system_prompt = 'Be brief.': the model's chat template takes no system message",
         ),
         (None, {}, "task.prompt_style = 'chat': this tokenizer has no chat template; use plain, or name one with model.chat_"),
-        (None, {"model": {"chat_template": "{% for m in messages %}\n{{ m. }}"}}, "is no Jinja, line 2: "),
+        (None, {"model": {"chat_template": "{% for m in messages %}\n{{ m. }}"}}, "is not valid Jinja, line 2: "),
         (None, {"model": {"chat_template_kwargs": {"a": 1}}}, "model.chat_template_kwargs = {'a': 1}: the model has no chat"),
         ("{{ messages[0].content + 1 }}", {}, "task.prompt_style = 'chat': the model's chat template refuses [{'role': 'user'"),
     ],
@@ -314,7 +314,7 @@ def test_tools_and_a_long_prompt_are_shown_as_the_policy_sees_them(tmp_path: Pat
         ({"chat_template_kwargs": {"messages": []}}, "'messages' cannot be set; name a variable that the template reads"),
         ({"chat_template_kwargs": {"enable thinking": 1}}, "'enable thinking' cannot be set"),
         ({"chat_template_kwargs": {"day": float("nan")}}, "use texts, numbers, true, false, null, lists and mappings of them"),
-        ({"chat_template": "plain.txt"}, "holds no Jinja, such as {{ messages }}; give a chat template"),
+        ({"chat_template": "plain.txt"}, "contains no Jinja, such as {{ messages }}; give a chat template"),
         ({"chat_template": "bytes"}, "cannot be read: 'utf-8' codec can't decode byte 0xff"),
     ],
 )

@@ -74,8 +74,8 @@ def test_scientific_notation_is_a_number_and_text_stays_text() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
-        ("a: 1\nb: 2\na: 3\n", 3, "key 'a' is written twice (first on line 1)"),
-        ("s:\n  x: 1\n  x: 1\n", 3, "key 'x' is written twice (first on line 2)"),
+        ("a: 1\nb: 2\na: 3\n", 3, "key 'a' occurs twice (first on line 1)"),
+        ("s:\n  x: 1\n  x: 1\n", 3, "key 'x' occurs twice (first on line 2)"),
         ("a: {b: 1\n", 2, "expected ',' or '}'"),
         ("a: 1\n\tb: 2\n", 2, "cannot start any token"),
         ("a: !!python/object:os.system 1\n", 1, "could not determine a constructor"),
@@ -185,7 +185,7 @@ def test_later_overrides_win_and_reach_into_null_sections_and_free_form_mappings
         ("learning_rate=1", "no such field; did you mean trainer.learning_rate?"),
         ("trainr.steps=1", "did you mean trainer.steps?"),
         ("trainer.lr=1", "no such field; did you mean trainer.learning_rate or trainer.lora?"),
-        ("seed.high=1", "no such field; seed holds one value"),
+        ("seed.high=1", "no such field; seed is a single value"),
         ("zzz=1", "allowed here: name, description, mode"),
         ("trainer.qqqqqq=1", "allowed here: steps, batch_size"),
     ],
@@ -227,7 +227,7 @@ def test_unknown_override_paths_get_near_matches(override: str, said: str) -> No
         ("weights.deadline_s", float("inf"), "use a number, above 0"),
         ("evaluation.temperature", float("nan"), "use a number, at least 0 and at most 4"),
         ("reward.answer_pattern", "(", "not a regular expression"),
-        ("reward.answer_pattern", r"\d+", "put the part that is the answer in a group"),
+        ("reward.answer_pattern", r"\d+", "must have a group (...) around the answer"),
         ("reward.format_pattern", "[", "not a regular expression"),
         ("reward.scorer", "maths", "did you mean math? use one of task, exact, regex"),
         ("reward.scorer", "my_pkg.rewards", "pkg.module:function"),
@@ -289,18 +289,18 @@ def test_a_missing_field_says_what_to_give() -> None:
         ("reward.test_timeout_s=3", "reward.test_timeout_s", "is for reward.scorer = 'code'"),
         ("reward.format_weight=0.5", "reward.format_weight", "adds nothing without reward.format_pattern"),
         ("reward.format_pattern=a", "reward.format_pattern", "adds nothing with reward.format_weight = 0"),
-        ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "takes nothing away"),
+        ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
         ("reward.sandbox=true", "reward.sandbox", "is for programs and functions"),
         ("reward.correct=20000", "reward.correct", "is beyond reward.max_abs = 10000"),
         (
             "evaluation.sets=[{name: games, task: {source: environment, name: 'a:B'}, reward: {scorer: math}}]",
             "evaluation.sets.0.reward.scorer",
-            "give this task a section reward of its own",
+            "give this task its own section reward",
         ),
         (
             "evaluation.sets=[{name: games, task: {source: environment, name: 'a:B'}, reward: {answer_pattern: '(a)'}}]",
             "evaluation.sets.0.reward.answer_pattern",
-            "is not heeded: the reward is the environment's own",
+            "is ignored: the reward is the environment's own",
         ),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' has no such"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
@@ -351,16 +351,16 @@ def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
 @pytest.mark.parametrize(
     ("override", "field", "said"),
     [
-        ("task={}", "tasks", "in place of task; give one of the two"),
+        ("task={}", "tasks", "replaces task; give only one of the two"),
         ("tasks=[]", "task", "a recipe needs this section, or several in tasks"),
-        ("tasks.1.name=chain_sum", "tasks.0.name", "a name of its own"),
+        ("tasks.1.name=chain_sum", "tasks.0.name", "needs a unique name"),
         ("tasks.1.max_tokens=2048", "tasks.1.max_tokens", "2048: leaves no room for a prompt"),
         ("tasks.0.reward.overlong.buffer_tokens=65", "tasks.0.reward.overlong.buffer_tokens", "than tasks.0.max_tokens = 64"),
         ("tasks.1.task.source=jsonl", "tasks.1.task.path", "is empty"),
         ("tasks.1.weight=0", "tasks.1.weight", "use a number, above 0"),
         ("tasks.weight=2", "--set tasks.weight", "say which one, from 0: tasks.0.weight"),
         ("tasks.0.wieght=2", "--set tasks.0.wieght", "allowed here: name, task"),
-        ("tasks.2.weight=2", "--set tasks.2.weight", "the list has 2, from 0"),
+        ("tasks.2.weight=2", "--set tasks.2.weight", "the list has 2 items, counted from 0"),
     ],
 )
 def test_a_wrong_field_of_one_of_several_tasks_is_named_by_its_position(override: str, field: str, said: str) -> None:
@@ -381,7 +381,7 @@ def test_sets_that_are_evaluated_have_what_the_recipe_says_unless_they_say_other
     assert again == recipe
     found = problems(minimal(evaluation={"sets": [{"task": {}, "max_tokens": 2048}]}))
     assert list(found) == ["evaluation.sets.0.name", "evaluation.sets.0.max_tokens"]
-    assert "a name of its own" in found["evaluation.sets.0.name"]
+    assert "needs a unique name" in found["evaluation.sets.0.name"]
 
 
 def test_all_broken_rules_are_listed_at_once() -> None:
@@ -513,8 +513,8 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("config.json", b'{"architectures": ["A"], "max_position_embeddings": 9}', "the model's context is 9 tokens at most"),
         ("model.safetensors", None, "has no weights (*.safetensors)"),
         ("model.safetensors", -3, "model.safetensors has 74 bytes where its header says 77; copy what is broken again"),
-        ("model.safetensors", 5, "model.safetensors is no safetensors file, or its beginning is cut"),
-        ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is no safetensors file"),
+        ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its beginning is cut"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors of the 1 files"),
         ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is not the index of its weights"),
     ],
@@ -579,13 +579,13 @@ def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
     monkeypatch.chdir(tmp_path)
     assert found(reward={"scorer": "my_rewards:score"}) == {}
     for scorer, said, lacking in (
-        ("my_rewards:scor", "scor is not there in my_rewards; did you mean score?", False),
-        ("my_rewards:zzz", "zzz is not there in my_rewards; name a function", False),
+        ("my_rewards:scor", "scor does not exist in my_rewards; did you mean score?", False),
+        ("my_rewards:zzz", "zzz does not exist in my_rewards; name a function", False),
         ("my_rewards:NOT_A_FUNCTION", "NOT_A_FUNCTION is not a function in my_rewards", False),
         ("json.nope:score", "there is no module json.nope in json", False),
         ("broken:score", "SyntaxError: '(' was never closed (broken.py, line 1) at broken.py:1", False),
         ("raising:score", "cannot import raising: KeyError: 'HOUSE' at raising.py:3", False),
-        ("leaving:score", "importing its module ends the process, with code 0; leave that out", False),
+        ("leaving:score", "importing its module ends the process with code 0; remove the cause", False),
         ("needy:score", "No module named 'no_such_package_here' at needy.py:1); install the package", True),
         ("no_such_package_here:score", "No module named 'no_such_package_here'); install the package", True),
     ):
@@ -698,9 +698,9 @@ def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy
         for name in ("plain", "tagged", "digit")
     ]
     for told in doubts_by_set[:2]:
-        said = r"the \w+ answer.* of line \d ?(?:cannot be marked|earns \d|, .*Assume)"
+        said = r"the \w+ answer.* of line \d ?(?:cannot be scored|earns \d|, .*Assume)"
         assert sorted(re.search(said, line)[0] for line in told) == [
-            "the reference answer of line 4 cannot be marked", "the reference answer of line 6, '\\\\boxed{Assume",
+            "the reference answer of line 4 cannot be scored", "the reference answer of line 6, '\\\\boxed{Assume",
             "the wrong answer '2' to the problem of line 5 earns 1",
         ]  # fmt: skip
     assert "the reference answer of line 1 earns 0 as '2\\\\sqrt{3}'; write" in "".join(doubts_by_set[2])
@@ -752,7 +752,7 @@ def test_a_reward_that_gives_an_empty_text_the_same_is_doubted(
 def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(
     rehearsed: Callable[..., Examination], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for scorer, said in (("generates", "a generator function"), ("kills", "ends the process that is above its own (SIGKILL)")):
+    for scorer, said in (("generates", "a generator function"), ("kills", "kills its parent process (SIGKILL)")):
         (problem,) = rehearsed("right", scorer).problems
         assert str(problem).startswith(f"evaluation.sets.1.reward.scorer = 'my_rewards:{scorer}': {said}")
     (problem,) = rehearsed("json_schema", json_schema={"type": "strin"}).problems
@@ -814,7 +814,7 @@ def test_compiling_on_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.M
     compiler = tmp_path / "some-c++"
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(preflight, "has_gpu", lambda: False)
-    assert "no C++ compiler is here" in found("trainer.compile=true")["trainer.compile"][0]
+    assert "this machine has no C++ compiler" in found("trainer.compile=true")["trainer.compile"][0]
     assert found() == {}
     compiler.touch(mode=0o755)
     assert found("trainer.compile=true") == {}
@@ -849,7 +849,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "tools", "tools": ["json:dumps", "json:dunps"], **file}, {"task.tools": "did you mean dumps?"}),
         ({"source": "agent", "command": "python -m agent", **file}, {}),
         ({"source": "agent", "command": "no-such-program x", **file}, {"task.command": "no such program"}),
-        ({"source": "agent", "command": "python my_agent.py", **file}, {"task.command": "my_agent.py is no file here"}),
+        ({"source": "agent", "command": "python my_agent.py", **file}, {"task.command": "my_agent.py is not a file here"}),
         ({"source": "verifiers", "name": "wordle"}, {"task.source": "run make verifiers"}),
     ):
         said = {field: text for field, (text, _) in found(task=task).items()}
@@ -866,7 +866,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "environment", "name": "guess"}, "task.name", "needs its class here: pkg.module:Class"),
         ({"source": "tools", "path": "p.jsonl"}, "task.tools", "needs functions here"),
         ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "the environment has its tasks"),
-        ({"source": "verifiers", "name": "any"}, "reward.sandbox", "a sandbox lets nothing connect to the servers"),
+        ({"source": "verifiers", "name": "any"}, "reward.sandbox", "a sandbox would block the servers"),
         ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program here"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         (
@@ -877,7 +877,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         (
             {"source": "agent", "command": "python agent.py", "path": "p.jsonl"},
             "reward.truncated",
-            "the reward does not know which turns were cut here; use score or mask",
+            "the reward does not know here which turns were cut; use score or mask",
         ),
         ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a file of problems here"),
     ],
@@ -912,7 +912,7 @@ def test_ranks_need_as_many_gpus_where_there_are_any(tmp_path: Path, monkeypatch
     for number in range(2):
         (tmp_path / f"nvidia{number}").touch()
     text, _ = found("trainer.nproc=4")["trainer.nproc"]
-    assert text.startswith("trainer.nproc = 4: each rank needs a GPU of its own, and this machine has 2")
+    assert text.startswith("trainer.nproc = 4: each rank needs its own GPU, and this machine has 2")
 
 
 def test_a_task_whose_environment_gives_the_reward_shares_only_what_it_heeds() -> None:
@@ -922,5 +922,5 @@ def test_a_task_whose_environment_gives_the_reward_shares_only_what_it_heeds() -
     sums, guess = (share.reward for share in recipe.mixture.values())
     assert (sums.scorer, sums.answer_pattern, sums.timeout_s) == ("exact", "(x)", 9.0)
     assert guess == RewardConfig(max_abs=50.0, truncated="mask")
-    with pytest.raises(RecipeError, match=r"tasks\.1\.reward\.answer_pattern = '\(x\)': is not heeded"):
+    with pytest.raises(RecipeError, match=r"tasks\.1\.reward\.answer_pattern = '\(x\)': is ignored"):
         recipe_from_data(minimal(task=None, tasks=[tasks[0], {**tasks[1], "reward": {"answer_pattern": "(x)"}}]), "x")

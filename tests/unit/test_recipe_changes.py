@@ -63,7 +63,7 @@ def test_what_must_stay_is_refused_all_at_once_and_the_rest_not_mentioned() -> N
     with pytest.raises(ChangedRecipe) as raised:
         check_resumable(dumped(), new)
     lines = str(raised.value).splitlines()
-    assert lines[0].endswith("put these back, or start a new run:")
+    assert lines[0].endswith("put them back, or start a new run:")
     assert lines[1:3] == ['  - task.config: {} → {"max_terms": 3}', "  - trainer.batch_size: 128 → 64"]
     assert lines[3].startswith('  - trainer.lora: null → {"rank": 8, "alpha": 32.0')
     assert len(lines) == 4

@@ -205,7 +205,7 @@ def test_a_file_that_is_only_evaluated_needs_no_other_problems(tmp_path: Path) -
         drawn = {source.problem(Split.HELDOUT, index).question for index in range(source.num_heldout)}
         assert (source.num_heldout, len(drawn)) == (expected, expected)
     path.write_text("")
-    with pytest.raises(FieldError, match=r"task\.path = .*p\.jsonl'?: holds no problem; give a file that does"):
+    with pytest.raises(FieldError, match=r"task\.path = .*p\.jsonl'?: contains no problems; give another file"):
         make_source(file_task(path, heldout=5), seed=0, is_trained_on=False)
 
 
@@ -233,12 +233,12 @@ def test_all_fields_of_a_line_are_there_for_rewards(tmp_path: Path) -> None:
         ('{"prompt": "q \\ud800", "answer": "a"}', r"line 2: field 'prompt' holds \ud800, one half of a surrogate pair"),
         ({"prompt": [{"role": "user", "content": "\udfff"}], "answer": "a"}, r"line 2: field 'prompt' holds \udfff, one half"),
         ({"prompt": {"q": 1}, "answer": "a"}, "line 2: field 'prompt' is "),
-        ({"prompt": ["q"], "answer": "a"}, "line 2: field 'prompt' has 'q', which is no message"),
+        ({"prompt": ["q"], "answer": "a"}, "line 2: field 'prompt' has 'q', which is not a message"),
         ({"prompt": [{"role": "user"}], "answer": "a"}, "line 2: field 'prompt' has {'role': 'user'}, which is no"),
         ({"prompt": [{"role": "assistant", "content": "a"}], "answer": "a"}, "line 2: field 'prompt' must end with a"),
         ({"prompt": [], "answer": "a"}, "line 2: field 'prompt' must end with a message"),
         ({"prompt": "q", "answer": True}, "line 2: field 'answer' is True"),
-        ({"prompt": "q", "answer": float("nan")}, "line 2: field 'answer' is nan, which is no number"),
+        ({"prompt": "q", "answer": float("nan")}, "line 2: field 'answer' is nan, which is not a finite number"),
         ({"prompt": " ", "answer": "a"}, "line 2: field 'prompt' is empty"),
     ],
 )
@@ -274,7 +274,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"dates\.parquet, row 1: a value cannot be read: date value out of range"):
         make_source(file_task(path), seed=0)
     (tmp_path / "none.jsonl").touch()
-    with pytest.raises(FieldError, match=r"none.jsonl': holds no problem"):
+    with pytest.raises(FieldError, match=r"none.jsonl': contains no problems"):
         make_source(file_task(tmp_path / "none.jsonl"), seed=0)
 
 

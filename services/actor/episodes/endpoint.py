@@ -1,8 +1,8 @@
 """The HTTP endpoint that environments and agents call for their turns: OpenAI's chat completions, and tokens in, tokens out.
 
-Every address holds the key of an episode under way; there is nothing else on this server. A turn is sampled as the recipe says,
-since its probabilities are what the trainer divides by: what a request says about sampling is not heeded, but for its length,
-its stop strings and its tools. Answers come whole, a stream's too, which is kept alive until then.
+Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by its
+probabilities; a request only sets length, stop strings and tools. Answers are sent whole, even to a request for a stream, whose
+connection is kept alive until then.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from services.actor.metrics import IGNORED_FIELDS, ActorMetrics
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Of a request: a context of a million tokens, about."""
+"""Maximum size of a request, about a context of a million tokens."""
 BODY_WITHIN_S = 30.0
-"""For all of it to come."""
+"""Time within which a request must arrive completely."""
 KEEP_ALIVE_S = 2.0
-"""Until the head of a stream is sent, and between its comments, which tell a client with a short time-out to wait."""
+"""Time until a stream's head is sent, and between its comments, which keep clients with short timeouts waiting."""
 MAX_STOPS = 16
 _WHOLE = {"top_p": 1, "top_k": 0}
-"""A request may say what holds anyway: no part of the distribution is cut off."""
+"""Values of a request that do not count as ignored, since they leave the distribution uncut, as it always is."""
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What is heeded of a request for a chat completion."""
+    """The used part of a request for a chat completion."""
 
     messages: list[Message]
     tools: Tools
@@ -58,7 +58,7 @@ class ChatRequest:
 
 
 def episode_app(book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
-    """To be served on the event loop that samples: records and keys belong to it. `model`: the name that /models gives."""
+    """Return the app, which must run on the event loop that samples. `model`: the model's name in /models."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     endpoint = Endpoint(book, rendering, metrics, model, vocab_size)
     app.add_api_route("/episodes/{key}/v1/models", endpoint.models)
@@ -71,7 +71,7 @@ def episode_app(book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, 
 
 
 class Endpoint:
-    """What `episode_app` answers with."""
+    """Handlers of `episode_app`."""
 
     def __init__(self, book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, model: str, vocab_size: int) -> None:
         self._book, self._rendering, self._metrics = book, rendering, metrics
@@ -110,7 +110,7 @@ class Endpoint:
         except Unrenderable as error:
             raise Refused(400, "invalid_request", str(error)) from error
         ignored = ignored_fields(body.get("sampling_params") or {}, run.episode.sampling)
-        self._count_ignored(name for name in ignored if name != "logprobs")  # they are in the answer
+        self._count_ignored(name for name in ignored if name != "logprobs")  # the answer has them
         context = np.array(token_ids, dtype=np.int32)
         waits = run.episode.turn(context, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids)
         model = str(body.get("model") or self._model)
@@ -118,9 +118,9 @@ class Endpoint:
         return Response(answer, media_type="application/json")
 
     async def refuse(self, _: Request, error: Exception) -> Response:
-        """In OpenAI's form of an error."""
+        """Answer with an error in OpenAI's form."""
         assert isinstance(error, Refused)
-        # OpenAI's clients would ask again after a 408 or 5xx, and be refused again.
+        # OpenAI's clients would otherwise retry after a 408 or 5xx, and be refused again.
         headers = {"x-should-retry": "false"} | ({"connection": "close"} if error.status == 408 else {})
         return JSONResponse(self._told(error), error.status, headers=headers)
 
@@ -130,7 +130,7 @@ class Endpoint:
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     async def fail(self, request: Request, error: Exception) -> Response:
-        """A defect, which the server logs when this was sent."""
+        """Answer after a defect, which the server logs afterwards."""
         return await self.refuse(request, _defect(error))
 
     async def not_found(self, request: Request, error: Exception) -> Response:
@@ -139,7 +139,7 @@ class Endpoint:
         return await self.refuse(request, Refused(error.status_code, "not_found", f"{error.detail}: only {answered}"))
 
     async def _stream(self, answering: Coroutine[Any, Any, str]) -> Response:
-        """What is known at once, such as a refusal, has its own status; after that, an error is an event."""
+        """Answer a stream. An early error, such as a refusal, has its own HTTP status; a later one is an event."""
         task = asyncio.create_task(answering)
 
         async def kept_alive() -> AsyncIterator[str]:
@@ -169,24 +169,24 @@ class Endpoint:
         return StreamingResponse(kept_alive(), media_type="text/event-stream")
 
     async def _received(self, key: str, request: Request) -> tuple[EnvironmentRun, dict[str, Any]]:
-        run = self._book[key]  # else nothing is read
+        run = self._book[key]  # without a valid key, the body is not read
         try:
             body = _parsed(await _unless_over(_body_of(request), run.over))
         except Refused as error:
             raise run.episode.policy_refused(TOO_LARGE, str(error), 413) if error.code == TOO_LARGE else error from None
-        return self._book[key], body  # the run may have ended just now
+        return self._book[key], body  # the run may have ended meanwhile
 
     def _count_ignored(self, fields: Iterable[str]) -> None:
-        """Each is logged once."""
+        """Count ignored fields, and log each name once."""
         for name in fields:
             self._metrics.episode_ignored_fields.labels(name).inc()
             if name not in self._logged_fields:
                 self._logged_fields.add(name)
-                log.warning("environments ask with %s, which is not heeded: turns are sampled as the recipe says", name)
+                log.warning("requests of environments set %s, which is ignored: turns are sampled as the recipe says", name)
 
 
 async def _body_of(request: Request) -> bytes:
-    """Raises `Refused`. What is too large is read nevertheless: a client that still sends may not see an answer."""
+    """Read the body, also one that is too large, since a client that is still sending may see no answer. Raises `Refused`."""
     chunks, size = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
@@ -197,30 +197,30 @@ async def _body_of(request: Request) -> bytes:
                 else:
                     chunks.append(chunk)
     except TimeoutError as error:
-        raise Refused(408, "request_timeout", f"a request comes whole within {BODY_WITHIN_S:g} s") from error
+        raise Refused(408, "request_timeout", f"the request did not arrive within {BODY_WITHIN_S:g} s") from error
     except ClientDisconnect as error:
         raise _hung_up_on() from error
     if size > MAX_BODY_BYTES:
-        raise Refused(413, TOO_LARGE, f"a request has at most {MAX_BODY_BYTES} bytes")
+        raise Refused(413, TOO_LARGE, f"the request has more than {MAX_BODY_BYTES} bytes")
     return b"".join(chunks)
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """Raises `Refused`. Pure."""
+    """Parse a body as a JSON object. Raises `Refused`. Pure."""
     try:
         parsed = json.loads(body)
         json.dumps(parsed, ensure_ascii=False).encode()  # JSON can write halves of surrogate pairs
     except (ValueError, RecursionError) as error:
         raise Refused(400, "invalid_request", f"the body is not JSON of Unicode text: {error}") from error
     if not isinstance(parsed, dict):
-        raise Refused(400, "invalid_request", "the body is no JSON object")
+        raise Refused(400, "invalid_request", "the body is not a JSON object")
     return parsed
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
-    """Raises `Unrenderable`. Pure."""
+    """Read a request for a chat completion. Raises `Unrenderable`. Pure."""
     if body.get("n") not in (None, 1):
-        raise Unrenderable(f"n = {body['n']!r}: only 1, since an episode records each answer once; ask again for another")
+        raise Unrenderable(f"n = {body['n']!r}: use 1, since an episode records each answer once; ask again for another")
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Unrenderable("tools: give a list of functions with their JSON schemas")
@@ -237,13 +237,13 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
 
 
 def read_generate(body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], int | None, tuple[str, ...], tuple[int, ...]]:
-    """Tokens, the most tokens to sample, stop strings and stop tokens, of vLLM's request for tokens in, tokens out. Raises
-    `Unrenderable`. Pure."""
+    """Return tokens, maximum tokens to sample, stop strings and stop tokens of vLLM's request for tokens in, tokens out.
+    Raises `Unrenderable`. Pure."""
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise Unrenderable("sampling_params: give an object")
     if body.get("features") or body.get("content_parts") or body.get("stream"):
-        raise Unrenderable("features, content_parts, stream: this endpoint takes tokens of text, and answers whole")
+        raise Unrenderable("features, content_parts, stream: this endpoint only takes text tokens, and does not stream")
     token_ids, stop_token_ids = body.get("token_ids"), sampling.get("stop_token_ids") or []
     for name, ids in (("token_ids", token_ids), ("sampling_params.stop_token_ids", stop_token_ids)):
         known = isinstance(ids, list) and all(type(one) is int and 0 <= one < vocab_size for one in ids)
@@ -255,7 +255,7 @@ def read_generate(body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], 
 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
-    """Fields that ask for another distribution or answer than the recipe's `sampling`. Pure."""
+    """Return the fields that ask for another distribution or answer than the recipe's `sampling`. Pure."""
     given = {name for name in IGNORED_FIELDS if body.get(name) not in (None, False, {}, [])}
     as_recipe = {**_WHOLE, "temperature": sampling.temperature}
     given -= {name for name, value in as_recipe.items() if name in given and body[name] == value}
@@ -267,7 +267,7 @@ def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[st
 
 
 def chat_completion(turn: RecordedTurn, answer: Answer, *, model: str) -> dict[str, Any]:
-    """OpenAI's `chat.completion`. Pure but for the time of day."""
+    """Return OpenAI's `chat.completion`, with a random id and the current time."""
     message = message_of(answer)
     if answer.tool_calls:
         message["content"] = answer.content or None
@@ -283,8 +283,7 @@ def chat_completion(turn: RecordedTurn, answer: Answer, *, model: str) -> dict[s
 
 
 def stream_of(completion: dict[str, Any], with_usage: bool) -> str:
-    """The same as server-sent events: the message in one chunk, the finish reason in the next, and usage if it is asked for.
-    Pure."""
+    """Return a completion as server-sent events: the message, the finish reason and, if asked for, the usage. Pure."""
     head = {**completion, "object": "chat.completion.chunk", "usage": None}
     choice = completion["choices"][0]
     delta = dict(choice["message"])
@@ -301,7 +300,7 @@ def stream_of(completion: dict[str, Any], with_usage: bool) -> str:
 
 
 def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
-    """vLLM's answer to tokens in: the sampled tokens and their log μ. Pure."""
+    """Return vLLM's answer to a request with tokens: the sampled tokens and their log μ, with a random id."""
     token_ids, logprobs = turn.made.completion_token_ids.tolist(), turn.made.behaviour_logprobs.tolist()
     content = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -319,7 +318,7 @@ def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
 async def _unless_over(
     waits: Coroutine[Any, Any, _Result], over: asyncio.Event, *hung_up: Coroutine[Any, Any, None]
 ) -> _Result:
-    """What `waits` returns. Cancels it when the environment's run is `over`, or the client has hung up. Raises `Refused`."""
+    """Return the result of `waits`, or cancel it and raise `Refused` if the environment's run is over or the client hung up."""
     working = asyncio.create_task(waits)
     ending = [asyncio.create_task(one) for one in (over.wait(), *hung_up)]
     try:
@@ -335,12 +334,12 @@ async def _unless_over(
 async def _answer(
     run: EnvironmentRun, request: Request, waits: Coroutine[Any, Any, RecordedTurn], answered: Callable[[RecordedTurn], str]
 ) -> str:
-    """What `answered` makes of the turn that `waits` returns. A turn of which it makes nothing was not served."""
+    """Wait for a turn and return its answer. If `answered` fails, the turn counts as not served."""
     turn = await _unless_over(waits, run.over, _hung_up(request))
     try:
         return answered(turn)
     except Exception:
-        if not run.over.is_set():  # else another run may have it by now
+        if not run.over.is_set():  # otherwise another run may have it
             turn.served = 0
         raise
 
@@ -351,7 +350,7 @@ async def _hung_up(request: Request) -> None:
 
 
 def _hung_up_on() -> Refused:
-    """Nobody reads it; it is counted."""
+    """Return the refusal for a client that hung up, which is counted although no client reads it."""
     return Refused(499, "hung_up", "the client hung up")
 
 
@@ -362,7 +361,7 @@ def _defect(error: Exception) -> Refused:
 def _max_tokens(body: Mapping[str, Any], name: str) -> int | None:
     value = body.get(name)
     if value is not None and (type(value) is not int or value < 1):
-        raise Unrenderable(f"{name} = {value!r}: give a whole number from 1 on")
+        raise Unrenderable(f"{name} = {value!r}: give an integer of at least 1")
     return value
 
 
@@ -370,7 +369,7 @@ def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     given = body.get("stop") or ()
     stop = (given,) if isinstance(given, str) else given
     if not isinstance(stop, list | tuple) or len(stop) > MAX_STOPS or not all(isinstance(one, str) and one for one in stop):
-        raise Unrenderable(f"stop: give a string or a list of at most {MAX_STOPS}, none empty")
+        raise Unrenderable(f"stop: give a string, or a list of at most {MAX_STOPS} strings that are not empty")
     return tuple(stop)
 
 

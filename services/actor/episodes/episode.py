@@ -1,4 +1,4 @@
-"""Episodes under way: which key stands for which, the turns that their environments ask for, and the limits of those.
+"""Running episodes: their keys, the turns that their environments request, and the limits of those turns.
 
 The environment or agent, a program elsewhere, asks over HTTP (`endpoint`). What samples a turn, among all that decodes, is the
 caller's: a function of the turn's context. `EpisodeRunner` has a verifier run the environment until there is a reward, and
@@ -31,17 +31,17 @@ from services.actor.episodes.record import EpisodeRecord, RecordedTurn
 from services.actor.metrics import ActorMetrics
 
 Sample = Callable[[TokenIds, SamplingParams, int], Awaitable[Generation]]
-"""`sample(context_token_ids, sampling, number)`: one turn, to its end or an interruption (`finish_reason` None; it may have no
-tokens then). `number`: calls of this episode before it. Waits for a place among those that decode. Cancelled, it aborts the
+"""`sample(context_token_ids, sampling, number)` samples one turn to its end, or to an interruption (`finish_reason` None, and
+perhaps no tokens). `number` counts this episode's earlier calls. It waits for a decoding slot. If cancelled, it aborts the
 request. Raises `EngineError`."""
 
 MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE = "max_turns_exceeded", "context_length_exceeded", "request_too_large"
 POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE)
-"""Refusals after which an environment that fails has reward 0: the policy went on for too long."""
+"""Refusals that are the policy's fault, since it went on for too long. An environment that fails after one earns reward 0."""
 
 
 class Refused(PipelineRLError):
-    """A request that gets no turn. `status`: of HTTP; `code`: for programs, as OpenAI's errors have one."""
+    """A request that gets no turn. `status`: HTTP status; `code`: machine-readable code, as in OpenAI's errors."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -50,8 +50,8 @@ class Refused(PipelineRLError):
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """`max_turns`: turns that one run of the environment may ask for, those for which its client hung up included;
-    `max_context`: tokens of a branch, its prompt included; `turn_timeout_s`: for one turn, the wait for a place included."""
+    """`max_turns`: turns that one run of the environment may request, including those for which its client hung up.
+    `max_context`: tokens of a branch, including its prompt. `turn_timeout_s`: time for a turn, waiting for a slot included."""
 
     max_turns: int
     max_context: int
@@ -59,10 +59,10 @@ class EpisodeLimits:
 
 
 class Episode:
-    """One episode under way. `sampling`: the group's, whose `max_tokens` bounds a turn; `decode`: the engine's; `carried`: what
-    another actor has recorded of it.
+    """One running episode. `sampling`: the group's, whose `max_tokens` bounds a turn. `decode`: the engine's. `carried`:
+    branches that another actor has recorded.
 
-    A turn is sampled to its end even where the client that asked has hung up: one that asks the same again gets it.
+    A turn is sampled to its end even if its client hangs up; a client that repeats the request gets it.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Episode:
         self.sampling, self.limits = sampling, limits
         self.record = EpisodeRecord(carried)
         self.failure = ""
-        """Why it cannot go on: the engine or a turn's deadline. No request is answered any more."""
+        """Why the episode cannot go on, which is the engine or a turn's deadline. All further requests are refused."""
         self.policy_fault = ""
-        """The first of `POLICY_FAULTS` that this run of the environment was told."""
+        """The first of `POLICY_FAULTS` in this run of the environment."""
         self._sample, self._metrics, self._decode = sample, metrics, decode
         self._run = 0
         self._calls = itertools.count()
         self._sampling: dict[RecordedTurn, asyncio.Task[None]] = {}
 
     def restart(self) -> None:
-        """Its environment is run anew."""
+        """Reset the state of the environment's run, which starts again."""
         self.record.restart()
         self._run += 1
         self.policy_fault = ""
@@ -99,9 +99,10 @@ class Episode:
         stop: tuple[str, ...] = (),
         stop_token_ids: tuple[int, ...] = (),
     ) -> RecordedTurn:
-        """The turn after `context_token_ids` int32[context]: a recorded one, or one that is sampled now. `max_tokens`: at most
-        that many, within the recipe's; `stop`, `stop_token_ids`: also ended by these. Cancelled, the turn was not served.
-        Raises `Refused`."""
+        """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. Raises `Refused`.
+
+        `max_tokens` can lower the recipe's; `stop` and `stop_token_ids` add to the recipe's. If this call is cancelled, the
+        turn counts as not served."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
         num_tokens, limits = len(context_token_ids), self.limits
@@ -125,24 +126,24 @@ class Episode:
             if not turn.is_finished:
                 await asyncio.shield(self._sampled(turn, sampling))
         except asyncio.CancelledError:
-            if run == self._run:  # else another run may have it by now
+            if run == self._run:  # otherwise another run may have it
                 turn.served = 0
             raise
         if turn.is_finished:
             return turn
         if self.failure:
             raise Refused(500, "failed", self.failure)
-        raise Refused(503, "interrupted", "the actor stops; another one goes on with the episode")
+        raise Refused(503, "interrupted", "the actor stops; another actor continues the episode")
 
     async def end(self) -> None:
-        """Ends the sampling of what nobody waits for any more."""
+        """Cancel turns that are still being sampled."""
         for task in list(self._sampling.values()):
             task.cancel()
         if self._sampling:
             await asyncio.wait(list(self._sampling.values()))
 
     def result(self) -> tuple[Branch, ...]:
-        """What the environment's last run was served, once it is over; none where it never asked."""
+        """Return the branches that the environment's last run was served, after its end; none if it requested no turn."""
         branches, num_dropped = self.record.result()
         self._metrics.episode_branches.inc(max(0, len(branches) - 1))
         self._metrics.episode_dropped_turns.inc(num_dropped)
@@ -150,17 +151,17 @@ class Episode:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Of its last turn in time, among those that `result` has."""
+        """Finish reason of the last turn, in time, among those of `result`."""
         reasons = [turn.made.finish_reason for turn in self.record.served if turn.is_finished]
         return reasons[-1] if reasons else None
 
     def policy_refused(self, code: str, problem: str, status: int = 400) -> Refused:
-        """To be raised. `code`: of `POLICY_FAULTS`."""
+        """Note the policy's fault `code` and return the error to raise."""
         self.policy_fault = self.policy_fault or code
         return Refused(status, code, problem)
 
     def _sampled(self, turn: RecordedTurn, sampling: SamplingParams) -> asyncio.Task[None]:
-        """The task that samples it to its end: one for all that wait for it, one after another."""
+        """Return the task that samples the turn to its end, which all its waiting requests share."""
         task = self._sampling.get(turn)
         if task is None:
             task = self._sampling[turn] = asyncio.create_task(self._go_on_with(turn, sampling))
@@ -168,7 +169,7 @@ class Episode:
         return task
 
     async def _go_on_with(self, turn: RecordedTurn, sampling: SamplingParams) -> None:
-        """What is sampled already is kept, as that of an actor that was stopped meanwhile."""
+        """Sample the rest of a turn, after tokens that an actor that stopped has sampled."""
         carried = len(turn.made.completion_token_ids)
         if carried >= sampling.max_tokens:
             turn.made = replace(turn.made, finish_reason=FinishReason.LENGTH)
@@ -189,7 +190,7 @@ class Episode:
             turn.made = cut_at_stop(turn.made, carried, sampling.stop, self._decode)
 
     def _fail(self, turn: RecordedTurn, failure: str) -> None:
-        """One that nobody waits for any more, since an earlier run asked for it, is dropped and costs no more than itself."""
+        """Drop a turn. The episode fails only if this run of the environment waits for the turn."""
         if turn.served:
             self.failure = self.failure or failure
         self.record.drop(turn)
@@ -197,22 +198,21 @@ class Episode:
 
 @dataclass(eq=False)
 class EnvironmentRun:
-    """One run of an episode's environment: the requests that come with its key."""
+    """One run of an episode's environment, which has its own key."""
 
     episode: Episode
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class EpisodeBook:
-    """The runs of environments whose requests are answered, by their keys."""
+    """The active runs of environments, by key."""
 
     def __init__(self) -> None:
         self._runs: dict[str, EnvironmentRun] = {}
 
     @contextmanager
     def running(self, episode: Episode) -> Iterator[str]:
-        """Yields a new key, by which the episode's environment, run anew, is answered meanwhile. At the end its open requests
-        are refused."""
+        """Restart the episode and yield a key under which its environment is served. At the end, refuse open requests."""
         key, run = secrets.token_urlsafe(24), EnvironmentRun(episode)
         episode.restart()
         self._runs[key] = run
@@ -223,18 +223,18 @@ class EpisodeBook:
             run.over.set()
 
     def __getitem__(self, key: str) -> EnvironmentRun:
-        """Raises `Refused`."""
+        """Return the run with this key. Raises `Refused`."""
         if run := self._runs.get(key):
             return run
         raise no_such_episode()
 
 
 def no_such_episode() -> Refused:
-    return Refused(404, "episode_not_found", "no episode is under way with this key")
+    return Refused(404, "episode_not_found", "no running episode has this key")
 
 
 def base_path(key: str) -> str:
-    """Of `base_url`, after the address of the actor's episode port."""
+    """Return the path of `base_url`, after the address of the actor's episode port."""
     return f"/episodes/{key}/v1"
 
 

@@ -1,7 +1,7 @@
-"""How model families write conversations as tokens, and how a sampled turn reads as a message.
+"""Write conversations as tokens in a model's chat format, and read sampled turns as messages.
 
-Three formats: a renderer of the package `renderers`, which knows some 25 model families; any other chat template; and a model
-without one, for which texts are joined. Each can extend tokens that were sampled, without making them again.
+There are three kinds of formats: a renderer of the package `renderers`, which knows some 25 model families; any other chat
+template; and plain joined texts for a model without a template. Each can extend sampled tokens without tokenizing them again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from pipelinerl.recipe.fields import ModelConfig
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-"""Of OpenAI's chat completions, as `rendering.read_messages` returns it: content is text, fields without value are left out."""
+"""A message of OpenAI's chat completions, as `rendering.read_messages` returns it: content is text, and no field is empty."""
 Tools = list[dict[str, Any]]
 
 
 _KEPT_TEXTS, _KEPT_CHARACTERS = 1024, 16_384
-"""Of a conversation's messages; with their tokens up to 80 MB."""
+"""Bounds of the cache of a conversation's message texts; with their tokens, it takes up to 80 MB."""
 
 
 class Unrenderable(PipelineRLError):
-    """Messages or tools that this model's format has no tokens for, or that are no messages."""
+    """Messages or tools that are invalid, or that this model's format cannot write."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """`arguments`: JSON, as the model wrote it."""
+    """A call of a tool, with the arguments as the JSON that the model wrote."""
 
     name: str
     arguments: str
@@ -56,55 +56,55 @@ class Answer:
 
 
 class ChatFormat(Protocol):
-    """How a model family writes conversations. `stop_token_ids` end a turn; `control` parts texts that spell control tokens."""
+    """A model's chat format. `stop_token_ids` end a turn; `control` splits texts that spell control tokens."""
 
     stop_token_ids: tuple[int, ...]
     control: ControlTokens
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
-        """The tokens of all messages, up to where the model's next turn begins. Raises `Unrenderable`."""
+        """Return the tokens of all messages, up to the start of the model's next turn. Raises `Unrenderable`."""
         ...
 
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        """`prompt_ids` and `sampled_ids`, which are the first `num_known` messages, as they are, and after them the tokens of
-        the other messages, up to where the model's next turn begins. None: this format would write the known ones otherwise
-        now. Raises `Unrenderable`."""
+        """Return `prompt_ids` and `sampled_ids` unchanged, which are the first `num_known` messages, followed by the tokens of
+        the other messages, up to the start of the model's next turn. Return None if this format would now write the known
+        messages differently. Raises `Unrenderable`."""
         ...
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
-        """`tools`: those that may be called."""
+        """Read a sampled turn as a message. `tools`: tools that it may call."""
         ...
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """The format of a recipe's model. A template of the recipe's own, or values for its variables, count more than the model's
-    name."""
+    """Return the format of a recipe's model. A chat template in the recipe, or values of its variables, override the format of
+    the model's name."""
     is_changed = bool(model.chat_template or model.chat_template_kwargs)
     return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
 
 
 def chat_format(tokenizer: Any, model: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatFormat:
-    """The format of a Hugging Face tokenizer's model. `model`: the recipe's name of it. `variables`: what the chat template's
-    defaults were changed to.
+    """Return the format of a Hugging Face tokenizer. `model`: the recipe's name of the model. `variables`: values that override
+    the chat template's defaults.
 
-    A family's renderer is taken by the model's name, or else because it writes the same tokens as the chat template for every
-    conversation of `PROBES`: so do copies in folders, and models that were trained further.
+    A family's renderer is chosen by the model's name. For other names, such as folders and fine-tuned models, it is chosen if
+    it writes the same tokens as the chat template for all `PROBES`.
     """
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
-    from renderers.base import MODEL_RENDERER_MAP  # imports most of a second's worth
+    from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
 
     if model in MODEL_RENDERER_MAP:
         return FamilyFormat(tokenizer, MODEL_RENDERER_MAP[model])
     for name in sorted(set(MODEL_RENDERER_MAP.values())):
         try:
             found = FamilyFormat(tokenizer, name, variables)
-        except Exception:  # noqa: BLE001 - each says in a way of its own that the tokenizer lacks its special tokens
+        except Exception:  # noqa: BLE001 - renderers raise different errors if the tokenizer lacks their special tokens
             continue
         if _writes_the_template(found, tokenizer):
-            log.info("chat format of %s: renderer %s, which writes the tokens of its chat template", model, name)
+            log.info("chat format of %s: renderer %s, which writes the same tokens as its chat template", model, name)
             return found
     log.info("chat format of %s: its chat template", model)
     return TemplateFormat(tokenizer)
@@ -131,7 +131,7 @@ PROBES: tuple[tuple[list[Message], Tools], ...] = (
     (_ASK, [_TOOL]),
     (_CALLED, [_TOOL]),
 )
-"""Conversations, with their tools, on which a family's renderer has to agree with a chat template."""
+"""Conversations and tools for which a family's renderer must write the same tokens as a chat template."""
 
 
 def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
@@ -150,8 +150,8 @@ def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
 
 
 class RendererTokenizer:
-    """What renderers need of a tokenizer. They write a conversation anew with each of its turns, so the tokens of its texts are
-    kept. Without `__call__` they ask for no character offsets, which nobody here reads and which take most of the time."""
+    """The part of a tokenizer that renderers need. They write the whole conversation for each of its turns, so the tokens of
+    its texts are cached. Without `__call__`, renderers do not compute character offsets, which are slow and not used here."""
 
     def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
         self.name_or_path: str = tokenizer.name_or_path
@@ -171,17 +171,17 @@ class RendererTokenizer:
 
 
 class FamilyFormat:
-    """A renderer of the package `renderers`, by its name there: one model family's format, written down by hand.
+    """A hand-written renderer of one model family, by its name in the package `renderers`.
 
-    Renderers do not extend turns by a user's message where their template drops thoughts then. If there were none, so that it
-    writes the same text but for white space, the recorded tokens are extended nevertheless. Some renderers have `variables` of
-    the chat template as settings.
+    A renderer does not extend a turn by a user's message if its template then drops the turn's thoughts. If the turn has none,
+    so that the text stays the same except for white space, the recorded tokens are extended nevertheless. Some renderers take
+    `variables` of the chat template as settings.
     """
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
 
-        # Harmony's own encoder, of gpt-oss, reads no special token in texts.
+        # gpt-oss has its own encoder, Harmony, which never reads special tokens in texts.
         self.control = ControlTokens(tokenizer, has_own_encoder=family == "gpt-oss")
         self._tokenizer, kind = RendererTokenizer(tokenizer, self.control), type(config_from_name(family))
         known: dict[str, Any] = {name: value for name, value in variables.items() if name in kind.model_fields}
@@ -193,7 +193,7 @@ class FamilyFormat:
         named = _with_tool_names(messages)
         try:
             return list(self.renderer.render_ids(named, tools=tools or None, add_generation_prompt=True))
-        except Exception as error:  # what a renderer raises for messages that it does not take is its own
+        except Exception as error:  # renderers have no common base for their errors
             raise Unrenderable(f"the model's chat format does not take these messages: {error}") from error
 
     def extend(
@@ -215,21 +215,21 @@ class FamilyFormat:
         anew = self.render(messages, tools)
         if anew == token_ids:
             return True
-        # As arrays: of a list, transformers looks at every token first.
+        # Arrays are faster than lists, of which transformers inspects every token first.
         texts = [self._tokenizer.decode(np.array(ids)).split() for ids in (token_ids, anew)]
         return "".join(texts[0]) == "".join(texts[1])
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         parsed = self.renderer.parse_response(sampled_ids, prompt_ids=prompt_ids, tools=tools or None)
         attempts = parsed.tool_calls if tools else []
-        # A tool that is not among those given is the agent's to answer.
+        # A call of an unknown tool is passed on, for the agent to answer.
         calls = tuple(
             ToolCall(call.name, _as_json(call.arguments), call.id or "")
             for call in attempts
             if call.name and call.status in ("ok", "unknown_tool")
         )
         reasoning = parsed.reasoning_content or ""
-        if not calls and parsed.tool_calls:  # what looks like a call and is none is text
+        if not calls and parsed.tool_calls:  # invalid calls are text
             return Answer("".join([parsed.content, *(call.raw for call in parsed.tool_calls)]), reasoning)
         return Answer(parsed.content or "", reasoning, calls)
 
@@ -246,14 +246,15 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class TemplateFormat:
-    """Any chat template. What comes after a recorded turn is what the template writes after it, if it writes all before it as
-    it did. Tools are called as Hermes models do: by the template where it knows tools, otherwise by what is said here."""
+    """Any chat template. A recorded turn is extended by the text that the template writes after it, if the template leaves the
+    text before that unchanged. Tools are called in the form of Hermes models, either by the template or, if it does not know
+    tools, by the text of this module."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
         self._end, self._after_end = self._turn_end(asked_again=False)
         self._is_next_role = self._end is None
-        """Whether a turn is ended by the token that begins the next role's message."""
+        """True if the token that begins the next role's message ends a turn."""
         if self._is_next_role:
             self._end, _ = self._turn_end(asked_again=True)
         self.stop_token_ids = tuple(sorted({self._end, tokenizer.eos_token_id} - {None}))
@@ -276,7 +277,7 @@ class TemplateFormat:
         rest, is_ended = everything[len(known) :], sampled_ids[-1:] == [self._end]
         if self._is_next_role:
             new = self.control.encode(rest)
-            if new[:1] != [self._end] or not known.endswith(said):  # another role's, or text between answer and role
+            if new[:1] != [self._end] or not known.endswith(said):  # another role, or text between answer and role
                 return None
             return [*prompt_ids, *sampled_ids, *(new[1:] if is_ended else new)]
         closed = [] if is_ended else [self._end]
@@ -299,7 +300,7 @@ class TemplateFormat:
             raise Unrenderable(f"the model's chat template does not take these messages: {error}") from error
 
     def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
-        """The token that the template writes after an assistant's content, and the text after that; None: it writes none."""
+        """Return the token that the template writes after an assistant's content, or None, and the text after that token."""
         tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""
@@ -308,28 +309,28 @@ class TemplateFormat:
     def _knows(self, messages: list[Message]) -> bool:
         try:
             return bool(written(self._tokenizer, messages))
-        except Exception:  # noqa: BLE001 - it calls raise_exception
+        except Exception:  # noqa: BLE001 - the template calls raise_exception
             return False
 
     def _knows_tools(self) -> bool:
-        """Whether the template writes tools, and calls as Hermes models do."""
+        """Return whether the template writes tools, and writes calls in the form of Hermes models."""
         try:
             with_tools, called = (written(self._tokenizer, messages, [_TOOL]) for messages in (_ASK, _CALLED))
-        except Exception:  # noqa: BLE001 - it does not know the role, or what a call has
+        except Exception:  # noqa: BLE001 - the template does not know the role, or a call's fields
             return False
         calls = [call for match in _TOOL_CALL.finditer(called) if (call := _hermes_call(match[1]))]
         return "probe_tool" in with_tools and any(call.name == "probe_tool" for call in calls)
 
 
 class PlainFormat:
-    """A model without chat template: the messages' texts one after another, each tokenised by itself, an assistant's ended with
-    the end-of-sequence token, all after the token that the tokenizer begins a text with, if it has such a one."""
+    """The format of a model without chat template: the tokenizer's first token, if it has one, then the texts of all messages,
+    each tokenised separately. An assistant's message ends with the end-of-sequence token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
         self._begin = list(tokenizer("")["input_ids"])[:1]
         self._end = tokenizer.eos_token_id
-        if self._begin == [self._end] != [tokenizer.bos_token_id]:  # one that only ends texts
+        if self._begin == [self._end] != [tokenizer.bos_token_id]:  # this token only ends texts
             self._begin = []
         self.stop_token_ids: tuple[int, ...] = () if self._end is None else (int(self._end),)
 
@@ -358,7 +359,7 @@ class PlainFormat:
 
 
 def _with_tool_names(messages: list[Message]) -> list[Message]:
-    """A tool's message names its function where the client did not: some formats write that."""
+    """Add the name of the function to tool messages that lack it, since some formats write the name."""
     names = {
         call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ()) if call["id"]
     }
@@ -371,8 +372,8 @@ def _with_tool_names(messages: list[Message]) -> list[Message]:
 
 
 def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:
-    """For a template that knows no tools: they, calls and results as text, as Hermes models write it. The tools are part of the
-    system message or, in a template without one, of the first message."""
+    """Write tools, calls and results as text in the form of Hermes models, for a template that does not know tools. The tools
+    are added to the system message or, if the template knows none, to the first message."""
     said: list[Message] = []
     if tools:
         text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
@@ -418,7 +419,7 @@ def _as_json(arguments: Any) -> str:
 
 
 def parsed_json(text: Any) -> Any:
-    """JSON's value, its texts as Unicode; what is no JSON as it is."""
+    """Parse JSON and return its value, with valid Unicode texts; return anything that is not JSON unchanged."""
     if not isinstance(text, str):
         return text
     try:

@@ -1,10 +1,10 @@
-"""The record of one episode: its turns, each with the tokens that it saw and those that were sampled. Pure.
+"""The record of one episode: its turns, each with its context tokens and its sampled tokens. Pure.
 
-Turns that extend each other's tokens make a branch. A turn that extends none begins a branch of its own, and so does a second
-one that extends the same tokens: its prompt is all that it saw. Nothing here is text, and no token is made here.
+Turns that extend each other's tokens form a branch. A turn that extends no other begins a new branch, whose prompt is the
+turn's context, and so does a second turn that extends the same tokens. This module handles tokens only, not text.
 
-An environment may be run again, where its verifier died or another actor goes on with the episode. Then no turn is served
-at first, and a request whose tokens are those of a recorded turn gets that turn. What the last run did not ask for is dropped.
+An environment runs again if its verifier died or if another actor continues the episode. Then no turn counts as served, and a
+request with the context of a recorded turn gets that turn. Turns that the last run did not request are dropped.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from services.actor.engine import NO_TOKENS, Generation, appended, nothing_yet
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """`context_token_ids` int32[context]: what it saw. `made`: what was sampled after that, spans counted from its own start;
-    `made.finish_reason` None: it was not sampled to its end yet."""
+    """A turn with its context, int32[context], and its sampled tokens in `made`, whose spans count from the turn's start. If
+    `made.finish_reason` is None, the turn is not complete."""
 
     context_token_ids: TokenIds
     made: Generation = NO_TOKENS
     extends: RecordedTurn | None = None
-    """The turn whose tokens, and those that it saw, are the start of what this one saw."""
+    """The turn whose context and sampled tokens are the start of this turn's context."""
     asked: SamplingParams | None = None
-    """How it was to be sampled; None where another actor knew."""
+    """Requested sampling parameters; None if another actor began the turn."""
     served: int = 0
-    """Which request of this run of the environment has it, or waits for it, counted from 1; 0: none."""
+    """Number, from 1, of the request in this run of the environment that has or waits for this turn; 0 = none."""
     is_asked_for: bool = False
-    """In this run of the environment, also by a client that has hung up since."""
+    """True if this run of the environment has requested the turn, even if the client hung up later."""
     messages: Any = None
-    """What the request that had it said, with the answer; None: it asked with tokens. `rendering` reads it."""
+    """The request's messages and the answer, for `rendering`; None for a request with tokens."""
 
     @property
     def is_finished(self) -> bool:
@@ -44,7 +44,7 @@ class RecordedTurn:
 
     @property
     def token_ids(self) -> TokenIds:
-        """int32[context + sampled]"""
+        """Context and sampled tokens, int32[context + sampled]."""
         return np.concatenate([self.context_token_ids, self.made.completion_token_ids])
 
     @property
@@ -52,7 +52,7 @@ class RecordedTurn:
         return len(self.context_token_ids) + len(self.made.completion_token_ids)
 
     def is_start_of(self, token_ids: TokenIds) -> bool:
-        """Whether `token_ids` begin with what it saw and what it sampled."""
+        """Return whether `token_ids` begin with this turn's context and sampled tokens."""
         seen, sampled = len(self.context_token_ids), self.made.completion_token_ids
         return (
             seen + len(sampled) <= len(token_ids)
@@ -62,10 +62,10 @@ class RecordedTurn:
 
 
 class EpisodeRecord:
-    """`turns` in the order in which they were first asked for."""
+    """The turns of an episode, in the order of their first requests."""
 
     def __init__(self, branches: Iterable[Branch] = ()) -> None:
-        """`branches`: what another actor has recorded."""
+        """Begin with the branches that another actor has recorded."""
         self._requests = itertools.count(1)
         self.turns: list[RecordedTurn] = []
         for branch in branches:
@@ -73,22 +73,22 @@ class EpisodeRecord:
 
     @property
     def served(self) -> list[RecordedTurn]:
-        """In the order in which this run asked for them."""
+        """Turns served to this run, in the order of its requests."""
         return sorted((turn for turn in self.turns if turn.served), key=lambda turn: turn.served)
 
     @property
     def num_asked_for(self) -> int:
-        """Turns that this run asked for, whether they are served or not."""
+        """Number of turns that this run requested, served or not."""
         return sum(turn.is_asked_for for turn in self.turns)
 
     def restart(self) -> None:
-        """The environment is run anew: it has asked for no turn yet."""
+        """Mark all turns as not requested, since the environment runs again."""
         for turn in self.turns:
             turn.served, turn.is_asked_for = 0, False
 
     def known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
-        """The first recorded turn that saw these tokens, was asked for with the same length and stops and is not served in this
-        run. Of one that another actor began, only the length is known."""
+        """Return the first recorded turn with this context and the same sampling parameters that is not served in this run.
+        For a turn that another actor began, only its length is compared."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = not turn.served and (is_short if turn.asked is None else turn.asked == sampling)
@@ -97,8 +97,7 @@ class EpisodeRecord:
         return None
 
     def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
-        """The `known` turn or a new one. It counts as served from now on; where it is not finished, it is to be sampled
-        further."""
+        """Return the `known` turn or a new one, and mark it as served. If it is not finished, the caller must sample it."""
         turn = self.known(context_token_ids, sampling)
         if turn is None:
             turn = RecordedTurn(context_token_ids)
@@ -108,34 +107,34 @@ class EpisodeRecord:
         return turn
 
     def sampled(self, turn: RecordedTurn, generation: Generation) -> None:
-        """Adds what was sampled after what there is of it."""
+        """Append sampled tokens to a turn."""
         turn.made = appended(turn.made, generation)
 
     def drop(self, turn: RecordedTurn) -> None:
-        """Sampling it failed."""
+        """Remove a turn whose sampling failed."""
         self.turns.remove(turn)
 
     def result(self) -> tuple[tuple[Branch, ...], int]:
-        """The branches of the turns that this run was served, and how many other turns are dropped: those that it did not ask
-        for, and those that were not sampled to their end."""
+        """Return the branches of the finished turns served to this run, and the number of other turns, which are dropped."""
         good = [turn for turn in self.served if turn.is_finished]
         return _branches(good), len(self.turns) - len(good)
 
     def partial(self, sample_index: int, generation_s: float = 0.0) -> PartialSequence:
-        """For another actor: everything that was sampled, also what was interrupted."""
+        """Return all sampled tokens, including interrupted turns, for another actor."""
         begun = [turn for turn in self.turns if len(turn.made.completion_token_ids)]
         return replace(nothing_yet(sample_index), generation_s=generation_s, branches=_branches(begun))
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """The longest one; of equal ones, which parallel requests may have sampled, one that nothing extends yet."""
+        """Return the longest turn that the context extends. Among equal turns, which parallel requests may have sampled, one
+        that no other turn extends is preferred."""
         extended = {id(turn.extends) for turn in self.turns if turn.served}
         starts = [turn for turn in self.turns if turn.served and turn.is_finished and turn.is_start_of(context_token_ids)]
         return max(starts, key=lambda turn: (turn.num_tokens, id(turn) not in extended), default=None)
 
 
 def _branches(turns: list[RecordedTurn]) -> tuple[Branch, ...]:
-    """Of the given turns, each once: the first that extends another one continues its branch."""
-    paths: dict[int, list[RecordedTurn]] = {}  # by the turn that ends each so far
+    """Arrange turns in branches, each turn once. Only the first turn that extends another one continues its branch."""
+    paths: dict[int, list[RecordedTurn]] = {}  # by the last turn of each
     for turn in turns:
         path = paths.pop(id(turn.extends), [])
         paths[id(turn)] = [*path, turn]
@@ -161,7 +160,7 @@ def _branch(path: list[RecordedTurn]) -> Branch:
 
 
 def _turns_of(branch: Branch) -> list[RecordedTurn]:
-    """The inverse of `_branch`."""
+    """Return the turns of a branch, the inverse of `_branch`."""
     token_ids = np.concatenate([branch.prompt_token_ids, branch.completion_token_ids])
     offset, read, made = len(branch.prompt_token_ids), 0, list[RecordedTurn]()
     for turn in branch.turns or (Turn(0, len(branch.completion_token_ids), FinishReason.STOP),):

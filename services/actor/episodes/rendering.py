@@ -1,7 +1,7 @@
-"""From a request's messages to the tokens that its turn sees, and from the turn to its answer.
+"""Convert a request's messages to the context of its turn, and the turn to its answer.
 
-Tokens that the record has are never made again: what comes after them is rendered alone. Where the model's format cannot do
-that, or the request's history is not what was recorded, all of it is rendered anew and begins a branch.
+Recorded tokens are never rendered again; only the messages after them are rendered. If the model's format cannot do that, or if
+the request's history was not recorded, the whole history is rendered and begins a branch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Rendering:
-    """From a request's messages to the context of its turn, and from the turn to its answer."""
+    """Converts between messages and tokens in the chat format of a model."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self.stop_token_ids = chat.stop_token_ids
 
     def context(self, record: EpisodeRecord, messages: list[Message], tools: Tools) -> TokenIds:
-        """int32[context]. Extends the recorded turn that the request's history ends with, if there is one. No text of
-        `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
+        """Return the turn's context, int32[context], which extends the last recorded turn of the request's history, if any. No
+        text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
         turn = _last_known(record, _history(messages, tools))
         messages, tools = self._chat.control.parted(messages), self._chat.control.parted(tools)
         token_ids = None
@@ -44,8 +44,8 @@ class Rendering:
     def answer(
         self, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: tuple[str, ...] = (), may_call: bool = True
     ) -> Answer:
-        """The turn as a message, its text without the one of `stop` that ended it; notes with the turn what the next request's
-        history is compared with."""
+        """Return the turn as a message, without the stop string that ended it. Stores the history in the turn, for comparison
+        with the next request."""
         prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
         parsed = self._chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
         calls = tuple(
@@ -58,7 +58,7 @@ class Rendering:
 
 
 def message_of(answer: Answer) -> Message:
-    """As a client gets it."""
+    """Return an answer as the message that a client gets."""
     message: Message = {"role": "assistant", "content": answer.content}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -71,7 +71,7 @@ def message_of(answer: Answer) -> Message:
 
 
 def read_messages(given: Any) -> list[Message]:
-    """A request's messages as formats take them: texts joined, arguments of calls as objects. Raises `Unrenderable`."""
+    """Read a request's messages: text parts are joined, arguments of calls parsed. Raises `Unrenderable`."""
     if not isinstance(given, list) or not given:
         raise Unrenderable("messages: give a list with at least one message")
     return [_read_message(message, f"messages[{number}]") for number, message in enumerate(given)]
@@ -81,7 +81,7 @@ def _read_message(given: Any, where: str) -> Message:
     role = given.get("role") if isinstance(given, Mapping) else None
     role = "system" if role == "developer" else role
     if role not in ROLES:
-        raise Unrenderable(f"{where}.role: {role!r} is none of {', '.join(ROLES)}")
+        raise Unrenderable(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}")
     message: Message = {"role": role, "content": _text_of(given.get("content"), f"{where}.content")}
     for field in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(given.get(field), str):
@@ -109,12 +109,12 @@ def _text_of(content: Any, where: str) -> str:
     try:
         return "".join(part if isinstance(part, str) else part["text"] for part in parts)
     except (TypeError, KeyError) as error:
-        raise Unrenderable(f"{where}: only text is understood, as a string or as parts of type text") from error
+        raise Unrenderable(f"{where}: only text is supported, as a string or as parts of type text") from error
 
 
 def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
-    """What makes two histories the same: roles, contents, names, and calls with their ids and parsed arguments; and the tools.
-    Not what clients drop or add: reasoning, empty fields."""
+    """Return a key by which histories are compared: tools, and each message's role, content, names, and calls with ids and
+    parsed arguments. Reasoning and empty fields, which clients drop or add, do not count."""
     return (
         json.dumps(tools, sort_keys=True),
         *(
@@ -132,8 +132,8 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(record: EpisodeRecord, history: tuple[Any, ...]) -> RecordedTurn | None:
-    """The turn whose conversation, its answer included, is the longest start of `history` that is not all of it; of equal ones
-    one that nothing extends yet."""
+    """Return the turn whose messages and answer are the longest proper start of `history`. Among equal turns, one that no
+    other turn extends is preferred."""
     served = record.served
     extended = {id(turn.extends) for turn in served}
     known = [
@@ -145,6 +145,6 @@ def _last_known(record: EpisodeRecord, history: tuple[Any, ...]) -> RecordedTurn
 
 
 def _call_id(turn: RecordedTurn, number: int) -> str:
-    """The same whenever this turn is served. Nine letters and digits, as templates of Mistral's models demand."""
+    """Return the id of a turn's call, which never changes. It has nine letters and digits, as Mistral's templates require."""
     digest = hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=number.to_bytes(8, "little"))
     return digest.hexdigest()[:9]

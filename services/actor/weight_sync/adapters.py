@@ -1,12 +1,12 @@
 """Low-rank adapters inside a vLLM model: each adapted layer computes W·x + s · B·(A·x), as the trainer's forward pass does.
 
-Merging would lose them in 16 bits: an update below half a unit in the last place of a weight vanishes in the sum. So
-`install` wraps the linear method of each layer, vLLM's extension point for what a layer computes, before vLLM compiles the
-model or captures CUDA graphs. A and B lie at fixed addresses, start at zero, and are copied over between two decode steps.
-Because each request has the same adapter, both products are plain matrix products, unlike those of vLLM's own LoRA.
+Adapters are not merged, because 16-bit weights would lose them: an update below half a unit in the last place of a weight
+vanishes in the sum. Instead, `install` wraps the linear method of each layer, which is vLLM's extension point, before vLLM
+compiles the model or captures CUDA graphs. A and B have fixed addresses, start at zero, and are overwritten between two decode
+steps. All requests have the same adapter, so both products are plain matrix products, unlike those of vLLM's own LoRA.
 
-vLLM's loaders of weights split A and B over tensor-parallel ranks. A layer that fuses several of the checkpoint's (q, k and v)
-keeps their A one above the other, and B as a block-diagonal matrix. Not here: receiving, versions, and whole weights.
+vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several of the checkpoint's (q, k and v)
+stacks their A, and holds B as a block-diagonal matrix. This module neither receives weights nor knows versions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 CONFIG = "pipelinerl_lora"
 """Key of the recipe's `trainer.lora` in vLLM's `additional_config`."""
 LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
-"""Layers that compute nothing but their method. Subclasses may compute around it."""
+"""Layers that compute only their method. Subclasses, which may compute more, are not adapted."""
 
 Named = tuple[str, Tensor]
 
@@ -65,19 +65,19 @@ class AdaptedLinearMethod(LinearMethodBase):
         self.plain.process_weights_after_loading(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply the trainer's order of operations: W·x is rounded before the low-rank product is added."""
+        """Compute in the trainer's order of operations: W·x is rounded before the low-rank product is added."""
         y = self.plain.apply(layer, x, bias)
         low_rank = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b)
         return (y + low_rank * self.scaling).to(y.dtype)
 
 
 def plain_method(method: Any) -> Any:
-    """The method of a layer without its adapter."""
+    """Return the method of a layer without its adapter."""
     return method.plain if isinstance(method, AdaptedLinearMethod) else method
 
 
 def _sizes(layer: LinearBase) -> tuple[int, int]:
-    """Inputs and outputs on this rank."""
+    """Return the numbers of inputs and outputs on this rank."""
     return getattr(layer, "input_size_per_partition", layer.input_size), sum(_part_sizes(layer))
 
 
@@ -86,7 +86,7 @@ def _part_sizes(layer: LinearBase) -> list[int]:
 
 
 def _whole_sizes(layer: LinearBase) -> list[int]:
-    """Outputs of each part over all ranks; QKV counts replicated heads of keys and values once."""
+    """Return the outputs of each part over all ranks; QKV counts replicated heads of keys and values once."""
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
         return [layer.total_num_heads * layer.head_size, keys * layer.head_size, keys * layer.v_head_size]
@@ -95,7 +95,7 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the adapter of one of the checkpoint's layers goes. `shard`: vLLM's name of the part; None: all of the layer."""
+    """The destination of the adapter of a checkpoint's layer. `shard`: vLLM's name of the part; None = the whole layer."""
 
     name: str
     layer: LinearBase
@@ -111,9 +111,9 @@ class Place:
 
 
 def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> dict[str, Place]:
-    """Prepares each layer that the recipe adapts, by the checkpoint's names; nothing if the recipe sends no adapters.
+    """Prepare each layer that the recipe adapts and return them by the checkpoint's names; {} if it sends no adapters.
 
-    Call it before the model is compiled. Layers whose weights are also used elsewhere, as in MLA, are left out.
+    Call this before the model is compiled. Layers whose weights are also used elsewhere, as in MLA, are left out.
     """
     content = vllm_config.additional_config.get(CONFIG) if isinstance(vllm_config.additional_config, dict) else None
     if content is None:
@@ -149,7 +149,7 @@ def _meant(name: str, config: LoraConfig) -> bool:
 
 
 class AdapterLoader:
-    """Stages A and B beside those in use, and copies them over in the pause."""
+    """Stages A and B beside those in use, and copies them during the pause."""
 
     mode = "adapter"
 
@@ -169,7 +169,7 @@ class AdapterLoader:
         self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Compares rank and scaling with those that the engine was started with. vLLM's loaders check the rest."""
+        """Compare rank and scaling with those that the engine was started with. vLLM's loaders check the rest."""
         specs = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
         for item in manifest.low_rank:
             method = self._items[item.a].method

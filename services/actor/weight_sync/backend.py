@@ -1,8 +1,8 @@
-"""vLLM's weight-transfer backend `pipelinerl`: the part of a weight update that vLLM itself calls, in its workers.
+"""vLLM's weight-transfer backend `pipelinerl`, which vLLM calls in its workers.
 
-`init_transfer_engine` checks the manifest and starts the transfer thread (`worker.py`), which does everything up to a version
-being staged. An update then is, with generation paused: `start_weight_update`, `update_weights({"version": "1:8"})`, which
-only checks that this version is staged, and `finish_weight_update`, which swaps.
+`init_transfer_engine` checks the manifest and starts the transfer thread (`worker.py`), which receives and stages a version.
+While generation is paused, vLLM then calls `start_weight_update`, `update_weights({"version": "1:8"})`, which only checks that
+this version is staged, and `finish_weight_update`, which swaps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """`socket_path`: where the actor's process listens. `force_paused`: load while paused though a swap would do."""
+    """`socket_path`: socket of the actor's process. `force_paused`: load while paused even if a swap is possible."""
 
     socket_path: str
     manifest: bytes
@@ -48,7 +48,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """What vLLM calls in each of its workers."""
+    """The backend's engine in each of vLLM's workers."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -64,11 +64,11 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker: TransferWorker | None = None
         self._places = install(model, vllm_config, device)
         self._base_replaced = False
-        """Whole weights have taken the place of the checkpoint's, to which adapters belong."""
+        """True if whole weights have replaced the checkpoint's, to which adapters belong."""
         self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Runs between two decode steps; builds the shadow model the first time. A refusal is told over the socket."""
+        """Check the manifest, whose problem the `Hello` reports, and start the transfer thread, between two decode steps."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
         self._sends_adapter, problem = bool(manifest.low_rank), ""
@@ -84,7 +84,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             loader.check(manifest)
         except ManifestMismatch as error:
             problem = str(error)
-        loader = loader or PausedLoader(self.model, self.vllm_config, self.device)  # refused: it never loads
+        loader = loader or PausedLoader(self.model, self.vllm_config, self.device)  # a refused manifest is never loaded
         self._worker = TransferWorker(
             Hello(get_world_group().rank_in_group, WeightLoading(loader.mode, reason), problem),
             loader,
@@ -96,7 +96,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _whole(self, force_paused: bool) -> tuple[Loader, str]:
-        """The loader of whole weights, and why it is not the shadow one."""
+        """Return the loader of whole weights, and why it is not the shadow loader."""
         if self._loader is None or force_paused != self._force_paused:
             self._force_paused = force_paused
             self._loader, self._reason = choose(self.model, self.vllm_config, self.device, force_paused)
@@ -105,19 +105,19 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._loader, self._reason
 
     def start_weight_update(self) -> None:
-        """Nothing: the weights are staged already."""
+        """Do nothing, since the weights are already staged."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own, without waiting for the device: nothing has been queued there."""
+        """Replace vLLM's method, which would wait for the device although no work is queued there."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises NothingStaged when the version named is not the one staged."""
+        """Check the version to serve. Raises NothingStaged if another one, or none, is staged."""
         assert self._worker is not None, "init_transfer_engine comes first"
         self._worker.check_staged(parse_version(update_info.version))
 
     def finish_weight_update(self) -> None:
-        """The swap. Generation must be paused."""
+        """Swap the weights. Generation must be paused."""
         assert self._worker is not None
         self._worker.swap()
         if not self._sends_adapter:

@@ -1,11 +1,11 @@
-"""What gives an engine new weights, and its form for vLLM: prepare, join, receive, commit, discard from the actor's process.
+"""Update a vLLM engine's weights from the actor's process: prepare, join, receive, commit, discard.
 
-`join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, one JSON object a line. vLLM's own
-remote calls are answered between decode steps only, and stop decoding while they run; over the socket a transfer begins,
-reports and is given up while a step of half a second goes on, without polling, and a worker that dies closes it. `prepare`
-(once) and `commit` are vLLM's calls. vLLM itself labels tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
+`join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, as one JSON object per line. vLLM's own
+remote calls are only answered between decode steps, and block decoding while they run. Over the socket, a transfer can begin,
+report and be given up during a decode step, without polling, and the socket closes if a worker dies. `prepare` (once) and
+`commit` are vLLM's calls. vLLM labels tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
 
-It does not talk to the trainer, decides nothing, and does not know why a version is served or given up.
+This module does not talk to the trainer, and does not decide which version is served or given up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREPARE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class WeightLoading:
-    """How received weights will be loaded: `mode` is that of a loader; `reason` says why whole weights have no shadow."""
+    """The way in which received weights are loaded: the loader's `mode`, and the `reason` why it is not the shadow loader."""
 
     mode: str
     reason: str = ""
@@ -46,7 +46,7 @@ class WeightLoading:
 class StagedWeights:
     """A complete, checked version beside the live weights, in the engine's layout.
 
-    `checksum`: 64 bits over all bytes as they arrived, for the trainer to compare. With several ranks, the slowest's seconds.
+    `checksum`: 64 bits over all received bytes, for the trainer to compare. With several ranks, times are the slowest rank's.
     """
 
     checksum: int
@@ -56,11 +56,11 @@ class StagedWeights:
 
 
 class CommitFailed(TransferError):
-    """The swap began and did not end well: which weights the engine serves is unknown. The process should end."""
+    """A swap failed half-way, so it is unknown which weights the engine serves. The process should end."""
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """A worker's first line: who it is, how it loads weights, and why the manifest does not fit its model (or "")."""
+    """A worker's first line: its rank, how it loads weights, and why the manifest does not fit its model (or "")."""
 
     worker_rank: int
     loading: WeightLoading
@@ -82,19 +82,18 @@ class Receive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Discard(msgspec.Struct, tag=True, frozen=True):
-    """Give up whatever is under way or staged, and leave the group if a transfer was under way."""
+    """Give up a running transfer or a staged version; leave the group if a transfer was running."""
 
 
 class Order(msgspec.Struct, frozen=True):
-    """`number` is repeated in the reply."""
+    """An order to a worker, whose reply repeats `number`."""
 
     number: int
     body: Join | Receive | Discard
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`staged`: what a Receive has brought. `problem`: why the order failed, or ""; `group_broke`: because the transfer group
-    did, which may be another member's doing."""
+    """`staged`: result of a Receive. `problem`: why the order failed, or "". `group_broke`: the whole transfer group failed."""
 
     number: int
     staged: StagedWeights | None = None
@@ -103,10 +102,10 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class WorkerLink:
-    """The actor's end of the socket: orders go to all workers and are answered when all have answered.
+    """The actor's end of the socket. An order goes to all workers and is complete when all have replied.
 
-    Open with `WorkerLink.listen`, hand `path` to the workers, await `hellos`, then `ask`. A lost connection fails everything
-    that waits.
+    Open it with `WorkerLink.listen`, pass `path` to the workers, await `hellos`, then `ask`. If a connection is lost, all
+    waiting calls fail.
     """
 
     def __init__(self, directory: str, num_workers: int) -> None:
@@ -122,13 +121,13 @@ class WorkerLink:
 
     @classmethod
     async def listen(cls, num_workers: int) -> WorkerLink:
-        """A socket in a new private directory."""
+        """Listen on a socket in a new private directory."""
         link = cls(tempfile.mkdtemp(prefix="prl-"), num_workers)
         link._server = await asyncio.start_unix_server(link._serve, link.path)
         return link
 
     async def hellos(self, timeout_s: float) -> list[Hello]:
-        """Every worker's first message. Raises TransferError when they are not all there in time."""
+        """Wait for every worker's first message. Raises TransferError if some are missing after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(self._all_here)
@@ -138,9 +137,9 @@ class WorkerLink:
         return self._hellos
 
     async def ask(self, body: Join | Receive | Discard) -> list[StagedWeights]:
-        """What each worker has staged, if anything.
+        """Send an order to all workers and return what they have staged, if anything.
 
-        Raises TransferError when one has failed or its connection is or gets lost, GroupFailed when the group broke.
+        Raises TransferError if a worker fails or its connection is lost, and GroupFailed if the group broke.
         """
         if self._lost:
             raise TransferError(self._lost)
@@ -160,7 +159,7 @@ class WorkerLink:
         return [reply.staged for reply in replies if reply.staged]
 
     async def close(self) -> None:
-        """Ends the workers' transfer threads too."""
+        """Close all connections, which also ends the workers' transfer threads."""
         self._lose("closed")
         for writer in self._writers:
             writer.close()
@@ -169,7 +168,7 @@ class WorkerLink:
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until one worker's connection ends."""
+        """Read replies until one worker's connection ends."""
         try:
             self._hellos.append(msgspec.json.decode(await reader.readline(), type=Hello))
             self._writers.append(writer)
@@ -199,7 +198,7 @@ def as_line(message: Hello | Order | Reply) -> bytes:
 
 
 def parse_version(text: str) -> PolicyVersion:
-    """The engine labels weights `<incarnation>:<number>`; weights no trainer sent are version 0 of incarnation 0."""
+    """Parse vLLM's label `<incarnation>:<number>`. Weights that no trainer sent are version 0 of incarnation 0."""
     incarnation, separator, number = text.partition(":")
     if not separator:
         return PolicyVersion(0, 0)
@@ -207,14 +206,14 @@ def parse_version(text: str) -> PolicyVersion:
 
 
 class WeightUpdateClient:
-    """Brings versions into vLLM: received beside the live weights while it decodes, swapped between two decode steps.
+    """Loads versions into vLLM. It receives them while vLLM decodes, and swaps the weights between two decode steps.
 
-    Calls must not overlap, except `discard`, which may come while `receive` waits. All raise `TransferError`.
+    Calls must not overlap, except that `discard` may come while `receive` waits. All raise `TransferError`.
 
-    `recompute_kv`: let unfinished sequences recompute their KV cache under new weights (vLLM's `clear_cache`) instead of
-    keeping the stale one. `stall_timeout_s`: the longest that one chunk may take; it bounds `discard`. `bind_host`: this
-    pod's address on which other ranks reach it (gloo). `force_paused`: load while paused, for comparison.
-    `staging_buffers`: chunks that a worker holds at a time while it receives.
+    `recompute_kv`: recompute the KV cache of unfinished sequences under new weights (vLLM's `clear_cache`) instead of keeping
+    the stale one. `stall_timeout_s`: time limit of one chunk, which also bounds `discard`. `bind_host`: this pod's address on
+    which other ranks reach it (gloo). `force_paused`: load while paused, for comparison. `staging_buffers`: chunks that a
+    worker holds at a time while it receives.
     """
 
     def __init__(
@@ -233,12 +232,12 @@ class WeightUpdateClient:
         self._link: WorkerLink | None = None
         self.swapping = asyncio.Lock()
         self.before_swap: Callable[[], Awaitable[None]] | None = None
-        """Called when the engine is paused for a commit."""
+        """Callback while the engine is paused for a commit, before the swap."""
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
-        """Agrees on what will be received. Blocks decoding while the shadow model is built, the first time.
+        """Prepare the workers for a manifest. The first call blocks decoding while the shadow model is built.
 
-        Raises `ManifestMismatch` when the served model cannot take these weights.
+        Raises `ManifestMismatch` if the served model cannot take these weights.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -263,12 +262,12 @@ class WeightUpdateClient:
         return hellos[0].loading
 
     async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
-        """Meets the trainer and the other actors, with the group's rank as this engine's first; leaves the group before."""
+        """Leave the previous group and join this one, whose rank is that of this engine's first worker."""
         assert self._link is not None, "prepare comes first"
         await self._link.ask(Join(replace(group, bind_host=self._bind_host), timeout_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
-        """After an error the group is left and nothing is staged. A caller that is cancelled calls `discard`."""
+        """Receive and stage a version. After an error, the group is left. A cancelled caller must call `discard`."""
         assert self._link is not None, "prepare comes first"
         staged = await self._link.ask(Receive(version, deadline_s))
         checksums = {one.checksum for one in staged}
@@ -278,10 +277,10 @@ class WeightUpdateClient:
         return replace(staged[0], receive_s=receive_s, prepare_s=prepare_s)
 
     async def commit(self, version: PolicyVersion) -> float:
-        """Pauses between two decode steps, swaps, resumes, and returns the stall in seconds. Unfinished sequences go on.
+        """Pause between two decode steps, swap, resume, and return the stall in seconds. Unfinished sequences continue.
 
-        The stall is counted from the engine's report that it is idle to its report that it is resumed. A TransferError other
-        than CommitFailed says that `version` was not staged; the old weights are served on.
+        The stall lasts from the engine's report that it is idle to its report that it has resumed. A TransferError other than
+        CommitFailed means that `version` was not staged and that the old weights are still served.
         """
         async with self.swapping:
             return await self._swap(version)
@@ -289,7 +288,7 @@ class WeightUpdateClient:
     async def _swap(self, version: PolicyVersion) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        # Not `AsyncLLM.pause_generation`: that adds a sleep of 20 ms, for the order in which a caller sees outputs.
+        # `AsyncLLM.pause_generation` would add a sleep of 20 ms, for the order in which a caller sees outputs.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
         started = time.monotonic()
         try:
@@ -308,12 +307,12 @@ class WeightUpdateClient:
         return time.monotonic() - started
 
     async def discard(self) -> None:
-        """Gives up what is being received or staged; returns when the workers have, within the stall timeout."""
+        """Give up a running transfer or a staged version, and wait for the workers, at most the stall timeout."""
         if self._link is not None:
             await self._link.ask(Discard())
 
     async def close(self) -> None:
-        """Leaves the group, ends the workers' transfer threads and removes the socket; a staged version is lost."""
+        """Leave the group, end the workers' transfer threads and remove the socket; a staged version is lost."""
         link, self._link = self._link, None
         if link is not None:
             await link.close()

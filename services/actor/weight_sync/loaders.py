@@ -1,12 +1,12 @@
-"""What can be done with received tensors: three ways to get them into a vLLM model, one interface.
+"""Three loaders with one interface that put received tensors into a vLLM model.
 
-`ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live
-ones. `InPlaceLoader` prepares the same and copies it into the live weights, for CUDA graphs and compiled models, which hold
+`ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live ones.
+`InPlaceLoader` prepares the same instance and copies it into the live weights, because CUDA graphs and compiled models hold
 addresses. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither and for
-devices without room for a second instance. `choose` says which one it is, and why not a better one. Adapters are
-loaded by `adapters.py`.
+devices without room for a second instance. `choose` picks the best one and says why it is not a better one. `adapters.py`
+loads adapters.
 
-Nothing here receives anything or knows versions: what is loaded is a whole model each time.
+Loaders do not receive tensors and do not know versions. Each load is a whole model.
 """
 
 from __future__ import annotations
@@ -34,36 +34,35 @@ Named = tuple[str, Tensor]
 
 
 class Loader(Protocol):
-    """`mode` is reported; `load` and `drop` run on a background thread, `swap` on the engine's while it is paused."""
+    """`load` and `drop` run on a background thread, `swap` on the paused engine's. `mode` is the loader's name in reports."""
 
     mode: str
 
     def check(self, manifest: Manifest) -> None:
-        """Raises ManifestMismatch when the model cannot take these parameters. Moves no weights."""
+        """Raise ManifestMismatch if the model cannot take these parameters. Moves no weights."""
         ...
 
     def load(self, tensors: Iterable[Named]) -> None:
-        """Take a whole version. After an error the loader is as if nothing had been loaded."""
+        """Load a whole version. After an error, nothing is loaded."""
         ...
 
     def swap(self) -> None:
-        """Make the loaded version the live one; on a device, by what is queued on the caller's stream: it frees nothing that
-        this may still read."""
+        """Make the loaded version live. On a device, queue this on the caller's stream, and free no memory that it may read."""
         ...
 
     def drop(self) -> None:
-        """Forget what is loaded but not live. Idempotent."""
+        """Drop a version that is loaded but not live. Idempotent."""
         ...
 
 
 def no_room(live: nn.Module, device: torch.device, share: float) -> str:
-    """Why `device` has no room for a second instance of `live` beside an engine with `share` of its memory; empty where it has,
-    and on a CPU. Warns where that leaves little to receive into."""
+    """Return why `device` has no room for a second instance of `live` beside an engine with `share` of its memory; empty if it
+    has, or on a CPU. Logs a warning if that leaves little room for receiving."""
     if device.type != "cuda":
         return ""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
     free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # that torch keeps for new ones
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch
     shortage = update_shortage(weights, free, total, share)
     if shortage and free >= weights:
         log.warning("%s", shortage)
@@ -72,7 +71,7 @@ def no_room(live: nn.Module, device: torch.device, share: float) -> str:
 
 
 def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force_paused: bool) -> tuple[Loader, str]:
-    """The loader for `live`, and why it is not the shadow one (empty when it is). Call it where no decode step runs."""
+    """Return the loader for `live`, and why it is not the shadow loader, or "". Must not run during a decode step."""
     lacking = no_room(live, device, vllm_config.cache_config.gpu_memory_utilization)
     reason = "asked for" if force_paused else shadow_obstacle(live, vllm_config) or lacking
     if not reason:
@@ -88,9 +87,9 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
-    """Why no second instance of this model can be prepared for it beside it; empty when one can.
+    """Return why a second instance of this model cannot be prepared in the background; empty if it can.
 
-    Quantised and MLA layers derive tensors elsewhere than on their own module.
+    Quantised and MLA layers keep derived tensors outside their own module.
     """
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -116,19 +115,19 @@ def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
 
 
 def _routing_obstacle(module: nn.Module) -> str:
-    """What a mixture of experts computes its routing from, beside its modules' parameters, that a swap would leave stale."""
+    """Return what a mixture of experts uses for routing besides parameters, which a swap would leave stale; empty if none."""
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     if not isinstance(module, MoERunner):
         return ""
     if module.gate is not None and module.shared_expert_gate is not None:
-        return "makes one weight of two gates at its first use"
+        return "merges two gates into one weight at its first use"
     held = [name for name, value in vars(module.router).items() if isinstance(value, Tensor)]
     return f"has a router that holds {held[0]}" if held else ""
 
 
 def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
-    """Where `_KERNEL` is kept for the stacked experts of `module`; None for a module of another kind."""
+    """Return the attributes that hold `_KERNEL` for the stacked experts of `module`; None for another kind of module."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     method = getattr(module, "quant_method", None)
@@ -136,13 +135,13 @@ def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 _KERNEL = ("moe_kernel", "moe_quant_config")
-"""What post-processing leaves on the method of a layer of experts: a kernel, and a configuration that refers to their biases.
+"""Attributes that post-processing sets on the method of an expert layer: a kernel, and a configuration with its biases.
 
-While there is a kernel, vLLM on CPU does not lay out weights again: it takes new ones for laid out already."""
+As long as a kernel is set, vLLM on CPU takes new weights as already laid out and does not convert them."""
 
 
 def held_addresses(vllm_config: VllmConfig) -> str:
-    """What beside the modules knows where the weights lie; empty when nothing does."""
+    """Return what holds the weights' addresses besides the modules; empty if nothing does."""
     from vllm.config import CompilationMode
 
     if vllm_config.compilation_config.mode != CompilationMode.NONE:
@@ -156,17 +155,16 @@ def held_addresses(vllm_config: VllmConfig) -> str:
 
 
 class ShadowLoader:
-    """Prepares a second instance of the served model beside the live one, and exchanges their weights, module by module: where
-    the modules alone hold what depends on the weights.
+    """Prepares a second instance of the served model and exchanges its weights with the live ones, module by module. All state
+    that depends on the weights must be held by modules.
 
-    Built by vLLM's own model class, filled by its own `load_weights` and finished by its own post-processing, as at start-up:
-    fused, packed and tied weights come out right by construction. Between updates it holds no memory: its parameters are on
-    `meta`. Construct it where no decode step runs: building a model sets torch's default dtype.
+    vLLM's own model class builds the instance, its `load_weights` fills it, and its post-processing finishes it, as at
+    start-up, so that fused, packed and tied weights are right by construction. Between updates the instance takes no memory,
+    since its parameters are on `meta`. Construct it outside of decode steps: building a model sets torch's default dtype.
 
-    A swap exchanges parameters and whatever post-processing left on a module (on CPU: the closure `cpu_linear` over a packed
-    oneDNN weight) or on the method of a mixture's experts; KV caches, attention state and module identity stay with the live
-    modules.
-    `pairs`: every module by name, the live one with its shadow.
+    A swap exchanges parameters and everything that post-processing set on a module (on CPU: the closure `cpu_linear` over a
+    packed oneDNN weight) or on the method of a mixture's experts. KV caches, attention state and module identity stay with the
+    live modules. `pairs`: every module by name, the live one with its shadow.
     """
 
     mode = "shadow"
@@ -188,7 +186,7 @@ class ShadowLoader:
             for mine, other in (map(_kernel_of, pair) for pair in self.pairs.values())
             if mine is not None and other is not None
         ]
-        """Of each layer of experts, the live one with its shadow."""
+        """The attributes of `_kernel_of` of each expert layer, live and shadow."""
         # (module, attribute, parameter on `meta`): a tied parameter occurs several times as the same object.
         self._blueprint: list[tuple[nn.Module, str, Tensor]] = []
         metas: dict[int, Tensor] = {}
@@ -201,7 +199,7 @@ class ShadowLoader:
         self.drop()
 
     def check(self, manifest: Manifest) -> None:
-        """Runs the model's own loading on `meta` tensors: names, shapes, and that every element is written. No memory."""
+        """Check names, shapes and that every element is written, by loading `meta` tensors, which take no memory."""
         from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
         heads = [spec.name for spec in manifest.parameters if spec.name.endswith("lm_head.weight")]
@@ -220,7 +218,7 @@ class ShadowLoader:
             raise ManifestMismatch(f"the served model refuses these weights: {type(error).__name__}: {error}") from error
         finally:
             self.drop()
-        if written.count < needed:  # such as a fused qkv of which only q is sent
+        if written.count < needed:  # for example, a fused qkv of which only q is sent
             raise ManifestDiffers("(manifest)", "number of elements", needed, written.count)
 
     def load(self, tensors: Iterable[Named]) -> None:
@@ -250,7 +248,7 @@ class ShadowLoader:
         for module, name, meta in self._blueprint:
             module.register_parameter(name, meta)  # type: ignore[arg-type]
         if self._swaps == 1 and self._device.type == "cuda":
-            # The engine's first weights: torch keeps their memory for the stream that loaded them, and updates use another.
+            # torch caches the memory of the engine's first weights for the stream that loaded them; updates use another.
             torch.cuda.empty_cache()
 
     def derived(self, shadow: nn.Module) -> list[str]:
@@ -273,7 +271,7 @@ class ShadowLoader:
         expected = {name for name, _ in self._model.named_parameters()}
         iterator = iter(tensors)
         loaded = self._model.load_weights(iterator)  # type: ignore[operator]
-        for name, _ in iterator:  # a model may stop early; the stream must be taken to its end
+        for name, _ in iterator:  # a model may stop early, but the stream must be consumed
             raise ManifestDiffers(name, "presence", "unused", "present")
         if missing := sorted(expected - set(loaded)):
             raise ManifestDiffers(missing[0], "presence", "needed", "missing")
@@ -303,7 +301,7 @@ def _build(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    # Layers register by name for the forward pass and for KV caches; the shadow's must not be found there.
+    # Layers register by name for the forward pass and for KV caches; the shadow's layers must not register there.
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
@@ -321,34 +319,34 @@ def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str])
 
 
 class InPlaceLoader(ShadowLoader):
-    """Copies the shadow's weights into the live ones where they lie.
+    """Copies the shadow's weights into the live ones, in place.
 
-    What is left for the pause is one copy of the weights within the device. Sound where the live parameters are all that
-    depends on the weights: post-processing must leave nothing else on a module, and must give every parameter the layout that
-    the live one has. `obstacle` finds out, by trying it on the shadow.
+    The pause only lasts for one copy of the weights within the device. This is correct if only parameters depend on the
+    weights: post-processing must set nothing else on a module, and must give every parameter the layout of the live one.
+    `obstacle` tries that on the shadow.
     """
 
     mode = "in_place"
 
     def obstacle(self) -> str:
-        """Why this model cannot be updated in place; empty when it can. Takes the memory of an update meanwhile."""
+        """Return why this model cannot be updated in place; empty if it can. Temporarily takes the memory of an update."""
         if tied := self._tied_in_live_only():
             return tied
         try:
-            self._materialise()  # no values: post-processing is to show what it makes of weights
+            self._materialise()  # values do not matter, only the result of post-processing
             self._finish()
             for name, (live, shadow) in self.pairs.items():
                 if problem := _difference(live, shadow, self.derived(shadow)):
                     return f"{name}: {problem}"
         finally:
             self.drop()
-            if self._device.type == "cuda":  # torch keeps what was tried for this stream; updates load on another one
+            if self._device.type == "cuda":  # torch caches this memory for this stream; updates load on another one
                 torch.cuda.empty_cache()
         return ""
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Queues the copies on the caller's stream; they are done when that is synchronised."""
+        """Queue the copies on the caller's stream, which must then be synchronised."""
         copied: set[int] = set()
         for live, shadow in self.pairs.values():
             for name, parameter in live._parameters.items():
@@ -361,7 +359,8 @@ class InPlaceLoader(ShadowLoader):
                 copied.add(id(parameter))
 
     def _tied_in_live_only(self) -> str:
-        """vLLM ties equal embeddings and heads at start-up, also where the model's configuration does not: they may part."""
+        """Return what is tied in the live model only: vLLM ties embedding and head at start-up if they are equal, even if the
+        model's configuration does not tie them, and later versions may differ."""
         counterparts: dict[int, int] = {}
         for name, (live, other) in self.pairs.items():
             for key, parameter in live._parameters.items():
@@ -375,7 +374,7 @@ def _difference(live: nn.Module, shadow: nn.Module, derived: list[str]) -> str:
     if hasattr(shadow, "quant_method"):
         for name in derived:
             value = shadow.__dict__[name]
-            # A function without a closure computes from what it is given: it cannot hold weights.
+            # A function without a closure and defaults cannot hold weights.
             if not isinstance(value, FunctionType) or value.__closure__ or value.__defaults__:
                 return f"post-processing derives {name} from the weights"
     if live._parameters.keys() != shadow._parameters.keys():
@@ -383,7 +382,7 @@ def _difference(live: nn.Module, shadow: nn.Module, derived: list[str]) -> str:
     for name, parameter in live._parameters.items():
         new = shadow._parameters[name]
         if (parameter is None) != (new is None):
-            return f"{name} is there in one instance only"
+            return f"{name} exists in only one instance"
         if parameter is not None and new is not None and _layout(parameter) != _layout(new):
             return f"{name} is laid out as {_layout(parameter)}, post-processing makes {_layout(new)}"
     return ""
@@ -394,10 +393,10 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class PausedLoader:
-    """Loads while generation is paused, through vLLM's layerwise reload: for models that cannot be swapped.
+    """Loads while generation is paused, with vLLM's layerwise reload, for models that cannot be swapped.
 
-    The stall is the whole load, and all received tensors are held until then. With `on_host` they are in host memory, so that
-    the device needs room for one layer and what is being received only.
+    The stall lasts for the whole load, and all received tensors are held until then. With `on_host` they are held in host
+    memory, so that the device only needs room for one layer and for the chunks in transfer.
     """
 
     mode = "paused"
@@ -408,7 +407,7 @@ class PausedLoader:
         self._tensors: list[Named] = []
 
     def check(self, manifest: Manifest) -> None:
-        """Cannot tell before loading: the live model is the only instance there is."""
+        """Check nothing: the live model is the only instance, so problems only show when it is loaded."""
 
     def load(self, tensors: Iterable[Named]) -> None:
         self.drop()

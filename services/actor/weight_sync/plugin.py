@@ -1,7 +1,7 @@
-"""The `vllm.general_plugins` entry point `pipelinerl`: makes the weight-transfer backend of that name known to vLLM.
+"""The `vllm.general_plugins` entry point `pipelinerl`, which registers the weight-transfer backend of that name.
 
-vLLM calls `register` in each of its processes. Nothing is imported from vLLM before that, nor torch before an engine is made.
-An actor's engine processes write log lines as the actor itself does.
+vLLM calls `register` in each of its processes. This module imports vLLM only then, and torch only when an engine is made. It
+also sets up logging, so that an actor's engine processes write the same kind of log lines as the actor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BACKEND = "pipelinerl"
 
 @cache
 def register() -> None:
-    """Idempotent, as vLLM asks of plugins."""
+    """Register the backend. Idempotent, as vLLM requires of plugins."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "services.actor.weight_sync.backend", "PipelineRLWeightEngine")
@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def log_as_the_actor() -> None:
-    """Sets up logs in a process of vLLM that has none, where an actor started it and vLLM leaves them alone."""
+    """Set up logs in a process of vLLM that an actor started, if neither the process nor vLLM has set them up."""
     if logging.getLogger().handlers or os.environ.get("VLLM_CONFIGURE_LOGGING") != "0":
         return
     try:

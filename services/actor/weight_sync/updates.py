@@ -1,4 +1,4 @@
-"""The actor's side of the weight-update protocol (docs/weight-updates.md): listens, stages, commits, answers."""
+"""The actor's side of the weight-update protocol (docs/weight-updates.md): receive orders, stage, commit, answer."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
 log = logging.getLogger(__name__)
 
 CONTROL_TYPES = {"epoch": EpochStart, "announce": Announce, "commit": Commit, "abort": Abort, "end": RunEnd}
-"""What the trainer says besides the manifest, by kind."""
+"""Types of the trainer's messages by kind, except the manifest."""
 REASON_CHARACTERS = 500
 
 
 class UpdateListener:
-    """Consumes the trainer's control messages in stream order, produces `joined`, `staged`, `serving` and `failed`.
+    """Consumes the trainer's control messages in stream order and answers `joined`, `staged`, `serving` or `failed`.
 
-    Receiving runs beside the listener, so that an abort is heard while bytes move; generation goes on until a commit. Messages
-    of another incarnation, of an epoch this process is not in, or out of order are ignored: they were for somebody else. An
-    outage of NATS is waited for; a model that cannot take the manifest's weights ends the process, which says so first.
-    `serving` is held during a commit; whoever needs one version for a while takes it.
+    A separate task receives weights, so that an abort can be handled during a transfer; generation goes on until a commit.
+    Messages of another incarnation, of an epoch without this process, or out of order are ignored. During an outage of NATS it
+    waits. If the model cannot take the manifest's weights, it tells the trainer and ends the process.
+    `serving` is locked during a commit; lock it to keep one version for a while.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class UpdateListener:
         self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
         self._instance, self._process = instance, process
         self.manifest_id = ""
-        """Of the weights that the served model is prepared for; empty before the trainer's manifest came."""
+        """Id of the manifest for which the model is prepared; empty before the first."""
         self.loader = ""
-        """How these are loaded, and why in no better way."""
+        """Mode of the weight loader, and why it is not a better one."""
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
         self._expected: PolicyVersion | None = None
-        """Announced in this epoch last."""
+        """Version announced last in this epoch."""
         self._staged: PolicyVersion | None = None
         self.epoch: EpochStart | None = None
         self._alone = False
-        """The epoch is that of a side group."""
+        """True if the epoch is that of a side group."""
         self.serving = asyncio.Lock()
 
     @property
     def staging_state(self) -> str:
-        """`idle`, `receiving`, `staged` or `committing`. May be read on any thread."""
+        """State of the update: `idle`, `receiving`, `staged` or `committing`. May be read on any thread."""
         receiving = self._receiving
         if self._gate.swapping:
             return "committing"
@@ -78,9 +78,9 @@ class UpdateListener:
         return "receiving" if receiving is not None and not receiving.done() else "idle"
 
     async def run(self) -> None:
-        """Runs until cancelled. Waits for the trainer to make the streams.
+        """Handle control messages until cancelled. Waits until the trainer has made the streams.
 
-        Raises `UserError` when the model served here is not the trainer's, `CommitFailed` when a swap broke half-way.
+        Raises `UserError` if the served model does not fit the trainer's, and `CommitFailed` if a swap failed half-way.
         """
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
             stack.push_async_callback(self._end)
@@ -125,10 +125,10 @@ class UpdateListener:
         self.manifest_id = manifest.manifest_id
         self._metrics.weight_loader.set_each({loading.mode: 1.0})
         self.loader = f"{loading.mode}: {loading.reason}" if loading.reason else loading.mode
-        log.info("weights are loaded by way of %s", self.loader)
+        log.info("weight loader: %s", self.loader)
 
     async def _refuse(self, error: TransferError) -> NoReturn:
-        """Tells the trainer why no version can be served here, and ends the actor: it would only be in the way."""
+        """Tell the trainer why this actor can serve no version, then raise the error, which ends the actor."""
         self._metrics.updates.labels("refused").inc()
         await self._answer("failed", Abort(reason=str(error)[:REASON_CHARACTERS], actor=self._instance))
         if not isinstance(error, ManifestMismatch):
@@ -139,8 +139,9 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
-        """`alone`: it was said to this actor only, as the epoch of a side group. Epochs of the others come and go beside a side
-        group, which lasts until an epoch names this process, or the trainer leaves it."""
+        """Join an epoch that names this process. `alone`: the order is for this actor only, as the epoch of a side group.
+
+        A side group outlives epochs without this process; it ends if an epoch names the process or the trainer leaves it."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:
@@ -181,11 +182,11 @@ class UpdateListener:
     async def _receive(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         try:
-            about = {a.VERSION: announce.version, a.EPOCH: announce.epoch}
+            about = {attributes.VERSION: announce.version, attributes.EPOCH: announce.epoch}
             with child(trace, "weight_update.receive", attributes=about) as span:
                 staged = await self._receiver.receive(version, announce.deadline_s)
-                # Preparing has a span of its own: it goes on beside receiving, took so long in all, and ends now.
-                span.set_attributes({a.BYTES: staged.num_bytes, a.RECEIVE_S: staged.receive_s})
+                # Preparation overlaps with receiving; its span has its total duration and ends now.
+                span.set_attributes({attributes.BYTES: staged.num_bytes, attributes.RECEIVE_S: staged.receive_s})
                 child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
         except TransferError as error:
             await self._fail(announce, announce.version, error)
@@ -212,15 +213,15 @@ class UpdateListener:
             return
         self._staged, self._gate.swapping = None, True
         try:
-            about = {a.VERSION: commit.version, a.EPOCH: commit.epoch}
+            about = {attributes.VERSION: commit.version, attributes.EPOCH: commit.epoch}
             with child(trace, "weight_update.commit", attributes=about) as span:
                 async with self.serving:
                     stall_s = await self._receiver.commit(version)
                     self._gate.serve(version)
-                span.set_attribute(a.STALL_S, stall_s)
+                span.set_attribute(attributes.STALL_S, stall_s)
                 child(trace_of(span), "weight_update.load", began_at=before_ns(stall_s)).end()
         except CommitFailed:
-            raise  # which weights are served is unknown: the process ends and comes back as a new member
+            raise  # the served weights are unknown: the process ends and returns as a new member
         except TransferError as error:
             await self._fail(commit, commit.version, error)
             return
@@ -233,7 +234,7 @@ class UpdateListener:
         )
 
     async def _stop_receiving(self) -> None:
-        """Ends a receive under way and forgets what was staged. Bounded: the receiver abandons a stuck transfer."""
+        """End a running receive and drop a staged version. Bounded, since the receiver abandons a stuck transfer."""
         task, self._receiving, self._expected = self._receiving, None, None
         unfinished = task is not None and not task.done()
         if task is not None:
@@ -245,11 +246,11 @@ class UpdateListener:
             await self._receiver.discard()
 
     async def _end(self) -> None:
-        """Leaves nothing behind in an engine that lives; in one that does not, there is nothing to leave."""
+        """Discard a transfer or staged version. A dead engine has nothing to discard, so its error is only logged."""
         try:
             await self._stop_receiving()
         except TransferError as error:
-            log.warning("what was being received is not discarded: %s", error)
+            log.warning("cannot discard the received weights: %s", error)
 
     def _in_epoch(self, incarnation: int, epoch: int) -> bool:
         mine = self.epoch
@@ -262,7 +263,7 @@ class UpdateListener:
         await self._answer("failed", Abort(**self._of(about), version=version, reason=reason, group_broke=group_broke))
 
     def _of(self, order: EpochStart | Announce | Commit) -> dict[str, Any]:
-        """Fields of each answer: who gives it, and to what."""
+        """Return the fields of every answer: this actor and the order's epoch."""
         return {"actor": self._instance, "incarnation": order.incarnation, "epoch": order.epoch}
 
     async def _answer(self, kind: str, message: EpochJoined | Staged | Serving | Abort, headers: Headers = NO_HEADERS) -> None:
@@ -271,7 +272,7 @@ class UpdateListener:
 
 
 def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Abort | RunEnd:
-    """Raises `MessageError`."""
+    """Decode a control message. Raises `MessageError`."""
     if message.kind == "manifest":
         return Manifest.from_bytes(message.payload)
     return decode_control(message.payload, CONTROL_TYPES[message.kind])

@@ -1,11 +1,11 @@
-"""Receives and prepares versions in a vLLM worker process, on a thread beside its decode steps.
+"""Receive and prepare versions in a vLLM worker process, on a thread beside its decode steps.
 
-Consumes orders from the actor's Unix socket (`_read` thread) and performs Join and Receive one after another on the transfer
-thread. Discard sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. The swap
-itself is called by vLLM (`backend.py`), on the main thread, while it is paused.
+The `_read` thread consumes orders from the actor's Unix socket; the transfer thread performs them one after another. A Discard
+also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. vLLM calls the swap
+(`backend.py`) on the main thread, while it is paused.
 
-Tensors go straight into the engine's layout beside the live weights (`loaders.py`): no second copy of all bytes is held. It
-does not know vLLM, and does not decide what happens to a failed transfer.
+Tensors are loaded directly into the engine's layout beside the live weights (`loaders.py`), so that no further copy of all
+bytes is held. This module does not depend on vLLM, and does not decide what happens after a failed transfer.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ RELEASE = "release"
 
 
 class StagingMemory:
-    """Host memory of one engine's updates, one after another."""
+    """Host memory that successive updates of one engine reuse."""
 
     def __init__(self, buffers: int) -> None:
         self.chunks, self.large = ReusedMemory(buffers + 1), ReusedMemory(buffers)
 
 
 class Receiver:
-    """Receives one version's chunks and hands out its tensors as they complete; a chunk is used only after its checksum held.
+    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete.
 
-    Iterate `tensors()` to the end, close it in any case, then ask what is `staged`. Until then the group is in use, after that
-    it is not: closing takes at most the stall timeout.
-    `buffers`: chunks held at a time, the one being loaded included. With one, receiving and loading take turns; with more, a
-    thread receives the next chunks while the caller checks and loads earlier ones. Memory here is that many chunks, with the
-    whole of each tensor of which they are parts. `memory`: to receive into; None: new memory.
+    Iterate `tensors()` to the end, close it in any case, then call `staged`. The group is in use until it is closed, which
+    takes at most the stall timeout.
+    `buffers`: chunks held at a time, including the one being loaded. With one, receiving and loading alternate; with more, a
+    thread receives the next chunks while the caller checks and loads earlier ones. A tensor of several chunks is held as a
+    whole. `memory`: reusable memory to receive into; None = new memory.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Receiver:
         self._receive_s = self._checked_s = self._waited_s = 0.0
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
-        """All parameters in the manifest's order. Raises TransferError; the group is then unusable."""
+        """Yield all parameters in the manifest's order. Raises TransferError; the group is then unusable."""
         unpacker = Unpacker(self._manifest, self._new_memory)
         chunks: Generator[tuple[Tensor, int], None, None] = (self._take(chunk, unpacker) for chunk in self._manifest.chunks)
         if self._buffers > 1 and len(self._manifest.chunks) > 1:
@@ -99,11 +99,11 @@ class Receiver:
                 self._waited_s += time.monotonic() - started
                 del raw
                 complete = unpacker.add(chunk)
-                while complete:  # nothing here keeps a chunk longer than its last tensor is wanted
+                while complete:  # release a chunk's memory with its last tensor
                     yield complete.pop(0)
 
     def staged(self) -> StagedWeights:
-        """Of the whole version, once the caller has used all `tensors()`: what it did not wait for bytes is `prepare_s`."""
+        """Return the version's figures after all `tensors()`. `prepare_s` is the time not spent waiting for bytes."""
         assert len(self._checksums) == len(self._manifest.chunks)
         return StagedWeights(
             checksum=version_checksum(self._manifest.manifest_id, self._checksums),
@@ -113,7 +113,7 @@ class Receiver:
         )
 
     def _take(self, chunk: Chunk, unpacker: Unpacker) -> tuple[Tensor, int]:
-        """One chunk as it came, and what its checksum should be."""
+        """Receive one chunk and return its bytes with the expected checksum."""
         started, placement = time.monotonic(), self._group.placement
         with placement.scope():
             header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
@@ -129,7 +129,7 @@ class Receiver:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._group.placement.device)
         if num_bytes > self._largest_chunk:
             return self._memory.large.take(num_bytes)
-        return self._memory.chunks.take(self._largest_chunk)[:num_bytes]  # all alike, so that any of them will do
+        return self._memory.chunks.take(self._largest_chunk)[:num_bytes]  # all of one size, so that each can be reused
 
     def _check(self, chunk: Chunk, raw: Tensor, expected: int) -> None:
         started = time.monotonic()
@@ -148,9 +148,10 @@ class Receiver:
 
 
 class TransferWorker:
-    """`stall_timeout_s`: the longest that one chunk may take; it also bounds a discard. `device`: the model's.
+    """Performs the actor's orders in one vLLM worker. `device`: the model's.
 
-    `staging_buffers`: chunks held at a time, the one being loaded included.
+    `stall_timeout_s`: time limit of one chunk, which also bounds a discard. `staging_buffers`: chunks held at a time,
+    including the one being loaded.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class TransferWorker:
         self._to_swap: PolicyVersion | None = None
         self._loading = threading.Lock()  # held while the loader is in use
         self._aborted = threading.Event()
-        self._discards = 0  # heard and not yet performed
+        self._discards = 0  # received and not yet performed
         self._closed = False
         self._discarding = threading.Lock()
         self._orders: queue.Queue[Order | str | None] = queue.Queue(MAX_WAITING_ORDERS)
@@ -186,27 +187,27 @@ class TransferWorker:
     # --- called by vLLM on the worker's main thread ----------------------------------------------------------------
 
     def check_staged(self, version: PolicyVersion) -> None:
-        """Raises NothingStaged when `version` is not the one that waits to be served."""
+        """Raise NothingStaged if `version` is not the one staged."""
         self._to_swap = version
         if self._staged != version:
             raise NothingStaged(version, self._staged)
 
     def swap(self) -> None:
-        """Serve the version that was checked. Raises NothingStaged when it has been discarded since."""
+        """Serve the version that was checked. Raises NothingStaged if it has been discarded since."""
         with self._loading:
-            self._placement.synchronize()  # nothing that is queued may still read the old weights
+            self._placement.synchronize()  # no queued work may still read the old weights
             assert self._to_swap is not None, "check_staged comes first"
             if self._staged != self._to_swap:
                 raise NothingStaged(self._to_swap, self._staged)
             self._loader.swap()
             self._placement.synchronize()
             self._staged = None
-        # Freeing the old weights takes time that the pause does not have to wait for.
+        # The pause does not have to wait until the old weights are freed.
         with contextlib.suppress(queue.Full):
             self._orders.put_nowait(RELEASE)
 
     def close(self) -> None:
-        """End both threads. Returns at once; a transfer under way ends within the stall timeout."""
+        """End both threads. Returns at once; a running transfer ends within the stall timeout."""
         self._abort_for_good()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -241,7 +242,7 @@ class TransferWorker:
             with contextlib.suppress(OSError):
                 self._socket.sendall(reply)
         self._leave()
-        self.close()  # the actor's process must not wait for answers that nobody gives
+        self.close()  # so that the actor's process does not wait for replies that never come
 
     def _perform(self, order: Order) -> Reply:
         staged = None
@@ -313,11 +314,11 @@ class TransferWorker:
 
 
 def _use_one_core() -> None:
-    """Prepare weights on one core, whichever is free.
+    """Prepare weights with one thread, on any free core.
 
-    vLLM binds its decoding threads to cores, and this thread inherits that binding. A team of OpenMP threads here beside
-    decode's own would have both wait for each other at every barrier: 7.5 s instead of 1.6 to 3.7 s for 135M parameters
-    on two busy cores. vLLM replaces `torch.set_num_threads` on CPU; with OpenMP the number is the calling thread's own.
+    vLLM binds its decoding threads to cores, and this thread inherits that binding. A second team of OpenMP threads would make
+    both teams wait for each other at every barrier: 7.5 s instead of 1.6 to 3.7 s for 135M parameters on two busy cores. vLLM
+    replaces `torch.set_num_threads` on CPU, hence the private call; OpenMP's number of threads is per calling thread.
     """
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

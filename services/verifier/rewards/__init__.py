@@ -1,1 +1,1 @@
-"""Rewards, one file per kind: functions of one completion and its reference. The processes around them are not here."""
+"""Rewards, one file per kind: functions of one completion and its reference, without the processes that run them."""

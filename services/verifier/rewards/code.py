@@ -1,16 +1,16 @@
-"""Scorer `code`: runs the program that a completion holds against the problem's tests, each in a sandbox of its own.
+"""Scorer `code`: run the program in a completion against the problem's tests, each in a new sandbox.
 
-A problem's tests are in the forms of common data sets:
+A problem's tests have one of the forms of common data sets:
 
-    [{"input": "2 3", "output": "5"}, ...]                        standard input and what must be printed for it
-    {"inputs": ["2 3", ...], "outputs": ["5", ...]}               the same (APPS, TACO), as JSON in a text too
+    [{"input": "2 3", "output": "5"}, ...]                        standard input and expected output
+    {"inputs": ["2 3", ...], "outputs": ["5", ...]}               the same (APPS, TACO), also as JSON in a text
     {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]}        arguments and result of a function or of a method of the class
                                                                   Solution (LeetCode); [[5]] means the same (APPS)
     ["assert add(2, 3) == 5", ...], or one text                   statements that must not raise (MBPP)
-    "def check(candidate): ..."  beside  entry_point: "add"       a function that checks it (HumanEval)
+    "def check(candidate): ..."  with  entry_point: "add"         a function that checks the program (HumanEval)
 
-A program that ends before its tests have failed them. Neither expected results nor statements are in the program's process: its
-results are compared in this one, and statements run in a process of their own (`harness`).
+A program that ends before its tests fails them. Neither expected results nor statements are in the program's process: its
+results are compared in this process, and statements run in another sandbox (`harness`).
 """
 
 from __future__ import annotations
@@ -53,35 +53,35 @@ _MALFORMED = (
     *(LookupError, TypeError, ValueError, SyntaxError, AttributeError, RecursionError, EOFError),
     *(zlib.error, pickle.PickleError),
 )
-"""Raised where tests are in none of the known forms."""
+"""Exceptions that mean that tests have none of the known forms."""
 _BUDGET = 0.8
-"""Share of `reward.timeout_s` that programs may take, so that the verifier's own deadline, which fails the item, is not met."""
+"""Share of `reward.timeout_s` that programs may take, so that they end before the verifier's deadline, which fails the item."""
 
 
 @dataclass(frozen=True)
 class Test:
-    """`stdin` and what must be printed for it; or a `call` and what must be returned; or `statements` that must not raise. The
-    latter two are what the harness is sent, in JSON."""
+    """One test: `stdin` and the expected `stdout`; or a `call` and the expected result; or `statements` that must not raise.
+    `call` and `statements` are messages to the harness, in JSON."""
 
     stdin: str = ""
     stdout: str = ""
     call: str = ""
     returned: Any = None
     in_list: bool = False
-    """The result may also be the only member of `returned`, as in APPS."""
+    """True if the result may also be the only member of `returned`, as in APPS."""
     statements: str = ""
 
 
 def code_scorer(config: RewardConfig) -> Scorer:
-    """The share of tests that pass; with `reward.binary`, the first that fails ends them. Raises `FieldError` where nothing on
-    this machine would keep a program in and the recipe does not say that it need not."""
+    """Return a scorer that gives the share of passed tests; with `reward.binary`, it stops at the first failure. Raises
+    `FieldError` if this machine has no sandbox and the recipe does not allow to run without one."""
     means = Means.NONE if config.sandbox is False else strongest_means()
     if means is Means.NONE and config.sandbox is not False:
         raise FieldError(
             "reward.sandbox",
             config.sandbox,
-            "scorer code runs programs that a model wrote, and this machine has neither bubblewrap with user namespaces nor "
-            "Landlock with libseccomp to keep them in; install one, or trust them with everything here: sandbox: false",
+            "scorer code runs programs that a model wrote, but this machine has neither bubblewrap with user namespaces nor "
+            "Landlock with libseccomp as a sandbox; install one, or set sandbox: false to trust all programs",
         )
     memory_mib = config.memory_mib
 
@@ -108,8 +108,8 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """The program, and in words what was taken: the last fenced block that says it is Python, closed or cut; else the last that
-    says nothing; without one, all of it."""
+    """Return the program and a description of its place: the last fenced block marked as Python, even if cut; else the last
+    block without a mark; else the whole answer."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:
@@ -118,7 +118,7 @@ def program_in(answer: str) -> tuple[str, str]:
 
 
 def _blocks(answer: str) -> Iterator[tuple[str, str]]:
-    """Language and content of each fenced block."""
+    """Yield language and content of each fenced block."""
     fence, language, depth, body = "", "", 0, list[str]()
     for line in answer.replace("\r\n", "\n").split("\n"):
         indent, opens = len(line) - len(line.lstrip()), _FENCE.match(line)
@@ -141,20 +141,20 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 
 
 def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
-    """Raises `BadReference` for what is no test of the forms above, or none at all."""
+    """Return the tests in a reference. Raises `BadReference` if it has none, or one in an unknown form."""
     row = reference.get("row") or (reference.get("entry") or {}).get("metadata") or reference
     given: Any = None if (found := value_in(row, field)) is ABSENT else found
     try:
         tests = list(_tests(given, row))
     except _MALFORMED as error:
-        raise BadReference(field, f"{given!r:.200} is no list of tests: {error!r:.300}") from error
+        raise BadReference(field, f"{given!r:.200} is not a list of tests: {error!r:.300}") from error
     if not tests:
         raise BadReference(field, "no tests")
     return tests
 
 
 def _loaded(given: Any) -> Any:
-    """What a text holds: JSON, Python's own literals, or JSON, also in a pickle, in zlib in base64 (LiveCodeBench)."""
+    """Decode a text that holds JSON, a Python literal, or base64 of compressed, perhaps pickled JSON (LiveCodeBench)."""
     if not isinstance(given, str):
         return given
     if given.lstrip().startswith(("{", "[")):
@@ -169,10 +169,10 @@ def _loaded(given: Any) -> Any:
 
 
 class _Text(pickle.Unpickler):
-    """Reads the pickle of a text. Classes and functions, by which a pickle could run code, are refused."""
+    """Unpickles a text, and refuses classes and functions, with which a pickle could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"a pickle that wants {module}.{name}, which could run code; give a text")
+        raise ValueError(f"a pickle that needs {module}.{name}, which could run code; give a text")
 
 
 def _tests(given: Any, row: Mapping[str, Any]) -> Iterator[Test]:
@@ -216,7 +216,7 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Arguments in a text are JSON, one in a line, and then the result is JSON, too."""
+    """Return the test of a call. Arguments in a text are JSON, one per line; the result is then JSON, too."""
     if isinstance(put, str):
         put, got = (
             [json.loads(line) for line in put.splitlines() if line.strip()],
@@ -229,14 +229,14 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Which names in them are the program's depends on the tests alone. Raises `ValueError` for what is no Python, and where no
-    name can be the program's."""
+    """Yield tests of statements. The names that they take from the program are found in the tests alone. Raises `ValueError` if
+    the tests are not Python, or use no name of the program."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)
         top = symtable.symtable(together, "tests", "exec")
     except SyntaxError as error:
-        raise ValueError(f"the tests are no Python: {error}") from error
+        raise ValueError(f"the tests are not valid Python: {error}") from error
     bound = {each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported() or each.is_namespace()}
     tables, free = [top], set[str]()
     while tables:
@@ -254,7 +254,7 @@ def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test
     if not names and not is_imported:
         names = (free - bound) & called
         if len(names) != 1:
-            raise ValueError("the tests call nothing of the program's; name the function in entry_point")
+            raise ValueError("the tests call no function of the program; name the function in entry_point")
     imports = "".join(f"import {_MODULES.get(name, name)} as {name}\n" for name in sorted(modules))
     for text in texts:
         whole = f"{imports}{setup}\n{text}\n" + (f"check({entry_point})\n" if calls_check else "")
@@ -263,7 +263,7 @@ def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test
 
 
 def _does_something(node: ast.stmt) -> bool:
-    """Other than define; what is below `if __name__ == "__main__":` is not run."""
+    """Return whether a statement does more than define a name. A block below `if __name__ == "__main__":` does not run."""
     if isinstance(node, ast.If):
         return "__name__" not in ast.unparse(node.test)
     defines = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
@@ -271,14 +271,14 @@ def _does_something(node: ast.stmt) -> bool:
 
 
 def _text(given: Any) -> str:
-    """Data sets give several lines as a list, too."""
+    """Return a text that may be given as a list of lines."""
     if given is None or isinstance(given, dict) or (isinstance(given, list) and any(isinstance(each, list) for each in given)):
-        raise TypeError(f"{given!r:.80} where a text is due")
+        raise TypeError(f"{given!r:.80} where a text is needed")
     return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
-    """What is wrong; empty when the program passes."""
+    """Run a test and return what is wrong; empty if the program passes."""
     if test.statements or test.call:
         program, files = python(Path(harness.__file__).read_text())
         served = program, {**files, "program.py": source.encode("utf-8", "replace")}
@@ -306,30 +306,30 @@ def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
 
 
 def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
-    """The program's process has said what the call returned, and never had what is expected."""
+    """Compare the result in the output of the program's process, which does not know the expected one. Return what is wrong."""
     try:
         kind, *said = json.loads(ended.stdout)
         if kind == "raise":
             return f"{said[0][0]}: {said[1]}"[: 2 * _SHOWN_CHARACTERS]
         result = _plain(said[0])
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return _how_ended(ended, limits, "it ends too soon" if not ended.stdout else "returns what is no JSON")
+        return _how_ended(ended, limits, "it ends too soon" if not ended.stdout else "returns a value that is not JSON")
     if _same(result, test.returned) or (test.in_list and _same([result], test.returned)):
         return ""
     return f"returns {result!r:.80}, not {test.returned!r:.80}"
 
 
 def _plain(message: Any) -> Any:
-    """As JSON has it: tuples and arrays are lists, and keys are texts. Raises for what is no JSON."""
+    """Decode a message to JSON values: tuples and arrays become lists, keys become texts. Raises if that is impossible."""
 
     def refuse(whose: str, number: Any) -> Any:
-        raise TypeError(f"{whose} {number} is no JSON")
+        raise TypeError(f"{whose} {number} is not JSON")
 
     return json.loads(json.dumps(harness.decode(message, refuse), default=operator.methodcaller("tolist")))
 
 
 def _same(result: Any, wanted: Any) -> bool:
-    """Numbers are equal by value, those expected with a fraction to a millionth; true and 1 are not the same."""
+    """Compare two values. Numbers are equal by value, and to a millionth if a float is expected; true and 1 differ."""
     if isinstance(wanted, list) and isinstance(result, list):
         return len(result) == len(wanted) and all(map(_same, result, wanted))
     if isinstance(wanted, dict) and isinstance(result, dict):
@@ -350,7 +350,7 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """White space at the ends of lines means nothing. A line expected with a decimal point is compared as numbers."""
+    """Compare outputs, ignoring white space at the ends of lines. A line with an expected decimal is compared as numbers."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))

@@ -1,17 +1,17 @@
-"""From a recipe's words to the reward they mean: weighted terms, kept apart, that add up to it.
+"""Compose the reward of a recipe from weighted terms, which are also reported separately.
 
-reward = correct * score + format_weight * [the form matches] + overlong penalty
+reward = correct * score + format_weight * [the format matches] + overlong penalty
 
-With `truncated: zero`, a completion that was cut has nothing but the penalty, and the term `truncated` says so.
+With `truncated: zero`, a completion that was cut only gets the penalty, and has a term `truncated`.
 
 A scorer may be a user's own function, `my_pkg.rewards:score`:
 
     def score(item):  # services.verifier.rewards.item.RewardInput
         return 1.0 if item.answer == item.reference["answer"] else 0.0
 
-It returns a number, or a mapping of named numbers that are added up. It is trusted code, run where untrusted
-completions are: in a worker process, with a deadline and a memory limit. Functions written for verl or TRL are told by the
-names of their parameters and are called as those do.
+It returns a number, or a mapping of named numbers that are added up. It is trusted code that handles untrusted completions, so
+it runs in a worker process, with a deadline and a memory limit. Functions written for verl or TRL are recognised by the names
+of their parameters and are called as these libraries call them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ from services.verifier.rewards.mathematics import math_scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 
 MOST_TERMS, TERM_CHARACTERS = 128, 100
-"""That a user's function returns, and of the name of one: all are kept with each sequence."""
+"""Limits of the terms of a user's function and of their names, since all are stored with each sequence."""
 _ALMOST = 1e-9
-"""How far below 1 a score may be and still count as right: room for a scorer's rounding."""
+"""Tolerance below 1 within which a score counts as right, for rounding errors."""
 
 
 class ComposedReward:
-    """A recipe's reward. `graded`: the scorer's number counts as it is, whatever `binary` says (a user's function, a
-    judge)."""
+    """A recipe's reward. If `graded`, the scorer's number counts as it is, even with `binary` (a user's function, a judge)."""
 
     def __init__(self, config: RewardConfig, scorer: Scorer, *, graded: bool = False) -> None:
         self._config, self._scorer = config, scorer
@@ -55,11 +54,11 @@ class ComposedReward:
         self._format = re.compile(config.format_pattern, re.DOTALL) if config.format_pattern else None
 
     def find_answer(self, completion: str) -> str | None:
-        """Group 1 of the last match of `answer_pattern`, stripped; None when nothing matches, or the last match leaves the
-        group out. Without a pattern, the whole completion.
+        """Return group 1 of the last match of `answer_pattern`, stripped; without a pattern, the whole completion. Return None
+        if nothing matches, or if the group is not part of the last match.
 
-        A `.` of the pattern passes over an end of line only behind the last match that does without: `Answer: (.*)` takes no
-        more than its line, and `<answer>(.*)</answer>` finds an answer of several lines."""
+        A `.` of the pattern matches line ends only after the last match in which it does not, so that `Answer: (.*)` only takes
+        its line, and `<answer>(.*)</answer>` finds an answer of several lines."""
         if not self._answers:
             return completion.strip()
         answer, end = None, 0
@@ -69,7 +68,7 @@ class ComposedReward:
         return None if answer is None else answer.strip()
 
     def __call__(self, item: RewardInput) -> Score:
-        """A finite value and the terms that add up to it. Raises `BadReference`, `BadReward`, and whatever a scorer raises."""
+        """Return a finite value and its terms. Raises `BadReference`, `BadReward`, and all errors of the scorer."""
         cut = self._config.truncated == "zero" and item.finish_reason == "length"
         score = Score(0.0, "cut at its length limit (reward.truncated)") if cut else self._scorer(item)
         terms, reasons = self._answer_terms(score), [score.reason] if score.reason else []
@@ -97,12 +96,12 @@ class ComposedReward:
     def _overlong(self, item: RewardInput) -> float:
         overlong = self._config.overlong
         if item.max_tokens < 1:
-            raise BadReference("max_tokens", "0, and reward.overlong needs the limit the completion was sampled under")
+            raise BadReference("max_tokens", "0, but reward.overlong needs the limit under which the completion was sampled")
         return overlong_penalty(item.completion_tokens, item.max_tokens, overlong.buffer_tokens, overlong.penalty)
 
 
 def wrong_number(values: Iterable[float], max_abs: float) -> str:
-    """Say why a reward with these terms cannot be trained on; empty if it can. `max_abs`: as in `RewardConfig`."""
+    """Return why a reward with these terms cannot be trained on; empty if it can. `max_abs`: as in `RewardConfig`."""
     largest = max((abs(value) if math.isfinite(value) else math.inf) for value in values)
     if largest == math.inf:
         return "the reward is not a finite number"
@@ -110,11 +109,10 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
 
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13): a slope before the limit instead of a cliff at it.
+    """Return the soft overlong penalty (DAPO, arXiv 2503.14476, equation 13), a slope before the length limit.
 
-    `penalty` times the equation: 0 up to `max_tokens - buffer_tokens`, -1 from `max_tokens` on, linear between.
-    Lengths in tokens; L_max is `max_tokens`, at which the completion would be cut, L_cache is `buffer_tokens` (at least 1), and
-    no more than L_max.
+    It is `penalty` times the equation: 0 up to `max_tokens - buffer_tokens`, -1 from `max_tokens` on, linear between. Lengths
+    are in tokens. L_max is `max_tokens`, at which completions are cut; L_cache is `buffer_tokens` (at least 1), at most L_max.
     """
     zone = min(buffer_tokens, max_tokens)
     over = completion_tokens - (max_tokens - zone)
@@ -122,7 +120,7 @@ def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int
 
 
 def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
-    """Raises `FieldError` for a reasoning-gym family or a function that does not exist, with near names."""
+    """Make the reward of a task. Raises `FieldError` with similar names for an unknown reasoning-gym family or function."""
     match config.scorer:
         case "task" if task.source == "reasoning_gym":
             scorer = reasoning_gym_scorer(task.name)
@@ -145,12 +143,12 @@ def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
 
 
 def imported(field: str, path: str) -> Callable[..., Any]:
-    """The function or class `pkg.module:name`. Raises `FieldError` on `field`, with near names, when there is none."""
+    """Import the function or class `pkg.module:name`. Raises `FieldError` on `field`, with similar names, if it is missing."""
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        traceback.print_exc()  # standard error of a worker ends in the verifier's log
+        traceback.print_exc()  # a worker's standard error goes to the verifier's log
         absent = "; is it on PYTHONPATH?" if isinstance(error, ModuleNotFoundError) else ""
         raise FieldError(field, path, f"cannot import {module_name}: {located(error)}{absent}") from error
     found = getattr(module, name, None)
@@ -170,8 +168,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import the function: ours, verl's or TRL's, by the names of its parameters; it may be async. Raises `FieldError` when
-    there is none, or it has no such form. verl's and TRL's get the whole completion: `answer_pattern` must be empty."""
+    """Import a function in our form, verl's or TRL's, told by the names of its parameters; it may be async. Raises `FieldError`
+    if it is missing or has another form. verl's and TRL's get the whole completion, so `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
@@ -212,7 +210,7 @@ def _called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> A
 
 
 def _row(item: RewardInput, task: TaskConfig) -> Mapping[str, Any]:
-    """The columns of the problem's line, or what a source without lines says of the problem."""
+    """Return the columns of the problem's row, or the reference of a problem without a row."""
     row = item.reference.get("row")
     if isinstance(row, Mapping) and row:
         return row
@@ -229,7 +227,7 @@ def _verl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
 
 
 def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
-    """Lists of one. Prompt and completion are messages where the task is a chat, and texts elsewhere."""
+    """Return lists with one item. Prompt and completion are messages if the task is a chat, else texts."""
     row, prompt, completion = _row(item, task), item.prompt, item.completion
     columns = {str(name): [value] for name, value in row.items() if name not in ("prompt", "completion")}
     if task.prompt_style != "chat" and not task.is_episodic:
@@ -252,7 +250,7 @@ def _own_score(returned: Any) -> Score:
 
 
 def _verl_score(returned: Any) -> Score:
-    """`score` alone is the reward; the other numbers are metrics, and what is no number is left out."""
+    """Read verl's result: `score` is the reward, other numbers are metrics, and other values are ignored."""
     if not isinstance(returned, Mapping):
         return Score(_number(returned, "the reward"))
     if "score" not in returned:

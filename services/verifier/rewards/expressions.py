@@ -1,8 +1,8 @@
-r"""Reads mathematics as people and models write it, in LaTeX or plainly, into a tree, and evaluates that.
+r"""Parse mathematics, in LaTeX or plain text, into a tree, and evaluate it.
 
-`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` gives the value of one: an exact
-fraction where it is one, otherwise a number of 300 digits. Reading computes nothing, and what would be too large is refused:
-the text may be hostile. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
+`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` returns its value, an exact fraction
+or else a number with 300 digits. Since the text may be hostile, reading computes nothing, and values that are too large are
+refused. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any, NamedTuple
 from mpmath import mp, mpc, mpf
 
 MOST_CHARACTERS = 2000
-"""Length of a text that is read; no answer is longer."""
+"""Maximum length of a text; no answer is longer."""
 _EXACT_BITS = 65_536
-"""Size of exact numbers: 2004! has 19,000 bits."""
+"""Maximum size of exact numbers; 2004! has 19,000 bits."""
 _PRECISION_BITS, _RANGE_BITS, _EQUAL_BITS = 1000, 450, 930
-"""Precision of other numbers, the range of their exponents, and how many bits have to agree."""
+"""Precision of other numbers, the range of their exponents, and the number of bits that must agree."""
 
 Number = Any
 """A `Fraction`, or an `mpf` or `mpc` of `mpmath`."""
 
 
 class Unreadable(ValueError):
-    """The text is no mathematics that is known here, or its value is too large to compute."""
+    """The text is not mathematics in a known form, or its value is too large to compute."""
 
 
 class Node(NamedTuple):
-    """`kind` is an operation (`+`, `*`, `/`, `^`, `call`, ...), a leaf (`number`, `symbol`, `text`), or a form of several parts
-    (`list`, `group`, `relation`, `union`, `matrix`, `unit`). `name` tells forms of one kind apart."""
+    """A node of a tree. `kind` is an operation (`+`, `*`, `/`, `^`, `call`, ...), a leaf (`number`, `symbol`, `text`), or a
+    form of several parts (`list`, `group`, `relation`, `union`, `matrix`, `unit`). `name` distinguishes forms of one kind."""
 
     kind: str
     name: str = ""
@@ -46,7 +46,7 @@ def number(value: int | str | Fraction) -> Node:
     return Node("number", "", (Fraction(value),))
 
 
-# --- one spelling for each thing
+# --- normalised spelling
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _CHARACTERS = str.maketrans({
@@ -57,14 +57,14 @@ _CHARACTERS = str.maketrans({
     "€": r"\euro ", "’": "'", "\u200b": "", **{chr(0xFEE0 + code): chr(code) for code in range(33, 127)},
 })  # fmt: skip
 _MARK = "\x02"
-"""Stands before each letter that `\\text` makes a word's, and before each word among the tokens."""
+"""Prefix of each letter inside `\\text`, which belongs to a word, and of each word among the tokens."""
 _TEXT = re.compile(r"\\(text(?:bf|it|rm|tt|sf)?|[mh]box|math(?:rm|bf|it|sf)|operatorname\*?)\s*\{([^{}]*)\}")
 
 _EVERYWHERE = re.compile(
     r",?\s*(?:\\text\s*\{\s*)?\bfor (?:all|any|every|each)\b"
     r"(?:[\s{}$,.]|\b(?:real|numbers?)\b|\\(?:text|in|mathbb)(?![a-z])|(?<![A-Za-z])[a-zR](?![A-Za-z]))*$"
 )
-"""An end such as `for all real x`, which takes nothing away from a function."""
+"""Suffix such as `for all real x`, which does not change a function."""
 
 
 def _repeating(found: re.Match[str]) -> str:
@@ -74,7 +74,7 @@ def _repeating(found: re.Match[str]) -> str:
 
 
 def _named(found: re.Match[str]) -> str:
-    """The name of a function that is defined: f(x) = 2x, g(x, y) = 3."""
+    """Return the name of a function in a definition such as f(x) = 2x or g(x, y) = 3."""
     return f"{found[1]}_{{" + re.sub("[^a-zA-Z0-9']", "", found[3] + (found[2] or "")) + "}"
 
 
@@ -118,7 +118,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
 
 @lru_cache(maxsize=2048)
 def tidy(text: str) -> str:
-    """`text` with one spelling for each thing: no spacing, no dollar signs around mathematics, no separators of thousands."""
+    """Normalise the spelling: no spacing commands, no dollar signs around mathematics, no thousands separators."""
     text = re.sub(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
     text = _EVERYWHERE.sub("", text.translate(_CHARACTERS))
     for _ in range(3):
@@ -148,12 +148,12 @@ _SYMBOLS = set(re.findall(
 ))  # fmt: skip
 _ENCLOSED = {"(", "[", "{"}
 _FACTORS = {"\\" + name for name in (*_FUNCTIONS, *_SYMBOLS, "frac", "binom", "begin", "lfloor", "lceil")} | _ENCLOSED
-"""Tokens that begin a factor where no sign of multiplication stands, beside numbers and letters."""
+"""Tokens, besides numbers and letters, that begin a factor without a multiplication sign."""
 _WORDS = set(re.findall(
     r"\w+", "cm mm dm km kg mg ml mL ft yd mi lb lbs oz hr hrs mph kph am pm AM PM sq rad Hz GB MB ms pts th is of an we it"
     " day my no No as by at be he if on in We It So so do us up me"
 ))  # fmt: skip
-"""Short words, which are no products of variables."""
+"""Short words that are not products of variables."""
 _NO_UNITS = set(re.findall(
     r"\w+", "not no or and more less fewer than least most wrong incorrect below above under over off half halves third thirds"
     " quarter quarters fourth fourths fifth fifths sixth eighth eighths tenth tenths hundredth hundredths thousandths to minus"
@@ -161,7 +161,7 @@ _NO_UNITS = set(re.findall(
     " factorial choose recurring repeating root radical gross double triple inverse sixths seventh sevenths ninth ninths"
     " modulo mod base approximately either k bn dozens tens thousands millions"
 ))  # fmt: skip
-"""Words that make another number of the one before them."""
+"""Words that change the number before them."""
 _MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _RELATIONS = {
     "==": "=", r"\lt": "<", r"\gt": ">", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=",
@@ -189,7 +189,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _letters(run: str) -> list[str]:
-    """A run of letters: a function, a word, or a product of variables."""
+    """Return the tokens of a run of letters: a function, a word, or a product of variables."""
     if len(run) == 1 or run in ("and", "or"):
         return [run]
     if run in ("oo", "inf", "infinity"):
@@ -209,7 +209,7 @@ _MEANINGS = {
     "infinity": Node("symbol", r"\infty"),
     "all real numbers": Node("group", "()", (Node("neg", "", (Node("symbol", r"\infty"),)), Node("symbol", r"\infty"))),
 }
-"""Texts that mean mathematics."""
+"""Mathematical meanings of texts."""
 
 # --- the tree
 
@@ -237,7 +237,7 @@ class _Reader:
         return token
 
     def _is_next(self, *tokens: str) -> bool:
-        """Takes the next token if it is one of these."""
+        """Take the next token if it is one of these, and return whether it was."""
         is_there = self._peek() in tokens
         self._at += is_there
         return is_there
@@ -265,7 +265,7 @@ class _Reader:
         return self._joined("relation", _RELATIONS, partial(self._joined, "ratio", {":": ":"}, union))
 
     def _quantity(self) -> Node:
-        """A sum with the words after it, or words alone."""
+        """Parse a sum with the words after it, or words alone."""
         if self._peek().startswith(_MARK):
             return self._text()
         node, words = self._sum(), list[str]()
@@ -299,7 +299,7 @@ class _Reader:
         return node
 
     def _product(self) -> Node:
-        """Also where nothing stands between the factors."""
+        """Parse factors, with or without signs of multiplication."""
         node = self._signed()
         while True:
             if self._is_next("*", r"\cdot", r"\times", r"\ast"):
@@ -325,7 +325,7 @@ class _Reader:
         return self._mixed()
 
     def _mixed(self) -> Node:
-        r"""A power, or a mixed number: 1 1/2, 1\frac{1}{2}."""
+        r"""Parse a power, or a mixed number such as 1 1/2 or 1\frac{1}{2}."""
         node, token = self._suffixed(self._primary()), self._peek()
         if not _is_whole(node) or not (token[:1].isdigit() or token == r"\frac"):
             return node
@@ -359,7 +359,7 @@ class _Reader:
         return Node("^", "", (node, self._exponent())) if self._is_next("^") else node
 
     def _argument(self) -> Node:
-        r"""Of a command: what stands in braces, or one digit or letter, since \frac12 has two arguments."""
+        r"""Parse a command's argument in braces, or one digit or letter, since \frac12 has two arguments."""
         token = self._peek()
         if token.isdigit() and len(token) > 1:
             self._tokens[self._at] = token[1:]
@@ -472,7 +472,7 @@ def _is_whole(node: Node) -> bool:
 
 @lru_cache(maxsize=2048)
 def read(text: str) -> Node:
-    """The tree of a text that `tidy` gave. Raises `Unreadable`."""
+    """Return the tree of a text that `tidy` has normalised. Raises `Unreadable`."""
     if len(text) > MOST_CHARACTERS:
         raise Unreadable("too long for an answer")
     try:
@@ -485,14 +485,14 @@ def read(text: str) -> Node:
 
 
 def symbols(node: Node) -> frozenset[str]:
-    """The names of the variables of an expression."""
+    """Return the names of the variables of an expression."""
     if node.kind == "symbol":
         return frozenset() if node.name in ("e", "i", r"\pi") else frozenset((node.name,))
     return frozenset[str]().union(*(symbols(part) for part in node.parts if isinstance(part, Node)))
 
 
 def _bounded(value: Number, *, is_sum: bool = False) -> Number:
-    """`value`, if its size can be told from others; of a sum, also what is left where its terms cancel."""
+    """Return `value` if its size is within bounds; the value of a sum may be tiny, since its terms may cancel."""
     if isinstance(value, Fraction):
         if value.numerator.bit_length() + value.denominator.bit_length() > _EXACT_BITS:
             raise Unreadable("too large a number")
@@ -502,7 +502,7 @@ def _bounded(value: Number, *, is_sum: bool = False) -> Number:
 
 
 def inexact(value: Number) -> Number:
-    """The value as a number of `mpmath`."""
+    """Return the value as a number of `mpmath`."""
     return mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
@@ -518,7 +518,7 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _root(value: Number, degree: Number = Fraction(2)) -> Number:
-    """The real root of a negative number where the degree is odd."""
+    """Return a root; for an odd degree, the real root of a negative number."""
     if isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 and not isinstance(value, mpc) and value < 0:
         return -_power(-value, 1 / degree)
     return _power(value, 1 / degree)
@@ -532,13 +532,13 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Some smooth function of that name: of f(x) it is known only that equal arguments have equal values."""
+    """Return the value of an arbitrary smooth function with this name, since an unknown f is only equal to itself."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 
 
 def _logarithm(value: Number, base: Number = Fraction(1237, 211)) -> Number:
-    """Without a base, one that is neither e nor 10, since conventions differ."""
+    """Return a logarithm. The default base is neither e nor 10, since conventions differ."""
     return mp.log(inexact(value)) / mp.log(inexact(base))
 
 
@@ -563,7 +563,7 @@ _CALLS: dict[str, Callable[..., Number]] = {
 
 
 def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
-    """The value where `variables` have theirs, in a context of `precise`. Raises `Unreadable`."""
+    """Return the value at the given values of variables, inside a context of `precise`. Raises `Unreadable`."""
     match node:
         case Node("number", _, (value,)):
             return _bounded(value)
@@ -597,12 +597,12 @@ _OPERATIONS: dict[str, Callable[..., Number]] = {
 
 
 def precise() -> Any:
-    """The context in which values are computed and compared."""
+    """Return the context in which values are computed and compared."""
     return mp.workprec(_PRECISION_BITS)
 
 
 def agree(a: Number, b: Number) -> bool:
-    """Whether two values are equal: fractions exactly, others to 280 digits."""
+    """Return whether two values are equal: fractions exactly, others to 280 digits."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     a, b = inexact(a), inexact(b)

@@ -1,8 +1,8 @@
 """The main program of two sandboxed processes: one runs a program and answers calls, the other runs its tests.
 
-What the tests expect is never in the program's process. In the process of the tests, each name of the program's stands for an
-object in the other one (`Remote`). Plain data travels as JSON with its types; everything else stays where it is, and is called
-from afar. This file imports nothing but Python's own library, since `code` copies its text into each sandbox.
+Expected results are never in the program's process. In the process of the tests, each name of the program is a `Remote`, which
+stands for an object in the other process. Plain data is sent as JSON with its types; all other objects stay in their process
+and are called remotely. This file only imports the standard library, since `code` copies its text into each sandbox.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 
 _KINDS = (list, tuple, set, frozenset)
 _MADE = ("fractions.Fraction", "decimal.Decimal", "datetime.date", "datetime.datetime", "datetime.timedelta", "builtins.range")
-"""Types of plain data that travel as the arguments that make them again."""
+"""Types of plain data that are sent as the arguments of their constructors."""
 _PRELUDE = "typing, collections, itertools, functools, heapq, bisect, math, string, re, random, copy, json"
-"""Modules whose names a function may use without an import, as at LeetCode."""
+"""Modules whose names a program may use without an import, as at LeetCode."""
 _LARGE = 1 << 63
 
 
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
-    """JSON for plain data; `refer` gives that of any other object, or raises."""
+    """Return JSON for plain data; for any other object, call `refer`, which may raise."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _LARGE:
         return ["int", hex(value)]  # as decimal text its length is limited
     if value is None or isinstance(value, bool | int | float | str):
@@ -54,7 +54,7 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
 
 
 def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """The value that `encode` was given; `resolve` finds the object behind what `refer` said. Raises for any other message."""
+    """Invert `encode`; `resolve` finds the object of a reference. Raises for any other message."""
     if not isinstance(message, list):
         return message
     match message:
@@ -77,12 +77,12 @@ def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
             return getattr(importlib.import_module(module), kind)(*(decode(each, resolve) for each in arguments))
         case ["mine" | "yours" as whose, number]:
             return resolve(whose, number)
-    raise ValueError("no message of the harness")
+    raise ValueError("not a message of the harness")
 
 
 class Peer:
-    """One end of the line. `find` gives an object by its name; `is_guarded`: the other end may look at what it is handed, not
-    into what that leads to."""
+    """One end of the connection. `find` returns an object by its name. If `is_guarded`, the other end may only access public
+    attributes of the tests' own objects."""
 
     def __init__(self, reading: int, writing: int, find: Callable[[str], Any], *, is_guarded: bool) -> None:
         self._reading, self._writing = os.fdopen(reading, "rb"), os.fdopen(writing, "wb")
@@ -94,9 +94,9 @@ class Peer:
         return self._remotes.setdefault(number, Remote(self, number))
 
     def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        """Have the other end do it; what it changes in an argument is changed here."""
+        """Let the other end perform an operation, and apply its changes of arguments here."""
         given = [self._encoded(each) for each in arguments], {name: self._encoded(each) for name, each in keywords.items()}
-        with contextlib.suppress(ConnectionError):  # the end of the other process is what is received then
+        with contextlib.suppress(ConnectionError):  # if the other process has ended, nothing is received below
             self._send([operation, *given])
         while (message := self._receive()) is not None:
             kind, *rest = message
@@ -106,12 +106,12 @@ class Peer:
                 return self._decoded(rest[0])
             if kind == "raise":
                 raise _raised(rest[0], str(rest[1]), operation)
-            self._answer(kind, *rest)  # the program calls what it was handed
+            self._answer(kind, *rest)  # the program calls an argument
         self.is_gone = True
         raise EOFError("it ends too soon")
 
     def serve(self) -> None:
-        """Answer until the other end is closed."""
+        """Answer calls until the other end is closed."""
         while (message := self._receive()) is not None:
             self._answer(*message)
 
@@ -128,7 +128,7 @@ class Peer:
             result = self._encoded(_OPERATIONS[operation](*given, **named))
             after = [self._encoded(each) for each in (*given, *named.values())]
             reply = ["value", result, after if after != before else None]
-        except BaseException as error:  # noqa: BLE001 - a call from afar: its caller raises it
+        except BaseException as error:  # noqa: BLE001 - the caller in the other process raises it
             reply = ["raise", [each.__name__ for each in type(error).__mro__], str(error)[:500]]
         self._send(reply)
 
@@ -156,7 +156,7 @@ class Peer:
         self._writing.flush()
 
     def _receive(self) -> list[Any] | None:
-        """None at the end, and for what is no message: whoever writes it goes no further."""
+        """Return the next message; None at the end, and for an invalid message, after which the exchange ends."""
         try:
             return json.loads(self._reading.readline())
         except (ConnectionError, ValueError):
@@ -164,7 +164,7 @@ class Peer:
 
 
 class Remote:
-    """An object in the other process. It equals no plain data, whatever it says of itself."""
+    """An object in the other process. It never equals plain data, even if it claims to."""
 
     __slots__ = ("_line",)
     _line: tuple[Peer, Any]
@@ -215,7 +215,7 @@ def _renew(given: Any, after: Any) -> None:
 
 
 def _raised(names: list[str], text: str, operation: str) -> BaseException:
-    """The built-in exception that is nearest to the program's. The end of an iteration is none but for who iterates."""
+    """Return the built-in exception nearest to the program's. A StopIteration is only kept for a call of `__next__`."""
     for name in names:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, BaseException):
@@ -229,7 +229,7 @@ def _raised(names: list[str], text: str, operation: str) -> BaseException:
 
 
 def _quiet() -> tuple[int, int]:
-    """Standard input and output, moved to where no print goes."""
+    """Return duplicates of standard input and output, which are redirected to /dev/null."""
     line = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -292,14 +292,14 @@ def _check() -> None:
         verdict["refused"] = "" if order["runs"] else _collected(tests)
         verdict["passed"] = not (peer.is_gone or verdict["refused"])
     except BaseException as error:  # noqa: BLE001 - the process boundary
-        if isinstance(error, ImportError | NameError) and error.name:  # the program's have no name
+        if isinstance(error, ImportError | NameError) and error.name:  # errors of the program have no name
             verdict["refused"] = f"the tests raise {type(error).__name__}: {error}"
         verdict["problem"] = f"{type(error).__name__}: {error}".removesuffix(": ")
     os.write(writing, json.dumps({**verdict, "gone": peer.is_gone}).encode())
 
 
 def _collected(tests: dict[str, Any]) -> str:
-    """Run functions, methods and test cases as pytest would; why that cannot be, otherwise. Raises what they raise."""
+    """Run functions, methods and test cases as pytest would. Return why that is impossible, or "". Raises their errors."""
     runs = list[Callable[[], Any]]()
     for name, value in list(tests.items()):
         own = getattr(value, "__module__", None) == "tests" and not isinstance(value, Remote)
@@ -314,7 +314,7 @@ def _collected(tests: dict[str, Any]) -> str:
         if code and code.co_argcount > isinstance(run, types.MethodType) + len(run.__defaults__ or ()):
             return f"{code.co_name} takes arguments, as pytest's fixtures and parameters would give it; call it in the tests"
         run()
-    return "" if runs else "nothing in the tests is run; call it, or name what check(candidate) gets in entry_point"
+    return "" if runs else "the tests run nothing; call them, or name the argument of check(candidate) in entry_point"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a scorer gets, what it gives, and the two ways in which it can refuse.
+"""The input and output of scorers, and the two errors with which they refuse an item.
 
-A scorer is a function `RewardInput -> Score`. It runs in a worker process, one item at a time, on the main thread,
-under a deadline and a memory limit; it need not guard against slow or huge answers itself.
+A scorer is a function `RewardInput -> Score`. It runs in a worker process, one item at a time, on the main thread, under a
+deadline and a memory limit, so that it need not guard against slow or huge answers itself.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class RewardInput:
     completion: str
     """The whole completion as sampled. Untrusted."""
     answer: str | None
-    """What `reward.answer_pattern` found, without surrounding white space; None when it matched nothing."""
+    """The answer that `reward.answer_pattern` found, without surrounding white space; None if it matched nothing."""
     reference: Mapping[str, Any]
-    """What the task says about this problem: `answer`, and `dataset` and `entry` where reasoning-gym made it."""
+    """Data of the problem: `answer`, and for reasoning-gym also `dataset` and `entry`."""
     completion_tokens: int = 0
     max_tokens: int = 0
-    """The limit the completion was sampled under; 0 = not given."""
+    """The limit under which the completion was sampled; 0 = unknown."""
     finish_reason: str = ""
-    """`stop`, `length`, or empty when not given."""
+    """`stop`, `length`, or empty if unknown."""
     judgement: str = ""
-    """What the judge answered, where the recipe has one. Untrusted."""
+    """The judge's answer, if the recipe has a judge. Untrusted."""
     task: str = ""
     sequence_id: str = ""
 
 
 @dataclass(frozen=True)
 class Score:
-    """`value` 1 is a fully right answer. `parts`, where given, add up to it. `reason` is for a person. `metrics` are no part of
-    the reward."""
+    """A score. `value` 1 is a fully right answer. `parts`, if given, add up to it. `reason` is for people. `metrics` do not
+    count for the reward."""
 
     value: float
     reason: str = ""
@@ -52,7 +52,7 @@ NO_ANSWER = Score(0.0, "reward.answer_pattern found no answer")
 
 
 class BadReference(PipelineRLError):
-    """The task's side of an item cannot be used. Attributes: `field`, `problem`."""
+    """The reference data of an item cannot be used. Attributes: `field`, `problem`."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field, self.problem = field, problem
@@ -64,7 +64,7 @@ class BadReward(PipelineRLError):
 
 
 def reference_answer(item: RewardInput) -> str:
-    """The reference's `answer`, stripped. Raises `BadReference` when it is absent, empty or not text."""
+    """Return the reference's `answer`, stripped. Raises `BadReference` if it is absent, empty or not text."""
     answer = item.reference.get("answer")
     if not isinstance(answer, str) or not answer.strip():
         raise BadReference("answer", f"{answer!r} where the scorer needs text")

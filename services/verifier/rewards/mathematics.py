@@ -1,9 +1,9 @@
-r"""Scores an answer of mathematics: finds it in the completion, and compares it with the reference by value.
+r"""Score mathematics: find the answer in a completion, and compare it with the reference by value.
 
 References are read as LaTeX; `final_answer` finds the answer in a whole solution. Two answers are compared as texts first, then
 by their form: lists and sets in any order; tuples, intervals and matrices part by part; equations up to a factor; numbers
-exactly; other expressions by their values, to 280 digits, at several points. What cannot be read earns nothing unless the texts
-agree."""
+exactly; other expressions by their values at several points, to 280 digits. An answer that cannot be parsed earns nothing
+unless the texts agree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from services.verifier.rewards.expressions import (
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer, reference_answer
 
 _TAIL_CHARACTERS = 4000
-"""What is looked at of a completion without a box."""
+"""Characters, from the end, that are searched in a completion without a box."""
 _LONGEST_TEXT = 200
 _THOUGHT = r"(?:think|thinking|thought|reasoning)"
 _CLAIM = re.compile(
@@ -52,7 +52,7 @@ _GIVEN = re.compile(
     r"\W*(?:out of|of|among|given|if|suppose|assume|when|whenever|while|step|case|part|problem|question|exercise)\b[^,]*$",
     re.IGNORECASE,
 )
-"""A sentence before a number that only says what it is about."""
+"""Beginning of a sentence whose number is given, not an answer."""
 _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )
@@ -74,13 +74,13 @@ _MONTH = re.compile(
 
 
 def thoughtless(text: str) -> str:
-    """`text` without the thoughts in it; nothing of one that the text ends in."""
+    """Return `text` without thoughts, also without one that is cut at the end."""
     text = re.split(rf"</{_THOUGHT}>|\[/THINK\]|◁/think▷", text)[-1]
     return re.split(rf"<{_THOUGHT}>|\[THINK\]|◁think▷", text, maxsplit=1)[0]
 
 
 def claims(text: str, *, boxed: bool) -> list[str]:
-    """What `text` gives as its answer: all of it has to be right. Empty where there is none."""
+    """Return the answers that `text` claims, all of which must be right; empty if it claims none."""
     text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", thoughtless(text))
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
@@ -102,7 +102,7 @@ def claims(text: str, *, boxed: bool) -> list[str]:
 
 
 def _joined_boxes(text: str, found: list[tuple[int, int, str | None]]) -> tuple[str, int]:
-    """What the last box says, and where it ends; boxes that only commas, `and` or `or` part are one list."""
+    """Return the last box's content and end. Boxes with only commas, `and` or `or` between them are one list."""
     start, end, content = found[-1]
     given = content or ""
     for before, closed, earlier in reversed(found[:-1]):
@@ -114,7 +114,7 @@ def _joined_boxes(text: str, found: list[tuple[int, int, str | None]]) -> tuple[
 
 
 def _told(text: str) -> str:
-    """What follows the last "the answer is"."""
+    """Return the text that follows the last "the answer is"."""
     *_, match = (None, *_CLAIM.finditer(text))
     if match is None:
         return ""
@@ -128,7 +128,7 @@ def _told(text: str) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether a whole text is an answer: mathematics, or words and a date without other numbers."""
+    """Return whether a whole text is an answer: mathematics, words without numbers, or a date."""
     is_answer = not re.search(r"\d", text) or (any(map(_MONTH.fullmatch, _words(text))) and len(_words(text)) < 5)
     return _is_mathematics(text) or ("\n" not in text.strip() and is_answer)
 
@@ -140,7 +140,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """The last mathematics of the last sentence that has any, with its unit."""
+    """Return the last mathematics in the last sentence that has any, with its unit."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
@@ -167,7 +167,7 @@ def _is_mathematics(text: str) -> bool:
 
 
 def _key(text: str) -> str:
-    """Of a text: what has to agree where it is not read as mathematics."""
+    """Return the characters that must agree if a text is not read as mathematics."""
     text = re.sub(r"([\^_]|pmod)\{(\w)\}(?!\w)", r"\1\2", text.replace("\x02", ""))
     return re.sub(
         r"[A-Z][a-z]{3,}|(?i:yes|no|true|false)", lambda word: word[0].lower(), re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
@@ -175,7 +175,7 @@ def _key(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Small letters, without articles; those of a date in one order."""
+    """Return lower-case words without articles; those of a date are sorted."""
     words = re.findall(r"[^\W_]+", re.sub(r"(?<=\d)\s*(?:st|nd|rd|th)\b", "", text.replace("\x02", "").lower()))
     words = [word.removesuffix("s") for word in words if word not in ("the", "a", "an", "there", "is", "are")]
     return (
@@ -184,7 +184,7 @@ def _words(text: str) -> list[str]:
 
 
 def same(reference: str, answer: str) -> bool:
-    """Whether two answers, as texts, are the same."""
+    """Return whether two texts are the same answer."""
     a, b = tidy(reference), tidy(answer)
     if not a or not b or _key(a) == _key(b):
         return bool(a and b)
@@ -211,20 +211,20 @@ def same(reference: str, answer: str) -> bool:
 
 
 def _total(answer: Node, wanted: Node) -> Node:
-    """The right side of an answer such as `m + n = 7`, where a number is wanted."""
+    """Return the right side of an answer such as `m + n = 7` if a number is wanted, else the answer."""
     is_equation = answer.kind == "relation" and answer.name == "=" and _is_sum(answer.parts[0])
     return answer.parts[1] if is_equation and not symbols(wanted) | symbols(answer.parts[1]) else answer
 
 
 def _is_sum(node: Node) -> bool:
-    """Whether a node is a sum of letters that are no usual unknowns, or the size of a set."""
+    """Return whether a node is a sum of letters other than the usual unknowns, or the size of a set."""
     if node.kind == "+":
         return all((part.kind == "symbol" and part.name not in ("x", "y", "z")) or _is_sum(part) for part in node.parts)
     return node.kind == "call" and node.name == "abs" and node.parts[0].name.isupper()
 
 
 def _labelled(node: Node) -> tuple[str, Node]:
-    """The name that an answer gives itself (x = 5, f(x) = 2x, x in an interval), and the rest. `Unreadable`: 41 = 42."""
+    """Split an answer such as x = 5 or f(x) = 2x into its label and the rest. Raises `Unreadable` for 41 = 42."""
     if node.kind == "list" and node.parts and node.parts[0].kind == "relation":
         pairs = [_labelled(part) for part in node.parts]
         if all(label == pairs[0][0] or not (label or symbols(value)) for label, value in pairs):
@@ -254,7 +254,7 @@ def _is_label(node: Node) -> bool:
 
 
 def _variants(node: Node) -> list[Node]:
-    """Both of an expression with a plus-minus sign."""
+    """Return both values of an expression with a plus-minus sign, or only the expression."""
 
     def turned(part: Any, signs: dict[str, str]) -> Any:
         if not isinstance(part, Node):
@@ -266,7 +266,7 @@ def _variants(node: Node) -> list[Node]:
 
 
 def _as_interval(node: Node) -> Node:
-    """An inequality of one variable, alone on its side, as the interval that it means."""
+    """Convert an inequality with one variable, alone on its side, to the interval that it means."""
     infinity = Node("symbol", r"\infty")
     if node.kind == "list" and node.name == "or":
         return Node("union", "", tuple(map(_as_interval, node.parts)))
@@ -281,7 +281,7 @@ def _as_interval(node: Node) -> Node:
 
 
 def _ascending(relation: Node) -> tuple[list[str], list[Node]]:
-    """Its signs and its sides, the smaller one first."""
+    """Return a relation's signs and sides, smaller sides first."""
     names, parts = relation.name.split(), list(relation.parts)
     return ([name.replace(">", "<") for name in names[::-1]], parts[::-1]) if names[0][0] == ">" else (names, parts)
 
@@ -318,7 +318,7 @@ def _as_matrix(node: Node) -> Node:
 
 
 def _same_sets(a: Node, b: Node) -> bool:
-    """In any order; inequalities that `and` joins are another set than those of `or`."""
+    """Compare sets in any order. Inequalities that are joined by `and` differ from those joined by `or`."""
     is_union = "union" in (a.kind, b.kind)
     parts = [node.parts if node.kind in ("list", "union") else (node,) for node in (a, b)]
     sets = [[variant for part in those for variant in _variants(part)] for those in parts]
@@ -356,7 +356,7 @@ def _unit(name: str) -> str:
 
 
 def _same_quantity(a: Node, b: Node) -> bool:
-    """Two units have to agree; one side may leave its unit out. A percent sign and degrees have a value too."""
+    """Compare quantities. Two units must agree, but one side may lack its unit. Percent signs and degrees also have a value."""
     names = [node.name if node.kind == "unit" else "" for node in (a, b)]
     if all(names):
         first, second = sorted((f"{_unit(name)} " for name in names), key=len)
@@ -373,7 +373,7 @@ def _same_quantity(a: Node, b: Node) -> bool:
 
 
 def _values(nodes: tuple[Node, ...]) -> Iterator[list[Number]]:
-    """Of all nodes at several points: positive coordinates first, then of either sign, which count if all values are real."""
+    """Yield the values of all nodes at several points. Points with negative coordinates only count if all values are real."""
     names = frozenset[str]().union(*map(symbols, nodes))
     if not names:
         yield [evaluate(node, {}) for node in nodes]
@@ -401,7 +401,7 @@ def _ratio(a: Number, b: Number) -> Number:
 
 
 def _same_relation(a: Node, b: Node) -> bool:
-    """Up to a factor, which is positive where the order counts."""
+    """Compare relations up to a factor, which must be positive for inequalities."""
     ordered = _ascending(a), _ascending(b)
     signs, sides = [names for names, _ in ordered], [parts for _, parts in ordered]
     if signs[0] != signs[1]:
@@ -421,7 +421,7 @@ def _same_relation(a: Node, b: Node) -> bool:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` in the block after so many seconds of CPU time."""
+    """Raise `TimeoutError` inside after `seconds` of CPU time."""
 
     def ring(*_: Any) -> None:
         raise TimeoutError
@@ -437,7 +437,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def reference_text(text: str) -> str:
-    """The answer in a reference. Raises `BadReference` where nothing could be marked by it."""
+    """Return the answer in a reference. Raises `BadReference` if no answer could be compared with it."""
     answer = final_answer(thoughtless(text))
     plain, quoted = tidy(answer), f"{text[:80]!r}"
     if not re.search(r"\w|\\[a-zA-Z{]", plain):
@@ -462,13 +462,14 @@ def reference_text(text: str) -> str:
 
 
 def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
-    r"""1 when the answer and the reference are equal as mathematics: `1/2`, `0.5` and `\frac{1}{2}` are one answer.
+    r"""Return a scorer that gives 1 if answer and reference are mathematically equal, such as `1/2`, `0.5` and `\frac{1}{2}`.
 
-    The answer is what the last box holds, or follows "the answer is", or is the last expression. With `boxed`, only what the
-    last `\boxed{...}` holds is one; a text without it, or cut inside it, is wrong. Thoughts in `<think>` are no answer.
+    The answer is the content of the last box, or the text after "the answer is", or the last expression. With `boxed`, only the
+    content of the last `\boxed{...}` counts; a text without a box, or cut inside it, is wrong. Thoughts do not count.
 
-    SIGVTALRM interrupts a comparison that takes a quarter of `timeout_s` of CPU time: on a busy machine no right answer becomes
-    wrong. So this runs on a process's main thread. An answer that cannot be read or compared in time is wrong.
+    SIGVTALRM interrupts a comparison that takes more CPU time than a quarter of `timeout_s`, so the scorer must run on the main
+    thread. CPU time is measured so that a busy machine does not make right answers wrong. An answer that cannot be parsed or
+    compared in time is wrong.
     """
 
     def score(item: RewardInput) -> Score:

@@ -1,11 +1,11 @@
-"""reasoning-gym's own scorers, by family, on entries that have been through JSON.
+"""Score answers with reasoning-gym's scorers, by family, on entries that have been through JSON.
 
-Many families give a little credit to wrong answers; whether that counts is `reward.binary`, not decided here.
+Many families give a little credit to wrong answers; `reward.binary` decides whether that counts.
 
-The scorers of some families call `eval`, or SymPy's parser, which is built on it, on the text that a model wrote. Such an
-answer is scored only when its family's guard lets it through: a function `answer -> bool` that reads the text with Python's
-parser and runs nothing of it. What it lets through calls nothing but known functions of mathematics and reaches no
-attribute. How long an expression takes to evaluate is the worker's deadline's business.
+The scorers of some families call `eval`, or SymPy's parser, which uses it, on text that a model wrote. Such an answer is only
+scored if its family's guard accepts it: a function `answer -> bool` that parses the text with Python's parser and runs nothing.
+Accepted answers call only known mathematical functions and access no attribute. The worker's deadline limits the time of their
+evaluation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pipelinerl.tasks.reasoning_gym import check_family
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer
 
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
-"""Families whose scorer compares grids of tuples, which JSON turned into lists."""
+"""Families whose scorer compares grids of tuples, which JSON has turned into lists."""
 
 AnswerScorer = Callable[..., float]
 """`(answer=str | None, entry=dict) -> float` in [0, 1]."""
 
-REFUSED = Score(0.0, "not evaluated: this family's scorer would run it as code, and it is more than numbers and formulas")
+REFUSED = Score(0.0, "not evaluated: this family's scorer would run it as code, but it is not only numbers and formulas")
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 _TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"}
@@ -33,11 +33,11 @@ _HYPERBOLIC = {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh"}
 _FUNCTIONS = frozenset(_TRIGONOMETRY | _HYPERBOLIC | {"exp", "log", "ln", "sqrt", "Abs"})
 _WORDS = re.compile(r"[A-Za-z0-9_\s]*")
 _EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/.() \t]*")
-"""No quote, bracket, comma, comment or line end: Python's parser and SymPy's tokenizer see the same in what is left."""
+"""Characters that Python's parser and SymPy's tokenizer read alike: no quotes, brackets, commas, comments and line ends."""
 
 
 def is_board(answer: str) -> bool:
-    """Words and numbers between white space (they are compared, and evaluate to nothing), or a Python literal."""
+    """Accept words and numbers separated by white space, which are not evaluated, or a Python literal."""
     if _WORDS.fullmatch(answer):
         return True
     try:
@@ -48,14 +48,14 @@ def is_board(answer: str) -> bool:
 
 
 def is_arithmetic(answer: str) -> bool:
-    """Numbers, + - * / **, brackets."""
+    """Accept numbers, + - * / **, and brackets."""
     return _every_node(answer, _is_number_or_operator)
 
 
 def is_formula(answer: str) -> bool:
-    """Arithmetic with variables of one letter, pi, and the usual functions.
+    """Accept arithmetic with variables of one letter, pi, and the usual functions.
 
-    `Integral(...)`, an integral left as it is, is not among them: it would be a right answer to every integration problem.
+    `Integral(...)`, an unevaluated integral, is refused, because it would be a right answer to every integration problem.
     """
     return _every_node(answer, _is_of_a_formula)
 
@@ -71,7 +71,7 @@ GUARDS: dict[str, Callable[[str], bool]] = {
     "spiral_matrix": is_board,
     "string_insertion": is_board,
 }
-"""By family: every one whose scorer evaluates the answer. A test reads the installed package's scorers and compares."""
+"""Guards of all families whose scorer evaluates the answer. A test compares them with the installed package's scorers."""
 
 
 def _every_node(answer: str, allowed: Callable[[ast.AST], bool]) -> bool:
@@ -105,9 +105,9 @@ def _is_of_a_formula(node: ast.AST) -> bool:
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
-    """A scorer that takes the family from each reference. Imports reasoning-gym (about a second).
+    """Return a scorer that takes the family from each reference. Imports reasoning-gym (about a second).
 
-    Raises `FieldError` when `family`, the recipe's task, is not one of reasoning-gym's.
+    Raises `FieldError` if reasoning-gym has no `family`, the recipe's task.
     """
     check_family(family)
     from reasoning_gym import get_score_answer_fn
@@ -150,9 +150,9 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _judge(score_answer: AnswerScorer, answer: str, entry: dict[str, Any]) -> Score:
-    """Some families raise on an answer that is not of their form (prime_factorization on a word): that answer is wrong.
+    """Score an answer. If the family's scorer raises because of its form (prime_factorization on a word), it is wrong.
 
-    Whether the entry is at fault instead shows in scoring the entry's own answer.
+    If the scorer also raises on the entry's own answer, the entry is at fault.
     """
     try:
         return Score(float(score_answer(answer=answer, entry=entry)))
