@@ -1,8 +1,9 @@
 """Compute a run's figures from its steps: from records of metrics.jsonl to the keys of summary.json (docs/run-directory.md).
 
-The trainer adds up its steps as they happen and writes the summary at its end; where it could not, the runner adds up what
-metrics.jsonl holds, with None for figures that it does not tell. `RunFiles` flushes each line that it writes, so a killed run
-is complete up to its last step. The rest is pure, except for functions that read files.
+The trainer adds up its steps as they happen and writes the summary at its end. If it could not, the runner adds up the records
+of metrics.jsonl; figures that these do not contain are None. `RunFiles`
+flushes each line that it writes, so a killed run is complete up to its last step. The rest is pure, except for the functions
+that read files.
 """
 
 from __future__ import annotations
@@ -297,7 +298,7 @@ StepRecord = dict[str, Any]
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """One line of strict JSON: NaN and infinities, which JSON lacks, become null."""
+    """Return one line of strict JSON: NaN and infinities, which JSON lacks, become null."""
     return json.dumps(_finite(value), separators=(",", ":"))
 
 
@@ -317,15 +318,13 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class RunFiles:
-    """Appends to the run directory's files. Use as a context manager.
-
-    `keep_steps`: of a trainer that goes on: the last step that counts; lines of later ones move to `<name>-undone.jsonl`.
-    """
+    """Append to the run directory's files. Use it as a context manager. `keep_steps`: last step that counts in a resumed run;
+    lines of later steps move to `<name>-undone.jsonl`."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
         self.run_dir = run_dir
         self.kept: list[StepRecord] = []
-        """Records of the steps so far that count."""
+        """Records of all earlier steps that count."""
         run_dir.mkdir(parents=True, exist_ok=True)
         if keep_steps is not None:
             for name in (METRICS, SAMPLES):
@@ -342,18 +341,18 @@ class RunFiles:
             file.close()
 
     def append(self, name: str, value: Mapping[str, Any]) -> None:
-        """One line of `METRICS` or `SAMPLES`."""
+        """Append one line to `METRICS` or `SAMPLES`."""
         self._open[name].write(to_json(value) + "\n")
         self._open[name].flush()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Atomic: a crash leaves the previous one or none."""
+        """Replace the summary atomically: after a crash the previous one is left, or none."""
         write_json(self.run_dir / "summary.json", _finite(summary))
 
 
 def cut(path: Path, keep_steps: int) -> None:
-    """Leaves the lines of steps up to `keep_steps` in `path`; the others are appended to the file beside it whose name ends
-    with -undone. A line that was cut off is dropped."""
+    """Keep the lines of steps up to `keep_steps` in `path`, and append the others to the file beside it whose name ends in
+    -undone. A truncated last line is dropped."""
     if not path.is_file():
         return
     partial, undone = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.stem}-undone.jsonl")

@@ -15,9 +15,9 @@ An environment starts an episode, answers each turn of the policy, and says what
                 return Done(1.0)
             return "higher" if guess < self.number else "lower"
 
-Each episode has an object of its own, in a process of its own. All samples of a prompt get the same row and seed. An episode
-may be run again from its start, after a fault: one that does the same again for the same row, seed and turns goes on from the
-turns already sampled. Nothing here calls a model or runs an environment.
+Each episode has its own object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode
+may run again from its start: if it behaves the same for the same row, seed and turns, it continues from the turns already
+sampled. Nothing here calls a model or runs an environment.
 
 A tool is a Python function: its name, type hints and docstring are the schema that the policy reads.
 
@@ -135,7 +135,7 @@ _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
 _PARAMETER = re.compile(r"^( +)(\w+)(?: \([^)]*\))?: +(.+(?:\n\1 +\S.*)*)", re.MULTILINE)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What OpenAI's API allows as a tool's name."""
+"""Tool names that OpenAI's API allows."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Tool:
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """Raises `UserError`, naming function and parameter, for what a model cannot be told to give."""
+    """Turn a function into a tool. Raises `UserError`, naming function and parameter, if a model could not call it."""
     name = getattr(function, "__name__", type(function).__name__)
     if not NAME.fullmatch(name):
         raise UserError(f"tool {name!r}: a tool is a function with a name of letters, digits and _, at most 64 of them")
@@ -211,7 +211,7 @@ def _default(value: Any, what: str) -> Any:
 
 
 def _described(docstring: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first section, as one text; and of the section `Args`, the text of each parameter."""
+    """Return the text before the first section, and the text of each parameter in the section `Args`."""
     parts = _SECTION.split(docstring)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     listed = sections.get("Args") or sections.get("Arguments") or sections.get("Parameters") or ""

@@ -1,8 +1,9 @@
 """Calls to the Kubernetes API from inside a pod, through the official asyncio client, with bounded times and one typed error.
 
-What the trainer asks is data here: the chart's Role grants exactly this, and a refusal names it. Address, token and CA come
-from where the kubelet puts them. The library reads the token again every minute; one that the API no longer accepts is read
-again at once, so that a pod outlives its tokens. The client does not retry: callers know how urgent a call is.
+The trainer's permissions are listed here as data: the chart's Role grants exactly these, and a refusal names the missing one.
+Address, token and CA are read from the files of the kubelet. The library reads the token again every minute, and this client
+does so at once when the API refuses it, so that a pod outlives its tokens. The client does not retry: callers know how urgent a
+call is.
 
 `PodWatch` lists pods, follows every change from there, and reports each `PodEnd` once: that a pod is told to end, and that it
 has ended. It waits out an outage, begins with a new list when a watch has expired, and rarely tries again what was refused.
@@ -324,8 +325,8 @@ ENDED_PHASES = ("Succeeded", "Failed")
 
 @dataclass(frozen=True)
 class PodEnd:
-    """`still_running`: it was told to end and may take its grace period. Otherwise its processes are gone; `final` False: it
-    may be, instead, that the pod has lost the labels it is watched by."""
+    """End of a pod. `still_running`: it was told to end and may use its grace period; otherwise its processes are gone. `final`
+    False: the pod may instead have lost the labels by which it is watched."""
 
     name: str
     uid: str
@@ -335,7 +336,7 @@ class PodEnd:
 
 
 class PodWatch:
-    """`selector`: labels, as `kubectl get pods -l` takes them. `without`: what follows while it cannot watch, for the log."""
+    """`selector`: labels, as `kubectl get pods -l` takes them. `without`: consequence of not watching, for the log."""
 
     def __init__(self, client: KubeClient, selector: str, on_end: Callable[[PodEnd], None], *, without: str) -> None:
         self._client, self._selector, self._on_end, self._without = client, selector, on_end, without
@@ -352,7 +353,7 @@ class PodWatch:
                     pods, version = await self._client.list_pods(self._selector)
                     listed = {pod.uid for pod in pods}
                     for pod in [pod for uid, pod in self._pods.items() if uid not in listed]:
-                        self._deleted(pod)  # while nobody watched
+                        self._deleted(pod)  # it ended between two watches
                     for pod in pods:
                         self._present(pod)
                     self._resource_version = version
@@ -368,7 +369,7 @@ class PodWatch:
                 await asyncio.sleep(BACKOFF.first_s)
 
     async def _watch(self) -> None:
-        """Until the server ends the watch."""
+        """Report changes until the server ends the watch."""
         async with self._client.watch_pods(self._selector, self._resource_version) as changes:
             if self._logged:
                 log.info("the pods %s are watched again", self._selector)
@@ -397,7 +398,8 @@ class PodWatch:
             self._on_end(PodEnd(pod.name, pod.uid, reason, still_running=False, final=final))
 
     def _log_away(self, error: KubeError) -> None:
-        """Warns once, and once more when it is for another reason; not of a connection that the next try has again."""
+        """Warn once, and again for another reason. A connection failure that the next attempt may mend is only logged for
+        debugging."""
         why = (error.permission, error.status) if error.denied else (error.denied,)
         if why == self._logged or (self._failures == 1 and not error.denied):
             log.debug("%s", error)

@@ -1,9 +1,9 @@
 """Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems.
 
-The completions are made up, since no model is loaded: the reference answer of each problem (mathematics in a box, with its
-near misses), and an empty text. The calls are made in the verifier's worker processes (`services.verifier.rehearsal`), since a
-reward may do anything. Left out: rewards of episodes, which need turns; a judge, which costs; and reasoning-gym's own, which
-know their problems.
+No model is loaded. Completions are the reference answer of each problem (mathematics in a box, with near misses), and an empty
+text. A worker process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything. Not
+rehearsed are rewards of episodes, which need turns; judges, which cost money; and reasoning-gym's own scorers, which know their
+problems.
 
 It also shows the recipe's prompts as the policy will see them, and what is wrong with its chat template. A separate process
 (`services.actor.preview`) loads the tokenizer and the user's tools and fetches nothing: without the tokenizer on this machine,
@@ -243,8 +243,8 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """`rows`: (name, value) for a person. `mistakes`: field, value and fix of each. `control`: the tokens that no text of a row
-    becomes. `unread`: the variables of `model.chat_template_kwargs` that the template does not read."""
+    """`rows`: (name, value) for people. `mistakes`: field, value and fix of each. `control`: control tokens, which texts of
+    rows never become. `unread`: variables of `model.chat_template_kwargs` that the template does not read."""
 
     rows: Sequence[tuple[str, str]] = ()
     mistakes: Sequence[tuple[str, Any, str]] = ()
@@ -253,7 +253,7 @@ class Preview:
 
 
 def _has_prompt(share: ProblemSet) -> bool:
-    """Whether it is known before the run."""
+    """Return whether the prompts of a set are known before the run."""
     return bool(share.task.tools) or not share.task.is_episodic
 
 
@@ -262,8 +262,8 @@ def _uses_template(share: ProblemSet) -> bool:
 
 
 def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
-    """Renders the first problem of each set that has a source and a prompt before the run, which takes seconds; if not
-    `all_prompts`, only where a chat template writes one."""
+    """Render the first problem of each set whose source and prompts are known before the run, which takes seconds. Without
+    `all_prompts`, do so only if a set uses a chat template or the recipe changes it."""
     from pipelinerl.tasks.source import Split
 
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs
@@ -285,14 +285,14 @@ def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool)
     try:
         done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return Preview([("prompt", f"not shown: to load the tokenizer and write the prompts takes over {_TIMEOUT_S:g} s")])
+        return Preview([("prompt", f"not shown: loading the tokenizer and writing the prompts takes over {_TIMEOUT_S:g} s")])
     if done.returncode:
         return Preview([("prompt", f"not shown: {done.stderr.strip().rpartition(chr(10))[2]} (code {done.returncode})")])
     return Preview(**json.loads(done.stdout))
 
 
 def _tokenizer(recipe: Recipe) -> Path | None:
-    """Folder, or GGUF file, of the tokenizer; None where it is not here before the run."""
+    """Return the folder or GGUF file of the tokenizer; None if this machine does not have it before the run."""
     model = recipe.model
     if model.source == "hub":
         file = cached(model, "tokenizer_config.json")
@@ -307,7 +307,7 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
-    """What a person should know of the chat template, and of rows that spell control tokens."""
+    """Yield warnings about the chat template, and about rows that spell control tokens."""
     from pipelinerl.prompts import Spellings
     from pipelinerl.tasks.source import FileSource
 

@@ -207,10 +207,10 @@ def _end(provider: TracerProvider, exporter: OutageLogger) -> None:
 
 
 Trace = SpanContext | None
-"""A span of a sampled trace that others may follow; None where there is nothing to follow."""
+"""A span of a sampled trace, which others may continue; None without a sampled trace."""
 
 MOST_LINKS = 128
-"""Of one span; the SDK's own limit, so that none is dropped unseen."""
+"""Maximum number of links of a span, equal to the SDK's limit, above which it drops links silently."""
 _TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _OFF = NoOpTracer()
@@ -219,7 +219,7 @@ _TRACER: ContextVar[Tracer] = ContextVar("pipelinerl_tracer", default=_OFF)
 
 @contextmanager
 def use_tracer(tracer: Tracer) -> Iterator[None]:
-    """Spans that begin inside, in tasks that are started inside too, are this tracer's."""
+    """Use a tracer for all spans that begin inside, also in tasks started inside."""
     token = _TRACER.set(tracer)
     try:
         yield
@@ -228,12 +228,12 @@ def use_tracer(tracer: Tracer) -> Iterator[None]:
 
 
 def is_on() -> bool:
-    """Whether a trace may begin here."""
+    """Return whether a trace may begin here."""
     return _TRACER.get() is not _OFF
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
-    """Begins a trace, if the sampler wants it. Use it in a `with`, which ends it. `links`: the first `MOST_LINKS` are kept."""
+    """Begin a trace if the sampler selects it; use it in a `with` statement, which ends it. Keeps `MOST_LINKS` links."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 
@@ -246,7 +246,7 @@ def child(
     links: Iterable[Trace] = (),
     began_at: int | None = None,
 ) -> Span:
-    """Continues a trace; a span without effect where there is none. `began_at`: Unix time, ns; None = now."""
+    """Continue a trace; without a parent, return a span without effect. `began_at`: Unix time, ns; None = now."""
     if parent is None:
         return INVALID_SPAN
     return _TRACER.get().start_span(name, _context_of(parent), kind, attributes, _linked(links), began_at)
@@ -261,13 +261,13 @@ def _context_of(trace: SpanContext) -> Context:
 
 
 def trace_of(span: Span) -> Trace:
-    """What follows this span; None where it is not sampled."""
+    """Return the trace that continues this span, or None if it is not sampled."""
     context = span.get_span_context()
     return context if context.is_valid and context.trace_flags.sampled else None
 
 
 def headers_of(trace: Trace) -> Headers:
-    """W3C trace context of messages about this trace; none where nothing is to follow."""
+    """Return the W3C trace context for messages about this trace; empty without a trace."""
     if trace is None:
         return NO_HEADERS
     headers: dict[str, str] = {}
@@ -276,12 +276,12 @@ def headers_of(trace: Trace) -> Headers:
 
 
 def trace_in(headers: Mapping[str, str]) -> Trace:
-    """The trace that a message belongs to; None where it names none, none that is sampled, or is malformed."""
+    """Return the trace in a message's headers; None if it is missing, malformed or not sampled."""
     if _TRACEPARENT not in headers:
         return None
     return trace_of(get_current_span(_PROPAGATOR.extract(headers, Context())))
 
 
 def before_ns(seconds: float) -> int:
-    """Unix time, ns, the clock of spans, so many seconds ago."""
+    """Return the Unix time in ns, the clock of spans, `seconds` ago."""
     return time.time_ns() - int(seconds * 1e9)

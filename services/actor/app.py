@@ -386,8 +386,8 @@ LEAVE_WITHIN_S = 2.0
 class Heartbeat:
     """One entry of the membership bucket, refreshed three times per TTL with the current version and phase.
 
-    A process that dies or freezes stops refreshing, and the trainer sees it go. `me`: what does not change; its `process` does
-    at every start, so that a restarted actor is a new member. `manifest_id()` is read at each refresh.
+    A process that dies or freezes stops refreshing, so that the trainer notices its loss. `me`: the fixed fields; `process`
+    differs at every start, so that a restarted actor is a new member. `manifest_id()` is called at each refresh.
     """
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
@@ -395,7 +395,7 @@ class Heartbeat:
         self._away = self._left = False
 
     async def run(self) -> None:
-        """Runs until cancelled, or until `leave`. A bus that does not take a beat gets the next one; one line says so."""
+        """Refresh until cancelled, or until `leave`. A failed refresh is logged once and followed by the next one."""
         while not self._left:
             try:
                 await self._bus.put_member(self._me.actor, self.registration().SerializeToString())
@@ -407,9 +407,9 @@ class Heartbeat:
             await asyncio.sleep(self._bus.limits.member_ttl_s / 3)
 
     async def leave(self) -> None:
-        """Removes the registration, once, within `LEAVE_WITHIN_S`; where that fails it expires. No beat follows.
+        """End the heartbeat and remove the registration within `LEAVE_WITHIN_S`; if that fails, it expires.
 
-        One that drains says so first: the trainer then knows that it was told to end and takes part for a while yet.
+        A draining actor first registers as draining, so that the trainer knows that it is stopping in good order.
         """
         if self._left:
             return

@@ -27,7 +27,7 @@ from pipelinerl.messages.sequences import (
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.tasks.source import Split
-from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from services.actor.engine import (
     NO_TOKENS,

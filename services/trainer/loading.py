@@ -1,8 +1,8 @@
 """Load, check and shard the model for one rank's learner, from the recipe and the rank's place.
 
-Rank 0 loads the weights and finds out how the model is to be called; the others learn that from it and read the model's
-configuration only. One rank is plain: whole weights on its device. A state to go on from is given to the learner last: the
-reference of the KL term is what the run began from.
+Rank 0 loads the weights and finds out how to call the model; the other ranks learn that from it and read only the model's
+configuration. A single rank keeps whole weights on its device. A state to resume from is restored last, because the reference
+of the KL term is the initial policy.
 
 Shards are FSDP2's (`torch.distributed.fsdp.fully_shard`). Layer by layer the weights go from rank 0's host memory to all ranks,
 and each keeps its shard: no rank ever has more than one whole layer, or what lies outside the layers, on its device. Trained
@@ -144,14 +144,14 @@ def rank_device(local_rank: int) -> torch.device:
 
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the longest position of the call, of which a part of a row sees its own only."""
+"""Rotary embeddings that depend on the longest position of a call, but a part of a row sees only its own positions."""
 
 
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
-    """`policy` over the ranks of `world`; called by all of them. It computes in `dtype`.
+    """Shard `policy` over the ranks of `world`, all of which call this. It computes in `dtype`.
 
-    `reshard`: forget gathered weights after each forward pass and gather them again for the backward pass, which takes less
-    memory and more traffic. Raises `FieldError` when the model's heads do not divide among the ranks of a row.
+    `reshard`: drop gathered weights after each forward pass and gather them again for the backward pass, which takes less
+    memory and more traffic. Raises `FieldError` if the model's heads do not divide among the ranks of a row.
     """
     assert world.mesh is not None, "one rank alone has nothing to shard"
     model = policy.model
@@ -179,7 +179,8 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
 
 
 def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | None:
-    """This rank's part of each row; None when it has whole rows. Raises `FieldError` for a model that cannot share rows."""
+    """Return this rank's part of each row; None if it has whole rows. Raises `FieldError` for a model that cannot share
+    rows."""
     layout = world.layout
     if layout.sequence_ranks == 1:
         return None
@@ -197,11 +198,9 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
 
 
 def _bring(modules: Iterable[nn.Module], world: World) -> None:
-    """Brings rank 0's parameters and buffers of `modules` themselves, not of what is inside them, onto every rank's device.
-
-    Those that are tied among them stay tied. Nothing here keeps them: what is sharded next is free to go.
-    """
-    moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old one is kept, so that its id stays its own
+    """Move rank 0's parameters and buffers of `modules` themselves, without submodules, to every rank's device. Tied ones stay
+    tied. No reference is kept, so that sharding can free them."""
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept, so that its id is not reused
     for module in modules:
         for named in (module.named_parameters, module.named_buffers):
             for name, tensor in list(named(recurse=False, remove_duplicate=False)):
@@ -211,7 +210,7 @@ def _bring(modules: Iterable[nn.Module], world: World) -> None:
 
 
 def _from_first(tensor: Tensor, world: World) -> Tensor:
-    """Rank 0's `tensor` on this rank's device; a parameter where it is one."""
+    """Return rank 0's `tensor` on this rank's device; a parameter if it is one."""
     dtype = torch.float32 if tensor.requires_grad else tensor.dtype
     if world.is_first:
         here = tensor.detach().to(world.device, dtype)

@@ -1,8 +1,8 @@
 """Running episodes: their keys, the turns that their environments request, and the limits of those turns.
 
-The environment or agent, a program elsewhere, asks over HTTP (`endpoint`). What samples a turn, among all that decodes, is the
-caller's: a function of the turn's context. `EpisodeRunner` has a verifier run the environment until there is a reward, and
-makes a sequence of what was recorded; its caller decides how many are under way and what becomes of a result.
+The environment or agent is a separate program that asks over HTTP (`endpoint`). The caller provides the function that samples
+a turn from its context. `EpisodeRunner` has a verifier run the environment until there is a
+reward, and makes a sequence of the recorded turns; its caller decides how many run at once and uses the results.
 """
 
 from __future__ import annotations
@@ -241,15 +241,15 @@ def base_path(key: str) -> str:
 log = logging.getLogger(__name__)
 
 CALL_SLACK_S = 30.0
-"""A verifier ends an episode at its deadline and says so; one that does not within this time is taken for dead."""
+"""Time after an episode's deadline within which a verifier must answer; otherwise it is taken for dead."""
 MOST_RUNS = 5
-"""Of an environment that asked for turns before its verifier was lost: it may be what ends verifiers."""
-NO_TURNS = "no_turns: its environment ended without one"
+"""Maximum runs of an environment whose verifiers were lost after it had requested turns, since it may crash verifiers."""
+NO_TURNS = "no_turns: the environment ended without requesting a turn"
 _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
 
 class EpisodeRunner:
-    """Of one recipe's tasks. `address`: `host:port` at which environments reach this actor's endpoint;
+    """Runs episodes of one recipe's tasks. `address`: `host:port` at which environments reach this actor's endpoint.
     `decode`: the engine's."""
 
     def __init__(
@@ -269,7 +269,7 @@ class EpisodeRunner:
     def request(
         self, name: str, split: Split, problem: PromptGroup | GeneratePrompt, sampling: SamplingParams, trace: Trace
     ) -> EpisodeRequest:
-        """`name`: of the sample."""
+        """Return the request for a verifier. `name`: id of the sample."""
         return EpisodeRequest(
             sequence_id=name,
             task=problem.task,
@@ -288,10 +288,10 @@ class EpisodeRunner:
         stopped: asyncio.Event,
         carried: Iterable[Branch] = (),
     ) -> tuple[Episode, VerifyResult | None]:
-        """The episode, all its turns at their ends, and what its environment came to; None when `stopped` was set before.
+        """Run an episode and return it with its environment's result, or with None if `stopped` was set before its end.
 
-        Waits for a verifier that takes it, however long; where one is lost with it, the environment is run anew, by another one
-        if there is one, and turns that were sampled are served from the record. `carried`: what another actor has recorded.
+        Waits without limit for a verifier that accepts the episode. If its verifier is lost, the environment runs again, at
+        another verifier if possible, and gets sampled turns from the record. `carried`: branches that another actor recorded.
         """
         share, max_context = self.tasks[request.task], self._recipe.model.max_context
         task, judge = share.task, share.reward.judge
@@ -327,7 +327,7 @@ class EpisodeRunner:
             await asyncio.sleep(_BACKOFF.delay_s(tries))
 
     def _tell(self, error: VerifierAway) -> None:
-        """One line a minute for all episodes."""
+        """Log at most one line a minute for all episodes."""
         now_s = time.monotonic()
         if now_s - self._told_at_s >= LOG_EVERY_S:
             self._told_at_s = now_s
@@ -339,9 +339,9 @@ def _refused(request: EpisodeRequest, failure: str) -> VerifyResult:
 
 
 def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResult]:
-    """Why the episode cannot be used, empty for a good one; and its result.
+    """Return why the episode cannot be used, or "", and its result.
 
-    An environment that failed after the policy was told to stop, for its turns or its length, earned nothing. Pure."""
+    An environment that fails after the policy exceeded its turns or length counts as reward 0. Pure."""
     if episode.failure:
         return episode.failure, result
     if result.status == VERIFY_STATUS_CRASHED and episode.policy_fault:
@@ -367,13 +367,13 @@ def sequence_of_episode(
     failure: str = "",
     generation_s: float = 0.0,
 ) -> Sequence:
-    """The episode with its reward, or with the reason why it has none. Its texts are those of its first branch."""
+    """Return the episode as a sequence with its reward, or with the reason of its failure. Texts are the first branch's."""
     branches, last = episode.result(), episode.finish_reason
     failure = failure or ("" if branches else NO_TURNS)
     bare = replace(sequence_of(group, nothing_yet(sample_index), actor, failure="-"), generation_s=generation_s)
     if failure:
         return replace(bare, failure=failure, completion_text=result.answer)
-    assert last is not None, "a branch has a turn at its end"
+    assert last is not None, "a branch ends with a turn"
     first, *others = branches
     played = replace(
         bare,

@@ -1,9 +1,9 @@
 """Checkpoint timing, and the guarantees that a checkpoint is of one version and that an existing folder is complete.
 
-Tensors and the rest are of the same moment between two steps: a step, from its computation to its entry into the tracker, and
-the copying for a checkpoint take turns. Writing goes on beside the next steps, one checkpoint at a time, on a thread of its
-own; one that falls due meanwhile is written after it. Everything goes into a hidden folder beside the final one, onto the disk,
-and is renamed then: a crash at any point leaves the checkpoint before.
+Tensors and the rest are of the same moment between two steps: the copying for a checkpoint excludes a step, from its
+computation to its entry into the tracker. Writing runs beside the next steps, one checkpoint at a time, on its own thread; one
+that falls due meanwhile is written afterwards. A checkpoint is written to disk in a hidden folder and then renamed: a crash at
+any point leaves the previous one. The contents are defined elsewhere.
 
 `PolicyExport` stages the policy in host memory while training waits, and writes the Hugging Face folder while it goes on. It
 keeps everything that transformers reads of a model in order to write one (class, configuration, ties, conversions) in a second
@@ -192,28 +192,30 @@ def link_export(step_folder: Path, folder: Path) -> Path:
 
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"
-"""Within a checkpoint. In a folder of its own: vLLM takes every safetensors file beside the model for a part of it."""
+"""Path within a checkpoint. It is in a separate folder because vLLM takes every safetensors file beside the model for a part of
+it."""
 _KEPT = ("generation_config", "_weight_conversions", "peft_config")
-"""What a model has beside its class and configuration that files are made of."""
+"""Attributes of a model, beside its class and configuration, from which files are made."""
 
 
 class PolicyExport:
-    """`dtype`: of the weights in the files. Each `stage` takes the memory of the one before, which must be written."""
+    """Exports a policy. `dtype`: dtype of the weights in the files. Each `stage` reuses the memory of the previous one, which
+    must already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         with torch.device("meta"):
-            self.form: PreTrainedModel = type(model)(copy.deepcopy(model.config))  # its adapters are told of, not in it
+            self.form: PreTrainedModel = type(model)(copy.deepcopy(model.config))  # without its adapters
         self.form.to(dtype)  # type: ignore[arg-type]
         for name in _KEPT:
             if (value := getattr(model, name, None)) is not None:
                 setattr(self.form, name, copy.deepcopy(value))
         self._tokenizer, self._dtype = tokenizer, dtype
         self.staged: dict[str, dict[str, Tensor]] = {}
-        """Of one version, in host memory: `WEIGHTS`, and `VALUE_HEAD` and `ADAPTER` where there are, by the names of files."""
+        """One version in host memory: `WEIGHTS`, and `VALUE_HEAD` and `ADAPTER` if it has them, by the names in the files."""
 
     @torch.no_grad()
     def stage(self, learner: Learner) -> None:
-        """Gathers what actors would load. Blocks, on the thread that computes; all ranks take part."""
+        """Gather the tensors that actors would load. Blocks, on the thread that computes; all ranks take part."""
         there = {WEIGHTS: True, VALUE_HEAD: learner.policy.value_head is not None, ADAPTER: has_adapters(self.form)}
         for kind in (kind for kind, has in there.items() if has):
             copies = self.staged.setdefault(kind, {})
@@ -227,12 +229,12 @@ class PolicyExport:
             torch.cuda.current_stream(device).synchronize()
 
     def write(self, folder: Path, info: Mapping[str, Any]) -> None:
-        """Into `folder`, which is there: model, tokenizer, `info` as pipelinerl.json. On any thread, beside training."""
+        """Write model, tokenizer, and `info` as pipelinerl.json into the existing `folder`, on any thread, beside training."""
         self.form.save_pretrained(folder, state_dict=self.staged[WEIGHTS], safe_serialization=True)
         self._tokenizer.save_pretrained(folder)
         if VALUE_HEAD in self.staged:
             save_value_head(self.staged[VALUE_HEAD], folder / VALUE_HEAD_FILE)
-        if ADAPTER in self.staged:  # what `PeftModel.from_pretrained` reads: the factors, and how they were made
+        if ADAPTER in self.staged:  # files for `PeftModel.from_pretrained`: the factors and their configuration
             (folder / "adapter").mkdir()
             peft_config(self.form).save_pretrained(str(folder / "adapter"))
             named = {f"base_model.model.{name}": tensor for name, tensor in self.staged[ADAPTER].items()}
@@ -240,22 +242,20 @@ class PolicyExport:
         about = folder / "pipelinerl.json"
         about.write_text(json.dumps(dict(info), indent=2) + "\n", encoding="utf-8")
         mode = stat.S_IMODE(about.stat().st_mode)
-        for file in folder.rglob("*"):  # safetensors are written readable by their owner alone, whatever the umask
+        for file in folder.rglob("*"):  # safetensors files are made readable only by their owner, despite the umask
             if file.is_file():
                 file.chmod(mode)
 
 
 def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
-    """`weights`: `weight` [1, hidden size] and `bias` [1]."""
+    """Write `weights`: `weight` [1, hidden size] and `bias` [1]."""
     file.parent.mkdir(exist_ok=True)
     save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
 
 
 def load_value_head(policy: Policy, folder: Path) -> bool:
-    """Gives `policy`'s value head the weights in a checkpoint's `folder`; False where there are none.
-
-    Raises `FieldError` for weights of another shape.
-    """
+    """Load the weights in a checkpoint's `folder` into `policy`'s value head; False if there are none. Raises `FieldError` for
+    weights of another shape."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return False
     try:

@@ -291,7 +291,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def exact(item: RewardInput) -> Score:
-    """1 when answer and reference are the same text, white space around them aside."""
+    """Score 1 if answer and reference are the same text, apart from surrounding white space."""
     wanted = reference_answer(item)
     if item.answer is None:
         return NO_ANSWER
@@ -299,7 +299,7 @@ def exact(item: RewardInput) -> Score:
 
 
 def regex(item: RewardInput) -> Score:
-    """1 when the reference answer, as a regular expression, matches the whole answer. Its `.` passes over ends of lines."""
+    """Score 1 if the reference answer, as a regular expression, matches the whole answer. Its `.` also matches line ends."""
     pattern = _compiled(reference_answer(item))
     if item.answer is None:
         return NO_ANSWER
@@ -315,9 +315,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
-    """1 when the answer is JSON that `schema` accepts; an empty `schema` means that each reference answer is one.
+    """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if that is empty, the reference's schema.
 
-    Raises `FieldError` when `schema` is not a JSON Schema.
+    Raises `FieldError` if `schema` is not a JSON Schema.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match
@@ -362,8 +362,8 @@ def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
 
 
 def judge_scorer(config: JudgeConfig) -> Scorer:
-    """The number that the judge gave, over its full marks. Where it gave none, or one out of range, there is no reward: that is
-    not the policy's fault."""
+    """Return a scorer that gives the judge's number, divided by its full marks. If the number is missing or out of range, the
+    item fails, since that is not the policy's fault."""
     pattern = re.compile(config.pattern)
 
     def score(item: RewardInput) -> Score:
@@ -373,7 +373,7 @@ def judge_scorer(config: JudgeConfig) -> Scorer:
         except (IndexError, TypeError, ValueError):
             value = math.nan
         if not 0 <= value <= 1:
-            told = f"no number from 0 to {config.full_marks:g} by reward.judge.pattern"
+            told = f"reward.judge.pattern finds no number from 0 to {config.full_marks:g}"
             raise BadReward(f"{told} in the judge's answer: {item.judgement[-200:]!r}")
         return Score(value, f"the judge says: {item.judgement[-400:].strip()}")
 
