@@ -59,10 +59,9 @@ from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import create_run_dir
 from pipelinerl.service.http import serve_http
 from services.actor.episodes.endpoint import episode_app
-from services.actor.episodes.episode import EpisodeBook
+from services.actor.episodes.episode import EpisodeBook, EpisodeRunner
 from services.actor.episodes.formats import ChatFormat, chat_format
 from services.actor.episodes.rendering import Rendering
-from services.actor.episodes.running import EpisodeRunner
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups

@@ -35,8 +35,8 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum
 from pipelinerl.transfer.group import WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
+from services.actor.app import Heartbeat
 from services.actor.generation import ServingGate
-from services.actor.membership import Heartbeat
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import StagedWeights, WeightLoading
 from services.actor.weight_sync.updates import UpdateListener

@@ -29,12 +29,12 @@ from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.ledger import Ledger, LedgerCounts
+from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.records import RunFiles
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import PageBoard, add_page
 from services.trainer.reporting.recorder import Recorder

@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.result_files import write_result
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.rl.memory import Model
-from pipelinerl.rl.planner import ACCELERATORS, CONTROL_S, estimated, make_plan, weight_update_s
+from pipelinerl.rl.memory import ACCELERATORS, Model
+from pipelinerl.rl.planner import CONTROL_S, estimated, make_plan, weight_update_s
 from pipelinerl.rl.throughput import Lengths
 from pipelinerl.run_summary import lag_summary
 

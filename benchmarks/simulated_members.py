@@ -30,8 +30,8 @@ from pipelinerl.messages.control import (
 )
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, build_manifest
+from services.actor.app import Heartbeat
 from services.actor.generation import ServingGate
-from services.actor.membership import Heartbeat
 from services.trainer.weight_sync.updater import TransferResult
 
 RUN = "simulated"

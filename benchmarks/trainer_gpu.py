@@ -26,7 +26,8 @@ from benchmarks.gpu_loops import Measured, measure_bare, measure_ours
 from benchmarks.result_files import write_result
 from benchmarks.table import COLUMNS, table
 from benchmarks.training_data import VERSION
-from services.trainer.learn.meter import mfu, model_flops, peak_flops
+from pipelinerl.rl.memory import peak_flops
+from services.trainer.learn.meter import mfu, model_flops
 from services.trainer.learn.step import PreparedStep, prepare_step
 
 RESULT = Path(__file__).parent / "results" / "trainer_gpu.json"

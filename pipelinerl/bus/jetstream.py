@@ -54,9 +54,9 @@ _log = logging.getLogger(__name__)
 _HEADER_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _FIELD_FRAME_BYTES = len(": \r\n")
 CREATE_WITHIN_S = 60.0
-"""For the servers of a cluster to find each other and choose a leader."""
+"""Time for the servers of a cluster to find each other and choose a leader."""
 CONNECT_TIMEOUT_S = 30.0
-"""For a service, which may start before its NATS does."""
+"""Time for a service to connect: it may start before its NATS does."""
 
 
 @contextlib.asynccontextmanager
@@ -91,8 +91,8 @@ async def connect(
 async def service_bus(
     settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
 ) -> AsyncIterator[Bus]:
-    """The bus of a service, which may start before its NATS does: it is waited for. Raises `StartStopped` where `stop` is set
-    before, and what no waiting heals."""
+    """Open the bus of a service, waiting for NATS, which may start later. Raises `StartStopped` if `stop` is set meanwhile, and
+    errors that waiting does not heal."""
     async with contextlib.AsyncExitStack() as stack:
 
         def opened() -> Awaitable[Bus]:
@@ -131,7 +131,7 @@ class Bus:
         return self.connection.max_payload
 
     async def close(self) -> None:
-        """Hands back a prompt group that was delivered and not taken. `connect` calls it."""
+        """Hand back a prompt group that was delivered but not taken. `connect` calls it."""
         await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
@@ -192,7 +192,7 @@ class Bus:
         return {(message.headers or {}).get(MSG_ID, ""): message.seq or 0 for message in found}
 
     async def prompts_info(self) -> StreamInfo:
-        """What is below `first_position` was acknowledged or terminated; a group in somebody's hands still counts."""
+        """Return the queue's state. Groups below `first_position` were acknowledged or terminated."""
         return await stream_info(self.connection, self._subjects.prompts_stream)
 
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
@@ -208,7 +208,7 @@ class Bus:
         return OrderedReader(self.connection, stream, _log_entry, from_position=max(1, from_position))
 
     async def purge_sequences(self, below_position: int) -> None:
-        """Removes what is below, at most up to the log's end. Positions go on where they were."""
+        """Remove the sequences below this position, at most up to the log's end. Positions continue where they were."""
         if below_position <= 1:
             return  # nothing is below; nats-py would take 0 for "everything"
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
@@ -225,7 +225,7 @@ class Bus:
         await self._store_once(self._subjects.dead_stream, self._subjects.dead, payload, msg_id)
 
     async def dead_letters(self) -> list[bytes]:
-        """Payloads of all that are kept, the oldest first."""
+        """Return the payloads of all dead letters, the oldest first."""
         found = await stored_messages(self.connection, self._subjects.dead_stream, self._subjects.dead)
         return [message.data or b"" for message in found]
 
@@ -283,7 +283,7 @@ class Bus:
             return int(acknowledgement["seq"])
 
     async def _limits_of(self, stream: str) -> str:
-        """As they are in the server: whoever made the stream decided. They never change, so one question is enough."""
+        """Describe a stream's limits in the server, which are those of its creation. They never change, so it asks once."""
         if stream not in self._limit_texts:
             with bus_errors(f"looking at {stream} at {self.connection.url}"):
                 config = (await self.connection.js.stream_info(stream)).config
@@ -311,7 +311,7 @@ class Bus:
                 )
 
     async def _last_position(self, stream: str) -> int | None:
-        """0 for a stream that nothing was ever published to, None where there is none."""
+        """Return 0 for a stream that nothing was ever published to, and None if there is no such stream."""
         try:
             return (await stream_info(self.connection, stream)).last_position
         except BusError as error:

@@ -1,10 +1,9 @@
-"""One connection to NATS: opening it, staying connected, and what goes wrong on it as `BusError`.
+"""One connection to NATS: it opens, reconnects, and raises failures as `BusError`.
 
-nats-py's client, with what it lacks: refusals that reach the task that waits, requests that end with the connection, and
-logins and certificates that are read again for each connection. What cannot be read is an error at the start; later the last
-that could be read is used, and a warning logged, so that a half-renewed file costs nothing. A password is neither shown nor
-sent to a server without TLS where TLS was asked for; what a server says of itself counts once it has been logged in to, since
-before TLS anybody may say it. It knows nothing of runs, streams or sequences.
+It adds to nats-py's client: refusals reach the waiting task, requests end with the connection, and logins and certificates are
+read again for each connection. A file that cannot be read is an error at the start; later the previous content is used and a
+warning logged, so a half-renewed file does no harm. A password is never shown, and never sent to a server without TLS if TLS
+was asked for. The module knows nothing about runs, streams or sequences.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def read_login(credentials: Path | None) -> dict[str, str]:
 
 
 def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
-    """Trusts ca.crt of the folder, and shows tls.crt where it is there; without a folder, the machine's own CAs.
+    """Make a context that trusts ca.crt of the folder and shows tls.crt if there is one; without a folder, the machine's CAs.
 
     Raises `FieldError` on `nats_tls_dir` naming the file.
     """
@@ -85,7 +84,7 @@ _BEFORE_SCHEME = re.compile(r",(?=\s*[a-z]+://)", re.IGNORECASE)
 
 
 class AckSubject(NamedTuple):
-    """What JetStream writes into a delivered message's reply subject."""
+    """Positions that JetStream writes into a delivered message's reply subject."""
 
     num_deliveries: int
     stream_position: int
@@ -102,10 +101,10 @@ class AckSubject(NamedTuple):
 
 
 def redacted(urls: str) -> str:
-    """`urls` (one, or several separated by commas) without user and password, for messages and logs.
+    """Return `urls` (one, or several separated by commas) without user and password, for messages and logs.
 
-    A password may hold any character, so all up to the last `@` of a server goes; where a server without a scheme
-    follows, it may be taken for part of the login before it.
+    A password may hold any character, so everything up to a server's last `@` is removed. A following server without a scheme
+    may be taken for part of the login before it.
     """
     return ",".join(_without_login(url) for url in _BEFORE_SCHEME.split(urls))
 
@@ -117,9 +116,9 @@ def _without_login(url: str) -> str:
 
 
 class bus_errors:
-    """Turns what nats-py raises into a `BusError` that starts with `action`.
+    """Turn nats-py's errors into a `BusError` that starts with `action`.
 
-    It also hands on a cancellation that nats-py swallowed (it does while it waits to flush a large message).
+    It also raises a cancellation again that nats-py swallowed while it flushed a large message.
     """
 
     __slots__ = ("_action", "_cancellations", "_task")
@@ -146,7 +145,7 @@ def is_stream_missing(error: Exception) -> bool:
 
 
 def is_cluster_forming(error: Exception) -> bool:
-    """Whether the servers of a cluster are on their way to find each other and choose a leader, or may be."""
+    """Return whether the servers of a cluster may still be finding each other and choosing a leader."""
     cause = error.__cause__
     if isinstance(cause, nats.js.errors.APIError):
         return cause.err_code in (_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER)
@@ -176,15 +175,15 @@ def _reason(error: Exception) -> str:
     return str(error).removeprefix("nats: ") or type(error).__name__
 
 
-_REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"([^"]*)"', re.IGNORECASE)
 _ENDS_NOTHING = ("permissions violation", "stale connection")
+_REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"([^"]*)"', re.IGNORECASE)
 
 
 class Connection(Client):
-    """nats-py's client, connected within `opened`. `pullers` hear of reconnections and refusals.
+    """nats-py's client, connected within `opened`. It calls `pullers` after reconnections and refusals.
 
-    It outlives the end of a connection that the server gives a reason for (its users were changed): nats-py would close for
-    ever.
+    It also reconnects when the server ends a connection for a reason, such as changed users, which would close nats-py's client
+    for good.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class Connection(Client):
         self._urls, self._credentials, self._tls_dir = url.split(","), credentials, tls_dir
         self._login, self._context = read_login(credentials), tls_context(tls_dir)
         self.user = self._login.get("user") or _user_in(url)
-        """Who this is; empty where a .creds file says it, or nobody asks."""
+        """Name of the user; empty with a .creds file, and without a login."""
         self._requires_tls = tls_dir is not None or any(server.strip().lower().startswith("tls://") for server in self._urls)
         self.js = self.jetstream(timeout=request_timeout_s)
         self.pullers: set[Puller] = set()
@@ -205,7 +204,6 @@ class Connection(Client):
         self._tokens = map(str, itertools.count())
         self._answers = ""  # subjects of answers begin with it
         self._unanswered = False  # this user may not have answers (any more)
-        self._longest_message = self._max_payload
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
@@ -226,8 +224,7 @@ class Connection(Client):
 
     @property
     def max_payload(self) -> int:
-        """Bytes, of the newest server that has been logged in to."""
-        return self._longest_message
+        return self._max_payload
 
     async def wait_connected(self, timeout_s: float | None = None) -> None:
         """Raises `BusError` when there is no connection within `timeout_s`, by default `request_timeout_s`."""
@@ -247,11 +244,11 @@ class Connection(Client):
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
-        """As nats-py's, at half its cost (no task, no random token); any number of tasks may wait at once.
+        """Replace nats-py's request at half its cost (no task, no random token). Any number of tasks may wait at once.
 
-        Raises `NotPermitted` as soon as the server refuses the subject or the answers, and nats-py's errors when nobody
-        answers, or not in time (by default `request_timeout_s`), or the connection is lost: what was sent may then have been
-        received.
+        Raises `NotPermitted` as soon as the server refuses the subject or the answers. Raises nats-py's errors if nobody
+        answers, if no answer comes in time (by default `request_timeout_s`), and if the connection is lost: the message may
+        then have been received.
         """
         if self._unanswered:
             raise self._no_answers()
@@ -273,7 +270,7 @@ class Connection(Client):
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
-        """nats-py asks for it at each connection: made from the newest files."""
+        """Make a context from the newest files. nats-py asks for it at each connection."""
         try:
             self._context = tls_context(self._tls_dir)
         except FieldError as error:
@@ -303,7 +300,7 @@ class Connection(Client):
         self._connected.set()
 
     async def _subscribe_answers(self) -> None:
-        """Once for all requests; nats-py renews it after a reconnection."""
+        """Subscribe to the answers to all requests. nats-py renews the subscription after a reconnection."""
         self._answers = self.new_inbox() + "."
         with bus_errors(f"subscribing at {self.url}"):
             await self.subscribe(f"{self._answers}*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
@@ -351,7 +348,7 @@ class Connection(Client):
         return f"{_reason(error)} (trusted: {trusted})"
 
     async def _on_disconnect(self) -> None:
-        """The answers to what was sent are lost."""
+        """Fail the open requests, whose answers are lost."""
         self._connected.clear()
         for _subject, answer in self._waiting.values():
             _fail(answer, nats.errors.Error("connection lost before the answer"))
@@ -376,20 +373,12 @@ class Connection(Client):
     async def _process_connect_init(self) -> None:
         try:
             await super()._process_connect_init()
-        except (OSError, ValueError, TypeError, AttributeError) as error:  # TLS errors are of the first
-            # asyncio gives a connection's end to the handshake, which keeps it when it fails: nats-py would wait for ever.
+        except OSError:
+            # asyncio never tells the end of a connection whose TLS handshake failed, and nats-py would wait for it for ever.
             if self._transport is not None:
                 self._transport.close()
                 self._transport = None
-            if isinstance(error, OSError):
-                raise
-            raise nats.errors.Error(f"what listens there does not greet as NATS does: {error}") from error  # nats-py would end
-        self._longest_message = self._max_payload
-        await super()._process_info(self._server_info)
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if not initial_connection:
-            await super()._process_info(info)
+            raise
 
     async def _process_err(self, err_msg: str) -> None:
         if self.is_connected and not any(harmless in err_msg.lower() for harmless in _ENDS_NOTHING):
@@ -405,7 +394,7 @@ def _fail(answer: asyncio.Future[Msg], error: Exception) -> None:
 
 @contextlib.contextmanager
 def _no_notice_of_tls_ends() -> Iterator[None]:
-    """asyncio warns at the end of every TLS connection of nats-py, of something that has no effect."""
+    """Hide asyncio's warning at the end of every TLS connection of nats-py, which has no effect."""
 
     def is_worth_telling(record: logging.LogRecord) -> bool:
         return "eof_received() has no effect" not in record.getMessage()

@@ -1,10 +1,10 @@
-"""Who may do what on a run's NATS: the subjects that each service publishes and subscribes to, as lists for nats-server.
+"""Permissions on a run's NATS: the subjects that each service publishes and subscribes to, as lists for nats-server.
 
-Pure, but for the command `python -m pipelinerl.bus.permissions RUN`, which prints the users for people who bring their
-own NATS. Streams are single tokens (`PROMPTS_<run>`), in which NATS knows no wildcard: the lists are for one run's name.
+The functions are pure; the command `python -m pipelinerl.bus.permissions RUN` prints the users for people who bring their own
+NATS. Streams are single tokens (`PROMPTS_<run>`), in which NATS has no wildcards, so the lists are for one run's name.
 
-NATS looks at the subject that a client publishes to, and not at the one it asks an answer to; docs/security.md says what
-follows. It sets up neither passwords nor accounts, and changes no server.
+NATS checks the subject that a client publishes to, but not the one that it asks the answer to be sent to; docs/security.md
+describes the consequences. Nothing here sets up passwords or accounts, or changes a server.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Permissions = dict[str, list[str]]
 
 
 def inbox_prefix(user: str) -> str:
-    """Where a user gets its answers: `_INBOX_<user>`, which no other user of a run may read; NATS's own prefix for a
-    name that cannot be part of a subject (and for none)."""
+    """Return the prefix of a user's inboxes: `_INBOX_<user>`, which no other user of a run may read. An empty name, or one
+    that cannot be part of a subject, gets NATS's own prefix."""
     return f"_INBOX_{user}" if _TOKEN.fullmatch(user) else "_INBOX"
 
 
 def permissions(run: str) -> dict[str, Permissions]:
-    """What each user of `run` may do. Raises `FieldError` for a name that no run can have."""
+    """Return the permissions of each user of `run`. Raises `FieldError` for a name that no run can have."""
     subjects = Subjects(run)
     return {
         TRAINER: {"publish": _trainer(subjects), "subscribe": [f"{inbox_prefix(TRAINER)}.>"]},
@@ -48,7 +48,7 @@ def permissions(run: str) -> dict[str, Permissions]:
 def authorization(run: str, passwords: Mapping[str, str]) -> dict[str, Any]:
     """The `authorization` block of nats-server's configuration, as data: JSON is valid configuration.
 
-    `passwords`: by user; who has none is left out.
+    `passwords`: by user; users without one are left out.
     """
     return {
         "users": [

@@ -1,4 +1,4 @@
-"""The names of a run's streams and subjects, their limits, and what travels on them. Pure.
+"""Names of a run's streams and subjects, their limits, and the messages on them. Pure.
 
 `jetstream.Bus` reads and writes them. Payloads are opaque bytes here: `pipelinerl.messages` makes and reads them.
 """
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from pipelinerl.errors import FieldError
 
 Headers = Mapping[str, str]
-"""What travels beside a payload, as the publisher gave it. Names that begin with `Nats-` are the bus's own."""
+"""Headers of a message, as the publisher gave them. Names that begin with `Nats-` are the bus's own."""
 NO_HEADERS: Headers = MappingProxyType({})
 
 
@@ -41,8 +41,8 @@ class StreamLimits:
     """Streams in the server's memory instead of files."""
 
     def max_bytes(self, share: float) -> int:
-        """Of a stream other than SEQUENCES, as a share of its bound. All shares together are below a third, so that a volume of
-        4/3 of that bound holds all streams, whoever fills them."""
+        """Return the bound of a stream other than SEQUENCES, as a share of that one's. All shares together are below a third,
+        so a volume of 4/3 of SEQUENCES' bound holds all streams even when they are full."""
         return max(_LEAST_BOUND_BYTES, int(share * self.sequences_max_bytes))
 
 
@@ -88,7 +88,7 @@ class MemberEvent:
 
 
 RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
-"""What a run may be called: it is part of subjects, stream names, Kubernetes labels and folder names."""
+"""Valid names of runs, which are part of subjects, stream names, Kubernetes labels and folder names."""
 
 
 def check_run_name(run: str, field: str = "run") -> str:
@@ -99,7 +99,7 @@ def check_run_name(run: str, field: str = "run") -> str:
 
 
 ACTOR_NAME = re.compile(r"[A-Za-z0-9_-]{1,253}")
-"""What an actor may be called: its name is one token of a subject and a key of the membership bucket."""
+"""Valid names of actors, which are one token of a subject and a key of the membership bucket."""
 
 
 def check_actor_name(actor: str) -> str:
@@ -153,7 +153,7 @@ EVERY_ACTOR = "*"
 
 
 def watched(kinds: Sequence[str], actor: str) -> list[tuple[str, str]]:
-    """(kind, actor) pairs that a watcher of `kinds` sees: answers of all, orders to all and those to `actor`.
+    """Return the (kind, actor) pairs that a watcher of `kinds` sees: answers of all, orders to all and those to `actor`.
 
     `actor` empty: no order to a single one; `EVERY_ACTOR`: to any. `EVERY_ACTOR` in a pair matches any name.
     """

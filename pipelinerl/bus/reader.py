@@ -46,9 +46,9 @@ _MESSAGE_NOT_FOUND = 10037
 
 
 async def stream_info(connection: Connection, stream: str) -> StreamInfo:
-    """What the server says of a stream. Raises `BusError`.
+    """Ask the server for the state of a stream. Raises `BusError`.
 
-    Asked for without nats-py's own call, which leaves out when the oldest message came.
+    nats-py's own call leaves out the time of the oldest message.
     """
     with bus_errors(f"looking at {stream} at {connection.url}"):
         found = json.loads((await connection.request(f"$JS.API.STREAM.INFO.{stream}")).data)
@@ -63,9 +63,9 @@ async def stream_info(connection: Connection, stream: str) -> StreamInfo:
 
 
 async def stored_messages(connection: Connection, stream: str, subject: str) -> list[RawStreamMsg]:
-    """Messages of `subject` in order. Raises `BusError`.
+    """Return the messages of `subject` in order. Raises `BusError`.
 
-    Costs one round trip per message, holes nothing; what is removed or added meanwhile may be in it or not.
+    Each message costs one round trip, and gaps cost nothing. A message that is removed or added meanwhile may be missing.
     """
     info = await stream_info(connection, stream)
     first, end = info.first_position, info.last_position + 1
@@ -83,7 +83,7 @@ async def stored_messages(connection: Connection, stream: str, subject: str) -> 
 
 
 async def _walk(connection: Connection, stream: str, subject: str, start: int, end: int) -> list[RawStreamMsg]:
-    """Those at positions in [start, end)."""
+    """Return the messages at positions in [start, end)."""
     found: list[RawStreamMsg] = []
     with bus_errors(f"looking into {stream} at {connection.url}"):
         while start < end:
@@ -102,22 +102,22 @@ async def _walk(connection: Connection, stream: str, subject: str, start: int, e
 
 
 def headers_given(message: Msg) -> Headers:
-    """Those that the publisher gave, without the server's and the bus's own."""
+    """Return the publisher's headers, without the server's and the bus's own."""
     given = {name: value for name, value in (message.headers or {}).items() if not name.startswith("Nats-")}
     return given or NO_HEADERS
 
 
 def _status(message: Msg) -> tuple[str, str]:
-    """Code and description of what the server says instead of a message."""
+    """Return code and description of a status that the server sends instead of a message."""
     headers = message.headers or {}
     return headers.get("Status", ""), headers.get("Description", "")
 
 
 class Puller(ABC):
-    """Asks a consumer of a stream for messages, which come to an inbox of its own, and waits for them.
+    """Asks a consumer of a stream for messages, which arrive in an inbox, and waits for them.
 
-    Those that wait are told when none will come: the server forgets what it was asked with the connection, and refuses who may
-    not ask.
+    Waiting ends when no message will come: a lost connection ends open requests, and the server refuses users without
+    permission.
     """
 
     def __init__(self, connection: Connection, stream: str, consumer: str = "") -> None:
@@ -153,7 +153,7 @@ class Puller(ABC):
         await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
 
     async def _wait(self, timeout_s: float) -> bool:
-        """Whether anything happened in time. Raises `BusError` or `NotPermitted` when that is an error."""
+        """Return whether anything happened in time. Raises `BusError` or `NotPermitted` if it was an error."""
         self._woken.clear()
         if self._error is None:
             with contextlib.suppress(TimeoutError):
@@ -241,7 +241,7 @@ class OrderedReader(Puller, Generic[_Item]):
         return item
 
     def on_reconnect(self) -> None:
-        """Makes another consumer before the next message is waited for. What was received stays."""
+        """Make another consumer before waiting for the next message. Received messages are kept."""
         self._lost = True
         self._woken.set()
 
@@ -270,7 +270,7 @@ class OrderedReader(Puller, Generic[_Item]):
         )
 
     async def _attach(self) -> None:
-        """Subscribes a new inbox and makes a consumer; what an older consumer still sends goes nowhere."""
+        """Subscribe a new inbox and make a consumer. Messages from an older consumer are ignored."""
         self._lost, self._outstanding, self._consumer_position = False, 0, 0
         from_last = self._next_position == 0
         config = ConsumerConfig(
@@ -339,8 +339,8 @@ _DOUBT_AFTER_TTLS = 2.0
 class MemberWatch(OrderedReader[MemberEvent]):
     """Async iterator over `MemberEvent`. Consumes the bucket of registrations; waits for heartbeats, which actors send.
 
-    The server announces an expiry with a marker (nats-server 2.11). One that was missed (disconnected, or busy for longer than
-    the marker stays) is made up for: of a member that has sent no heartbeat for two TTLs the bucket is asked.
+    The server announces an expiry with a marker (nats-server 2.11). A client that was disconnected or busy may miss it, so the
+    bucket is asked about each member that has sent no heartbeat for two TTLs.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, ttl_s: float) -> None:
@@ -436,8 +436,8 @@ class PromptDelivery:
 class PromptQueue(Puller):
     """Consumes PROMPTS; waits for a group, which the feeder publishes or the server redelivers.
 
-    A wait asks the server for one message, for as long as it waits. A cancelled wait leaves its question open to the next one,
-    so that it neither loses a group nor takes a second.
+    Each wait asks the server for one message, with the same timeout. A cancelled wait leaves its request open for the next one,
+    which therefore neither loses a group nor takes a second.
     """
 
     def __init__(self, connection: Connection, stream: str) -> None:
@@ -469,7 +469,7 @@ class PromptQueue(Puller):
             return PromptDelivery(self._connection, self._ready.popleft())
 
     async def close(self) -> None:
-        """Hands back what was delivered and not yet taken; what cannot be is redelivered after `ack_wait_s`."""
+        """Hand back groups that were delivered and not yet taken. If that fails, they are redelivered after `ack_wait_s`."""
         if not self._connection.is_connected:
             return
         try:

@@ -162,8 +162,9 @@ _MEASURED = {
 
 
 def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
-    """Return a known accelerator, or one from a JSON file with the keys of `_MEASURED`. Raises `FieldError`."""
-    from pipelinerl.rl.planner import ACCELERATORS, Machine, estimated
+    """A known accelerator, or a JSON file with the keys of `_MEASURED`. Raises `FieldError`."""
+    from pipelinerl.rl.memory import ACCELERATORS
+    from pipelinerl.rl.planner import Machine, estimated
     from pipelinerl.rl.throughput import DecodeCurve
     from pipelinerl.run_dir import read_json
 

@@ -1,6 +1,5 @@
 """Interfaces with which users write episodes of several turns: environments and tools. Needs neither torch nor vLLM."""
 
-from pipelinerl.episodes.environment import Done, Environment, Messages, ToolCall, Turn
-from pipelinerl.episodes.tools import Tool, tool_of
+from pipelinerl.episodes.environment import Done, Environment, Messages, Tool, ToolCall, Turn, tool_of
 
 __all__ = ["Done", "Environment", "Messages", "Tool", "ToolCall", "Turn", "tool_of"]

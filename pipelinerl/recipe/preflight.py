@@ -24,8 +24,7 @@ from pipelinerl.initial_model import built_folder, cache_folder, is_complete, wh
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
 from pipelinerl.recipe.model_folder import known_parameters, longest_context, model_folder, problems_in
-from pipelinerl.recipe.preview import Preview, preview, template_doubts
-from pipelinerl.recipe.rehearsal import Call, misread, rehearse, unearned
+from pipelinerl.recipe.rehearsal import Call, Preview, misread, preview, rehearse, template_doubts, unearned
 from pipelinerl.recipe.rules import unreached_learning_rate
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 from pipelinerl.run_dir import free_bytes
@@ -56,7 +55,7 @@ if not callable(found.get(name)):
     sys.exit(f"{{name}} {{what}} in {{module}}; {{fix}}")
 try:
     if sys.argv[2] == "task.tools":
-        from pipelinerl.episodes.tools import tool_of
+        from pipelinerl.episodes.environment import tool_of
         tool_of(found[name])
     elif sys.argv[2] == "task.name":
         from pipelinerl.episodes.environment import check_environment_class

@@ -1,4 +1,6 @@
-"""Estimate a run's accelerator memory: an actor's weights, KV cache and weight updates, and the states of a trainer rank.
+"""Data sheets of accelerators, and what a run needs of their memory.
+
+An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training.
 
 Estimates depend on the model's size alone. Activations get a reserve: `ENGINE_GIB` of an actor, and all but `MODEL_STATE_SHARE`
 of a rank. A plan compares estimates with data sheets, `pipelinerl validate --gpu-memory` with the given size, and each process
@@ -8,7 +10,9 @@ with its device. Pure. Quantised weights, replicated tensors and other processes
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
@@ -153,3 +157,89 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
         f"{1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use at least {enough} ranks"
     )
     return FieldError(f"trainer.{field}", getattr(recipe.trainer, field), fix)
+
+
+# --- data sheets --------------------------------------------------------------------------------------------------------
+
+
+_TENSOR_DTYPES = frozenset({"bfloat16", "float16"})
+
+
+class Accelerator(NamedTuple):
+    """A row of a data sheet. A plan needs `name`, memory and bandwidth as well; not every row has them."""
+
+    devices: str
+    """Regular expression of the whole name that torch gives the device, without the vendor."""
+    tera_flops: float
+    dtypes: frozenset[str] = _TENSOR_DTYPES
+    name: str = ""
+    memory_gb: float = 0.0
+    bandwidth: float = 0.0
+    """Bytes per second of the memory."""
+
+    @property
+    def flops(self) -> float:
+        """Dense FLOP/s in 16 bits."""
+        return self.tera_flops * 1e12
+
+    @property
+    def memory_gib(self) -> float:
+        return self.memory_gb * 1e9 / GIB
+
+
+_DEVICES = (
+    # Dense 16-bit matrix products with float32 accumulation, by the name torch gives the device. From the vendors' data
+    # sheets, half of what these say "with sparsity". Variants of one name (a laptop's, a power-limited one, a MIG slice)
+    # differ, so a name that is not known exactly has no peak: no figure is better than a wrong one.
+    # Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (whole systems, divided by their GPUs).
+    Accelerator(r"(B200|B300 SXM6 AC|B300)", 2250.0, name="B200", memory_gb=180, bandwidth=7.7e12),
+    Accelerator(r"(GB200|GB300)", 2500.0),
+    # Hopper: H100 and H200 data sheets, GH200 data sheet. H800 has the arithmetic of the H100.
+    Accelerator(r"(H100|H800)( 80GB HBM3| 64GB HBM2)?", 989.4, name="H100", memory_gb=80, bandwidth=3.35e12),
+    Accelerator(r"(H100|H800)( 80GB)? PCIe", 756.5),
+    Accelerator(r"(H100|H200) NVL", 835.5),
+    Accelerator(r"H200", 989.4, name="H200", memory_gb=141, bandwidth=4.8e12),
+    Accelerator(r"GH200 (480GB|120GB|144G HBM3e)", 989.4),
+    Accelerator(r"H20", 148.0),
+    # Ada: L4, L40 and L40S data sheets; RTX 4090: Ada GPU architecture white paper.
+    Accelerator(r"L4", 121.0),
+    Accelerator(r"L40", 181.05),
+    Accelerator(r"L40S", 362.05, name="L40S", memory_gb=48, bandwidth=0.864e12),
+    Accelerator(r"RTX 6000 Ada Generation", 364.2),
+    Accelerator(r"GeForce RTX 4090", 165.2),
+    # Ampere: A100, A30, A40, A10 data sheets; RTX 3090 and A6000: GA102 white paper. A800 has the arithmetic of the A100.
+    Accelerator(r"(A100|A800)[- ](SXM4|PCIE|PCIe)-40GB", 312.0, name="A100-40GB", memory_gb=40, bandwidth=1.555e12),
+    Accelerator(r"(A100|A800)([- ](SXM4|PCIE|PCIe)-80GB| 80GB PCIe)", 312.0, name="A100", memory_gb=80, bandwidth=2.039e12),
+    Accelerator(r"A30", 165.0),
+    Accelerator(r"A40", 149.7),
+    Accelerator(r"A10", 125.0),
+    Accelerator(r"RTX A6000", 154.8),
+    Accelerator(r"GeForce RTX 3090", 71.0),
+    # GeForce of Blackwell: RTX Blackwell white paper.
+    Accelerator(r"GeForce RTX 5090", 209.5),
+    # Volta and Turing have no bfloat16 matrix units: V100, V100S and T4 data sheets.
+    Accelerator(r"V100-SXM[23]-(16|32)GB(-LS)?", 125.0, frozenset({"float16"})),
+    Accelerator(r"V100-PCIE-(16|32)GB", 112.0, frozenset({"float16"})),
+    Accelerator(r"V100S-PCIE-32GB", 130.0, frozenset({"float16"})),
+    Accelerator(r"T4", 65.0, frozenset({"float16"})),
+    # AMD CDNA: Instinct data sheets. torch sees each of the two dies of an MI250X.
+    Accelerator(r"Instinct MI210", 181.0),
+    Accelerator(r"Instinct MI250X( / MI250)?", 191.5),
+    Accelerator(r"Instinct (MI300X|MI325X)( OAM)?", 1307.4, name="MI300X", memory_gb=192, bandwidth=5.3e12),
+)
+
+
+ACCELERATORS = {one.name: one for one in _DEVICES if one.name}
+"""Those that a plan may be made for."""
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """FLOP/s of matrix products in `dtype` ("bfloat16", "float16") on the device that torch calls `device_name`.
+
+    None for a device or dtype that is not known: there is no utilization to tell.
+    """
+    name = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", device_name.strip())
+    for device in _DEVICES:
+        if dtype in device.dtypes and re.fullmatch(device.devices, name):
+            return device.flops
+    return None

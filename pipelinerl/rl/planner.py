@@ -17,7 +17,17 @@ from dataclasses import dataclass
 from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import groups_per_step
-from pipelinerl.rl.memory import GIB, MODEL_STATE_SHARE, Model, actor_problem, fewest_ranks, kv_cache_gib, state_bytes
+from pipelinerl.rl.memory import (
+    ACCELERATORS,
+    GIB,
+    MODEL_STATE_SHARE,
+    Accelerator,
+    Model,
+    actor_problem,
+    fewest_ranks,
+    kv_cache_gib,
+    state_bytes,
+)
 from pipelinerl.rl.packing import COPIES_OF_A_TOKEN
 from pipelinerl.rl.simulator import Simulation, Timing, simulate
 from pipelinerl.rl.throughput import MOST_STALE, DecodeCurve, Lengths, Split, conventional_rate, split
@@ -40,30 +50,6 @@ _MOST_SPLITS = 4096
 """Maximum number of different numbers of actors that are tried."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 """Maximum size of a simulation; of a larger system, a part is simulated."""
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """An accelerator's data sheet: memory, dense 16-bit FLOP/s, and memory bandwidth in bytes per second."""
-
-    name: str
-    memory_gib: float
-    flops: float
-    bandwidth: float
-
-
-ACCELERATORS = {
-    one.name: one
-    for one in (
-        Accelerator("A100-40GB", 40e9 / GIB, 312e12, 1.555e12),
-        Accelerator("A100", 80e9 / GIB, 312e12, 2.039e12),
-        Accelerator("L40S", 48e9 / GIB, 362e12, 0.864e12),
-        Accelerator("H100", 80e9 / GIB, 989.4e12, 3.35e12),
-        Accelerator("H200", 141e9 / GIB, 989.4e12, 4.8e12),
-        Accelerator("B200", 180e9 / GIB, 2250e12, 7.7e12),
-        Accelerator("MI300X", 192e9 / GIB, 1307.4e12, 5.3e12),
-    )
-}
 
 
 @dataclass(frozen=True)

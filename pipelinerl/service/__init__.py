@@ -1,4 +1,4 @@
-"""What every service's process shares: logs, HTTP health and metrics, a gRPC server, the address file, signals.
+"""Parts of every service's process: settings, logs, HTTP health and metrics, gRPC, TLS, signals and exit codes.
 
-Nothing here knows what an actor, a trainer or a verifier does.
+Nothing here knows about actors, trainers or verifiers.
 """

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 256 * 1024**2
 STOP_GRACE_S = 5.0
 CONNECTION_AGE_S = 300.0
-"""After which a client is asked to connect again, without a call being cut: it then looks its name up anew and finds servers
-that were added, and both sides show renewed certificates."""
+"""Seconds until a client is asked to connect again, without a call being cut. It then looks the name up again, which finds
+added servers, and both sides show renewed certificates."""
 _DETAILS_CHARACTERS = 300
 
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
@@ -43,9 +43,9 @@ Options = Sequence[tuple[str, Any]]
 
 
 class ErrorBoundary(aio.ServerInterceptor):
-    """`UserError` becomes INVALID_ARGUMENT; anything else INTERNAL, with the error's name and the start of its text.
+    """`UserError` becomes INVALID_ARGUMENT, any other error INTERNAL, with the error's name and the start of its text.
 
-    What a handler itself aborts with passes unchanged, and so do the library's own services.
+    A handler's own abort passes unchanged, and so do the library's own services.
     """
 
     async def intercept_service(
@@ -145,7 +145,7 @@ def open_channel(target: str, tls: Path | Certificates | None, name_override: st
 
 
 def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
-    """Status and details of a failed call, with what to look at where TLS is the reason or may be."""
+    """Return status and details of a failed call, with a hint if TLS is, or may be, the reason."""
     details, hint = error.details() or "", ""
     closed_at_once = "failed to connect" in details and "Socket closed" in details
     if tls_dir is None:

@@ -3,9 +3,12 @@
 The server runs on a thread with a loop of its own, which still answers while the caller's is blocked. It installs no signal
 handlers and writes no access log. A service adds its own routes to the returned application.
 
-On a loopback interface a request is answered only where its Host header names this service. A browser lets a site read what
-comes from the site's own name, and that name may be made to lead to this machine (DNS rebinding); a name that such a site
-cannot have is proof enough. This is no login: whoever reaches the port may say any Host.
+On a loopback interface a request is answered only if its Host header names this service. A browser lets a site read answers
+from the site's own name, and that name may be made to lead to this machine (DNS rebinding); a site cannot have one of the names
+accepted here. This is not a login: a program that reaches the port may send any Host.
+
+The head of a request is bounded. The time that a request takes to arrive is not, since uvicorn has no setting for it: a client
+that sends nothing holds a connection until the process ends.
 """
 
 from __future__ import annotations
@@ -33,14 +36,12 @@ from pipelinerl.service.settings import host_port
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEALTH = "/healthz"
 PROBED = (HEALTH, "/readyz", "/metrics")
-"""What a cluster asks for by the address of a pod. None of it is of what the run trains on."""
+"""Paths that a cluster asks for by a pod's address. They show no training data."""
 BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
-_MOST_HEAD_BYTES = 1024**2
-REQUEST_WITHIN_S = 60.0
-"""For a request to come whole, on a connection from its beginning."""
+_MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Longer than most clients keep a connection: who asks on one that is just being closed has to ask again."""
+"""Longer than most clients keep a connection: a request on one that is just being closed has to be made again."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
@@ -62,12 +63,12 @@ def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str
 
 
 def bracketed(host: str) -> str:
-    """A name or address as a Host header has it. Pure."""
+    """Return a name or address in the form of a Host header. Pure."""
     return f"[{host}]" if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an interface, by name or address, is reached from this machine alone."""
+    """Return whether only this machine reaches an interface, given by name or address."""
     if host == "localhost":
         return True
     try:
@@ -105,11 +106,11 @@ def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch:
 async def serve_http(
     app: Any, host: str, port: int, *, names: Collection[str] = (), on_this_loop: bool = False
 ) -> AsyncIterator[int]:
-    """Yields the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
+    """Serve `app` and yield the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
 
-    `names`: further hosts by which a request may call a loopback interface. `on_this_loop`: the application works on what
-    this event loop has; otherwise a thread of its own, on which it answers while this loop is busy. Raises `ServiceError` when
-    the port cannot be bound or the application does not start.
+    `names`: further hosts by which a request may call a loopback interface. `on_this_loop`: run the application on this event
+    loop, because it shares data with it; otherwise it has a thread, and answers even while this loop is busy. Raises
+    `ServiceError` if the port cannot be bound or the application does not start.
     """
     if is_loopback(host):
         app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
@@ -145,69 +146,6 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _protocol() -> Any:
-    """uvicorn's choice, which waits for no request without end and gathers no endless head: httptools has no bound, and takes a
-    time that grows with its square. h11, which has one, takes twice as long for a request."""
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        return "h11"
-
-    class Bounded(HttpToolsProtocol):
-        head_bytes: int | None = 0
-        """Since the head began; None: it is complete."""
-        deadline: asyncio.TimerHandle | None = None
-        """While a request is awaited or comes."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._expect_request()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._received_request()
-            super().connection_lost(exc)
-
-        def on_message_begin(self) -> None:
-            self.head_bytes = 0
-            self._expect_request()
-            super().on_message_begin()
-
-        def on_message_complete(self) -> None:
-            self._received_request()
-            super().on_message_complete()
-
-        def on_headers_complete(self) -> None:
-            self.head_bytes = None
-            super().on_headers_complete()
-
-        def data_received(self, data: bytes) -> None:
-            self._expect_request()
-            super().data_received(data)
-            if self.head_bytes is not None:
-                self.head_bytes += len(data)
-                if self.head_bytes > _MOST_HEAD_BYTES:
-                    self.transport.close()
-
-        def _expect_request(self) -> None:
-            if self.deadline is None:
-                self.deadline = asyncio.get_running_loop().call_later(REQUEST_WITHIN_S, self._is_late)
-
-        def _is_late(self) -> None:
-            self.deadline = None
-            answers = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
-            if answers:  # one that came before
-                self._expect_request()
-            else:
-                self.transport.close()
-
-        def _received_request(self) -> None:
-            if self.deadline is not None:
-                self.deadline.cancel()
-                self.deadline = None
-
-    return Bounded
-
-
 class _EmbeddedServer(uvicorn.Server):
     """A uvicorn server that leaves the process's signals alone and tells the caller's loop when it is up."""
 
@@ -221,7 +159,8 @@ class _EmbeddedServer(uvicorn.Server):
                 timeout_graceful_shutdown=_GRACEFUL_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",
-                http=_protocol(),
+                http="h11",  # httptools, which takes half the time for a request, gathers a head without end
+                h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
             )
         )
         self._callers_loop = asyncio.get_running_loop()

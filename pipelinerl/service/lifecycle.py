@@ -29,22 +29,22 @@ log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR = 0, 1, 2
 MISTAKE = "error: "
-"""What the line begins with that tells a user's mistake."""
+"""Beginning of the line that reports a user's mistake."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MARK_EVERY_S = 0.25
-"""How often a watched loop shows that it runs."""
+"""Seconds between two marks by which a watched loop shows that it runs."""
 
 
 @dataclass
 class Readiness:
-    """Whether a process can do its work. Read and written from any thread: each attribute is replaced whole."""
+    """A process's ability to do its work. Any thread may read and write it: each attribute is replaced as a whole."""
 
     reason: str = "starting"
     """Why it is not ready; empty when it is, as far as its parts are."""
     parts: tuple[Readiness, ...] = ()
 
     def part(self, reason: str) -> Readiness:
-        """Something that the process needs, and that begins with this reason."""
+        """Add a part that the process needs, which is not ready for this reason at first."""
         self.parts = (*self.parts, part := Readiness(reason))
         return part
 
@@ -56,7 +56,7 @@ class Readiness:
 
 @asynccontextmanager
 async def watch_loop() -> AsyncIterator[Callable[[], float]]:
-    """Yields a function for any thread: seconds since the running loop last ran, up to `MARK_EVERY_S` in a healthy one."""
+    """Yield a function, for any thread, that returns the seconds since this loop last ran: up to `MARK_EVERY_S` if healthy."""
     loop, ran_at_s = asyncio.get_running_loop(), time.monotonic()
     handle: asyncio.TimerHandle
 
@@ -80,7 +80,7 @@ class StartStopped(PipelineRLError):
 
 
 async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event) -> _Result:
-    """The result of `work`, or what it raises. Raises `StartStopped`, with `work` cancelled, where `stop` is set before."""
+    """Return the result of `work`, or raise its error. If `stop` is set first, cancel `work` and raise `StartStopped`."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -99,10 +99,10 @@ ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
 
 
 def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:
-    """Reads the settings, runs `main` to its end, returns the exit code: 0 fine, 2 the user's mistake, 1 anything else.
+    """Read the settings, run `main` to its end and return the exit code: 0 fine, 2 the user's mistake, 1 anything else.
 
-    SIGTERM or SIGINT sets the event; a second one cancels `main`. A process that has not ended `stop_within_s` after
-    the first is ended with code 1, whatever it hangs in; None = it may take for ever.
+    SIGTERM or SIGINT sets the event; a second one cancels `main`. A process that is still there `stop_within_s` after the first
+    signal is ended with code 1, even if it hangs; None = no limit.
     """
 
     def end_at_once() -> None:
@@ -131,10 +131,10 @@ def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings],
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process with `code` at once, whatever its threads do.
+    """End the process with `code` at once, even if threads are still running.
 
-    The interpreter's own end pulls the ground from under threads that are inside native code, such as a transfer that is
-    given up but stuck for its last seconds: the process would abort or hang, and a run that went well count as failed.
+    If the interpreter shut down normally, a thread inside native code, such as an abandoned transfer in its last seconds, could
+    abort or hang the process, and a run that went well would count as failed.
     """
     try:
         # Libraries end their child processes when the interpreter ends.
@@ -148,7 +148,7 @@ def leave(code: int) -> NoReturn:
 
 
 def exit_code(run: Callable[[], None]) -> int:
-    """Calls `run`; prints a user's mistake, logs anything else, with its traceback unless the text is enough."""
+    """Call `run` and return the exit code. Prints a user's mistake; logs others, with a traceback if the text is not enough."""
     try:
         run()
     except asyncio.CancelledError:
@@ -165,7 +165,7 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def sole_error(error: BaseException) -> BaseException:
-    """The error itself where task groups wrapped nothing else: several tasks may have met the same one."""
+    """Return the one error inside nested task groups, which several tasks may have met; a group of different errors stays."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [sole_error(one) for one in error.exceptions]
@@ -174,7 +174,7 @@ def sole_error(error: BaseException) -> BaseException:
 
 @contextmanager
 def stop_event(on_stop: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set, after calling `on_stop`. A second signal cancels the task that entered."""
+    """Yield an event that SIGTERM and SIGINT set, after calling `on_stop`. A second signal cancels the task that entered."""
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
 

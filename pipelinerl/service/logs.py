@@ -12,6 +12,7 @@ import logging
 import math
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -40,7 +41,7 @@ def printable(text: str) -> str:
 
 @dataclass
 class LogContext:
-    """Who writes. A process whose policy version changes assigns `policy_version`; the next line carries it."""
+    """The process that writes. If its policy version changes, it assigns `policy_version`; the next line carries it."""
 
     run: str
     service: str
@@ -65,7 +66,7 @@ AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Passes one line of a kind every `AGGREGATE_S`, for lines that others can cause: of bad HTTP requests, and `AGGREGATED`.
+    """Passes one line of a kind every `AGGREGATE_S`, for lines that others can cause: bad HTTP requests, and `AGGREGATED`.
     The next one that passes says how many were left out. A kind is a logger and its text before values are filled in."""
 
     def __init__(self) -> None:
@@ -137,3 +138,26 @@ class ContextFormatter(logging.Formatter):
 def _json_value(value: Any) -> Any:
     """JSON has no NaN and no infinity; a line that holds one must still parse."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_ADDRESS = re.compile(r"UR[IL]S?$", re.IGNORECASE)
+_LOGIN = re.compile(r"(?<=://)\S+@")
+"""Up to the last @: a password may have / and @ in it."""
+_LONGEST = 400
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """Return `text` on one line of at most 400 characters, without secrets.
+
+    Logins in addresses become `***`, and so do values of variables whose names say that they are secret, or that are addresses
+    with a login. Pure.
+    """
+    secrets = [
+        value
+        for name, value in environment.items()
+        if len(value) > 3 and (_SECRET.search(name) or (_ADDRESS.search(name) and "://" in value and "@" in value))
+    ]
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return " ".join(_LOGIN.sub("***@", text).split())[:_LONGEST]

@@ -1,8 +1,7 @@
-"""The one retry helper: an operation that something outside the process may refuse for a while is tried until it succeeds.
+"""The retry helper: it repeats an operation that something outside the process refuses for a while, until it succeeds.
 
-It retries what can heal (an outage, a full stream) and raises at once what cannot (a message that is too large, no
-permission, our own mistakes). It keeps nothing: what is to be published stays in the caller's hands. Cancel the task to
-stop it.
+It retries errors that can heal (an outage, a full stream) and raises others at once (a message that is too large, no
+permission, our own mistakes). It stores nothing: the caller keeps the message to be published. Cancel the task to stop it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from pipelinerl.errors import BusError, PayloadTooLarge
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
-"""How often the same reason for waiting is logged."""
+"""Seconds between two log lines with the same reason for waiting."""
 MOST_REASONS = 8
-"""Logged in that time at most: texts may differ each time, by a port or a duration."""
+"""Most reasons that are logged in that time: texts may differ each time, by a port or a duration."""
 
 _Result = TypeVar("_Result")
 
@@ -42,7 +41,7 @@ class Backoff:
 
 
 def is_bus_outage(error: Exception) -> bool:
-    """Whether waiting may help: NATS is away, or a stream is full."""
+    """Return whether waiting may help: NATS is away, or a stream is full."""
     return isinstance(error, BusError) and not isinstance(error, PayloadTooLarge)
 
 
@@ -55,10 +54,10 @@ async def retry_forever(
     explain: Callable[[Exception], str] = str,
     level: int = logging.WARNING,
 ) -> _Result:
-    """The result of the first `attempt()` that succeeds; raises the first error for which `retried` is false.
+    """Return the result of the first `attempt()` that succeeds; raise the first error for which `retried` is false.
 
-    `action` is for the log ("publish g1.0"), which gets a line of `level` for each new reason, in `explain`'s words, for an
-    old one every minute, and one when the waiting is over.
+    `action` is for the log ("publish g1.0"). Each new reason, in the words of `explain`, is logged with `level`, a repeated one
+    every minute, and the end of the waiting once.
     """
     failures, waiting_since_s = 0, time.monotonic()
     logged_at_s: dict[str, float] = {}

@@ -1,10 +1,10 @@
-"""Where a process of a run is placed: addresses, ports, folders. The one place where the environment is read.
+"""Settings of a run's processes: addresses, ports and folders. Only this module reads the environment.
 
-Also `host:port` texts, and the address file: how a process started on port 0 tells its runner where it listens.
+In a container every field is an environment variable `PIPELINERL_<FIELD>`; the local runner sets the same ones. An error names
+each variable that is missing or wrong. The recipe, a file whose path is one of these fields, says what is trained.
 
-In a container every field is an environment variable `PIPELINERL_<FIELD>`; the local runner sets the same ones. An error
-says, by variable, what is missing or wrong. What is trained is not here: that is the recipe, a file whose path is one of
-these fields.
+The module also reads and writes `host:port` texts and the address file, by which a process started on port 0 tells its runner
+where it listens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 def read_settings(kind: type[Settings]) -> Settings:
-    """The settings of one service. Raises `UserError` naming each variable, its value and the problem."""
+    """Read the settings of one service. Raises `UserError` naming each variable, its value and the problem."""
     from_environment: Callable[[], Settings] = kind
     try:
         return from_environment()
@@ -74,7 +74,7 @@ class BusSettings(ServiceSettings):
 
 
 class PolicySettings(BusSettings):
-    """What the actor and the trainer need beyond the bus: the initial policy, the verifier, the cluster."""
+    """Settings that the actor and the trainer share: the initial policy and the verifier."""
 
     model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
     model_cache: Path | None = Field(
@@ -141,7 +141,7 @@ class TrainerSettings(PolicySettings):
 
 
 class RankSettings(BaseSettings):
-    """A rank's place, as torchrun tells it; a process that was not started by it is alone."""
+    """A rank's place, from torchrun's variables; a process that torchrun did not start is the only rank."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
 
@@ -162,7 +162,7 @@ class VerifierSettings(ServiceSettings):
 
 
 class StreamsSettings(BaseSettings):
-    """Where a command finds a run's streams that is not told: in a pod of the run, where its service finds them."""
+    """Defaults for commands that read a run's streams: in a pod of the run they are those of its service."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 
@@ -182,18 +182,18 @@ class ServiceAddress:
 
 
 def host_port(host: str, port: int) -> str:
-    """`host:port`, as everything that takes an address reads it: an IPv6 address in brackets. Pure."""
+    """Return `host:port`, with an IPv6 address in brackets. Pure."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """The reverse. Raises `ValueError` for a text without a port. Pure."""
+    """Split `host:port`. Raises `ValueError` for a text without a port. Pure."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def announce(settings: ServiceSettings, grpc_port: int, http_port: int) -> ServiceAddress:
-    """Where others reach this process, written to the address file where the settings name one."""
+    """Return the addresses at which others reach this process, and write them to the address file if the settings name one."""
     host = settings.advertise_host
     address = ServiceAddress(host_port(host, grpc_port), host_port(host, http_port), os.getpid())
     if settings.address_file is not None:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 _MOST_HANDSHAKE_TURNS = 10
-"""Of a handshake with oneself, which takes three."""
+"""Bound of the turns of a handshake with oneself, which takes three."""
 Role = Literal["client", "server"]
 
 
@@ -91,7 +91,7 @@ class RenewedCertificates:
         self.certificates = read_certificates(folder, role)
 
     def renew(self) -> bool:
-        """Looks at the files again; whether `certificates` changed. Any thread may call it."""
+        """Look at the files again and return whether `certificates` changed. Any thread may call it."""
         stamps = _stamps(self.folder)
         if stamps == self._seen:
             return False
@@ -142,9 +142,10 @@ def _shake_hands(folder: Path, role: Role) -> None:
 
 
 def server_credentials(tls_dir: Path | None) -> grpc.ServerCredentials | None:
-    """What a gRPC server shows, and asks of its callers; None for plain text. Renewed files count for new connections.
+    """Return a gRPC server's credentials, which also ask callers for a certificate; None for plain text.
 
-    Raises `FieldError` as `read_certificates` does; of later files that cannot be used it warns and keeps the last ones.
+    New connections use renewed files. If these cannot be used, it warns and keeps the last ones. Raises `FieldError` as
+    `read_certificates` does.
     """
     if tls_dir is None:
         return None

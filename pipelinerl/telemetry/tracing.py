@@ -1,9 +1,13 @@
-"""Send the spans of a process to a collector if OpenTelemetry's environment variables ask for it.
+"""Makes spans, carries traces from one process to the next, and sends spans to a collector (docs/traces.md).
 
-Otherwise the SDK is not loaded. This module reads the variables that choose the exporter; the SDK reads all others (sampler,
-queue, time limits, headers, certificates, compression) and logs values that it cannot use. Spans wait in a bounded queue for a
-separate thread that sends them. If the collector is down, spans are lost, but work goes on, and the end of the process is
-delayed by at most `END_WITHIN_S`. This module makes no spans and does not use OpenTelemetry's global provider.
+The sampler decides where a trace begins. Later spans ask whether there is a sampled trace to follow, and cost nothing without
+one. A trace is handed from task to task as data, with its sequence or message, since the next span belongs to another task or
+process. OpenTelemetry's global provider and current span are left alone: libraries that trace by themselves (vLLM) see neither.
+
+Spans are sent only if OpenTelemetry's own environment variables ask for it; otherwise the SDK is not loaded. This module reads
+the variables that choose the exporter. The SDK reads the others (sampler, queue, time limits, headers, certificates,
+compression) and logs values that it cannot use. Spans wait in a bounded queue and leave on a separate thread: if the collector
+is away, spans are lost, but the work goes on, and the process ends at most `END_WITHIN_S` later.
 """
 
 from __future__ import annotations
@@ -11,24 +15,39 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
 
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    Link,
+    NonRecordingSpan,
+    NoOpTracer,
+    Span,
+    SpanContext,
+    SpanKind,
+    Tracer,
+    get_current_span,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import Attributes
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pipelinerl import __version__
+from pipelinerl.bus.protocol import NO_HEADERS, Headers
 from pipelinerl.errors import UserError
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import read_settings
-from pipelinerl.telemetry.spans import use_tracer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
 
 log = logging.getLogger(__name__)
 _SDK_LOG = logging.getLogger("opentelemetry")
@@ -185,3 +204,84 @@ def _end(provider: TracerProvider, exporter: OutageLogger) -> None:
     ending.join(0 if exporter.lost else END_WITHIN_S)
     if ending.is_alive():
         log.warning("the last spans are lost: the collector did not take them in time")
+
+
+Trace = SpanContext | None
+"""A span of a sampled trace, which others may continue; None without a sampled trace."""
+
+MOST_LINKS = 128
+"""Maximum number of links of a span, equal to the SDK's limit, above which it drops links silently."""
+_TRACEPARENT = "traceparent"
+_PROPAGATOR = TraceContextTextMapPropagator()
+_OFF = NoOpTracer()
+_TRACER: ContextVar[Tracer] = ContextVar("pipelinerl_tracer", default=_OFF)
+
+
+@contextmanager
+def use_tracer(tracer: Tracer) -> Iterator[None]:
+    """Use a tracer for all spans that begin inside, also in tasks started inside."""
+    token = _TRACER.set(tracer)
+    try:
+        yield
+    finally:
+        _TRACER.reset(token)
+
+
+def is_on() -> bool:
+    """Return whether a trace may begin here."""
+    return _TRACER.get() is not _OFF
+
+
+def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
+    """Begin a trace if the sampler selects it; use it in a `with` statement, which ends it. Keeps `MOST_LINKS` links."""
+    return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
+
+
+def child(
+    parent: Trace,
+    name: str,
+    *,
+    kind: SpanKind = SpanKind.INTERNAL,
+    attributes: Attributes = None,
+    links: Iterable[Trace] = (),
+    began_at: int | None = None,
+) -> Span:
+    """Continue a trace; without a parent, return a span without effect. `began_at`: Unix time, ns; None = now."""
+    if parent is None:
+        return INVALID_SPAN
+    return _TRACER.get().start_span(name, _context_of(parent), kind, attributes, _linked(links), began_at)
+
+
+def _linked(traces: Iterable[Trace]) -> list[Link]:
+    return [Link(trace) for trace in traces if trace is not None][:MOST_LINKS]
+
+
+def _context_of(trace: SpanContext) -> Context:
+    return set_span_in_context(NonRecordingSpan(trace), Context())
+
+
+def trace_of(span: Span) -> Trace:
+    """Return the trace that continues this span, or None if it is not sampled."""
+    context = span.get_span_context()
+    return context if context.is_valid and context.trace_flags.sampled else None
+
+
+def headers_of(trace: Trace) -> Headers:
+    """Return the W3C trace context for messages about this trace; empty without a trace."""
+    if trace is None:
+        return NO_HEADERS
+    headers: dict[str, str] = {}
+    _PROPAGATOR.inject(headers, _context_of(trace))
+    return headers
+
+
+def trace_in(headers: Mapping[str, str]) -> Trace:
+    """Return the trace in a message's headers; None if it is missing, malformed or not sampled."""
+    if _TRACEPARENT not in headers:
+        return None
+    return trace_of(get_current_span(_PROPAGATOR.extract(headers, Context())))
+
+
+def before_ns(seconds: float) -> int:
+    """Return the Unix time in ns, the clock of spans, `seconds` ago."""
+    return time.time_ns() - int(seconds * 1e9)

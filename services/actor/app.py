@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
 
 import grpc
@@ -22,12 +22,13 @@ import numpy as np
 from opentelemetry.trace import SpanKind
 
 from pipelinerl.bus.jetstream import Bus, service_bus
-from pipelinerl.errors import MessageError
+from pipelinerl.errors import BusError, MessageError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import (
     FINISH_REASON_TO_PROTO,
     FinishReason,
+    PolicyVersion,
     SamplingParams,
     TokenIds,
     branch_to_proto,
@@ -50,7 +51,7 @@ from pipelinerl.service.tls import server_credentials
 from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
-from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
+from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import (
     UNFINISHED,
@@ -64,14 +65,12 @@ from services.actor.engine import (
     turn_seed,
 )
 from services.actor.episodes.endpoint import episode_app
-from services.actor.episodes.episode import EpisodeBook
+from services.actor.episodes.episode import NO_TURNS, EpisodeBook, EpisodeRunner, verdict_of
 from services.actor.episodes.formats import chat_format_of
 from services.actor.episodes.rendering import Rendering
-from services.actor.episodes.running import NO_TURNS, EpisodeRunner, verdict_of
 from services.actor.finishing import Finisher
 from services.actor.generation import EpisodeSalt, GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over
-from services.actor.membership import Heartbeat
 from services.actor.metrics import STAGING_STATES, ActorMetrics
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.updates import UpdateListener
@@ -379,3 +378,53 @@ def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds
         first = outside[0]
         raise MessageError(kind, field, f"token {first} is {tokens[first]}, allowed are 0 to {vocab_size - 1}")
     return tokens
+
+
+LEAVE_WITHIN_S = 2.0
+
+
+class Heartbeat:
+    """One entry of the membership bucket, refreshed three times per TTL with the current version and phase.
+
+    A process that dies or freezes stops refreshing, so that the trainer notices its loss. `me`: the fixed fields; `process`
+    differs at every start, so that a restarted actor is a new member. `manifest_id()` is called at each refresh.
+    """
+
+    def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
+        self._bus, self._gate, self._manifest_id, self._me = bus, gate, manifest_id, me
+        self._away = self._left = False
+
+    async def run(self) -> None:
+        """Refresh until cancelled, or until `leave`. A failed refresh is logged once and followed by the next one."""
+        while not self._left:
+            try:
+                await self._bus.put_member(self._me.actor, self.registration().SerializeToString())
+            except BusError as error:
+                log.log(logging.DEBUG if self._away else logging.WARNING, "cannot register, will try again: %s", error)
+                self._away = True
+            else:
+                self._away = False
+            await asyncio.sleep(self._bus.limits.member_ttl_s / 3)
+
+    async def leave(self) -> None:
+        """End the heartbeat and remove the registration within `LEAVE_WITHIN_S`; if that fails, it expires.
+
+        A draining actor first registers as draining, so that the trainer knows that it is stopping in good order.
+        """
+        if self._left:
+            return
+        self._left = True
+        try:
+            async with asyncio.timeout(LEAVE_WITHIN_S):
+                if self._gate.draining:
+                    await self._bus.put_member(self._me.actor, self.registration().SerializeToString())
+                await self._bus.remove_member(self._me.actor)
+        except (BusError, TimeoutError) as error:
+            log.warning("cannot remove the registration, it will expire: %s", error or "no answer in time")
+
+    def registration(self) -> Registration:
+        served = self._gate.served or PolicyVersion(0, 0)
+        now = Registration(policy_version=served.number, incarnation=served.incarnation)
+        now.MergeFrom(self._me)
+        now.manifest_id, now.phase = self._manifest_id(), self._gate.phase
+        return now

@@ -22,7 +22,7 @@ from pipelinerl.messages.verification import VerifierClient, judged, status_name
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import BoundedLabels
-from pipelinerl.telemetry.spans import Trace, child, headers_of, trace_of
+from pipelinerl.telemetry.tracing import Trace, child, headers_of, trace_of
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.actor.engine import without_arrays
 from services.actor.metrics import ActorMetrics

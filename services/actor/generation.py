@@ -28,7 +28,7 @@ from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes
-from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
+from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from services.actor.engine import (
     NO_TOKENS,
     EngineError,
@@ -47,7 +47,7 @@ from services.actor.engine import (
     state_of,
     turn_seed,
 )
-from services.actor.episodes.running import EpisodeRunner, sequence_of_episode, verdict_of
+from services.actor.episodes.episode import EpisodeRunner, sequence_of_episode, verdict_of
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
 from services.actor.hand_over import HeldGroups, hand_back
 from services.actor.metrics import ActorMetrics

@@ -18,7 +18,7 @@ from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, NotPermitted
 from pipelinerl.messages.sequences import PartialSequence, PromptGroup, encode_group
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.telemetry.spans import headers_of, trace_in
+from pipelinerl.telemetry.tracing import headers_of, trace_in
 from services.actor.engine import state_of
 from services.actor.metrics import ActorMetrics
 

@@ -1,7 +1,7 @@
 """`python -m services.actor.preview`: show a recipe's prompts as its policy will see them, before a run loads any model.
 
-It reads one JSON object from standard input: `recipe`; `source`, the tokenizer's folder or GGUF file; `problems`, one for each
-set of problems by its place. It prints the fields of a `pipelinerl.recipe.preview.Preview` as JSON.
+Reads one JSON object from standard input: `recipe`; `source`, the tokenizer's folder or GGUF file; `problems`, one for each set
+of problems by its place. Prints the fields of a `pipelinerl.recipe.rehearsal.Preview`, each mistake as field, value and fix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
-from pipelinerl.episodes.tools import tool_of
+from pipelinerl.episodes.environment import tool_of
 from pipelinerl.errors import FieldError
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt, refusal, use_chat_template
 from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig

@@ -16,6 +16,7 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, StartStopped, unless_stopped, watch_loop
@@ -26,7 +27,6 @@ from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.run_state import Start, find_start, write_lineage
 from services.trainer.policy_trainer import PolicyTrainer, load_policy_trainer
-from services.trainer.records import RunFiles
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import ASKED_WITHIN_S, PageBoard, add_page, guarded, page_hosts
 from services.trainer.reporting.recorder import Recorder

@@ -24,6 +24,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import starts_phase
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.rl.throughput import recipe_lag
+from pipelinerl.run_summary import StepRecord
 from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState, evaluates_first
 from services.trainer.data.evaluation import Evaluator
@@ -32,7 +33,6 @@ from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LOG_WEIGHTS
-from services.trainer.records import StepRecord
 from services.trainer.weight_sync.updater import WeightUpdater
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.transfer.group import HOST, GroupStore, on_device, transfer_backend
 from pipelinerl.transfer.manifest import chunk_size
-from services.trainer.checkpoint.export import PolicyExport
+from services.trainer.checkpoint.checkpointer import PolicyExport
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
 from services.trainer.checkpoint.state_files import StateSaver
 from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, WEIGHTS

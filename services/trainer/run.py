@@ -20,9 +20,8 @@ from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError, NotPermitted, PipelineRLError, ServiceError
 from pipelinerl.initial_model import model_source
-from pipelinerl.kube.client import in_cluster
+from pipelinerl.kube.client import PodWatch, in_cluster
 from pipelinerl.kube.completion import complete, run_goes_on
-from pipelinerl.kube.pods import PodWatch
 from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe

@@ -18,9 +18,9 @@ import grpc
 from pipelinerl.errors import ServiceError
 from pipelinerl.initial_model import CHUNK_BYTES, COMPLETE, MOST_FILES, built_name, is_built
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.run_summary import StepRecord, to_json
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
-from services.trainer.records import StepRecord, to_json
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipelinerl.episodes.environment import Done, Environment, Messages, ToolCall, Turn, check_environment_class
-from pipelinerl.episodes.tools import Tool, tool_of
+from pipelinerl.episodes.environment import Done, Environment, Messages, Tool, ToolCall, Turn, check_environment_class, tool_of
 from pipelinerl.errors import FieldError, UserError, as_unicode, located
 from pipelinerl.recipe.fields import ProblemSet
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH

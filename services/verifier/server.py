@@ -32,7 +32,7 @@ from pipelinerl.service.settings import VerifierSettings, announce
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
-from pipelinerl.telemetry.spans import before_ns, child, trace_in, trace_of
+from pipelinerl.telemetry.tracing import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.episode_pool import NO_TEMPLATE, EpisodeLost, EpisodePool, run_episode_pool
 from services.verifier.episode_worker import is_confined

@@ -5,9 +5,6 @@ its programs are on PATH.
 """
 
 import json
-import os
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,7 +16,7 @@ import pytest
 
 from tests.chart import control_plane
 from tests.chart.control_plane import GPU, Cluster, CommandError
-from tests.chart.rendering import CHART, CPU_VALUES, HELM, ROOT
+from tests.chart.rendering import CHART, CPU_VALUES, HELM
 
 HELM3 = HELM.with_name("helm3")
 HELMS: dict[str, tuple[Path, tuple[str, ...]]] = {
@@ -142,14 +139,6 @@ def test_install_scale_upgrade_roll_back_uninstall(release: Release) -> None:
     release.uninstall()
     assert release.cluster.names("deployments") == release.cluster.names("statefulsets") == set()
     assert release.cluster.names("persistentvolumeclaims") == {"pipelinerl-trainer", "data-pipelinerl-nats-0"}
-
-
-def test_a_cluster_that_is_asked_for_and_not_there_is_no_success() -> None:
-    command = [sys.executable, "-m", "pytest", "--cluster", "-k", "number", "-p", "no:cacheprovider", __file__]
-    here = {name: value for name, value in os.environ.items() if name != "KUBECONFIG"} | {"PATH": "/nowhere"}
-    done = subprocess.run(command, env=here, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 1
-    assert "nothing was checked: KUBECONFIG is not set, and etcd, kube-apiserver" in done.stdout
 
 
 def test_a_number_in_the_values_is_what_there_is_after_each_step(release: Release) -> None:

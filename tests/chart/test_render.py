@@ -49,10 +49,6 @@ def _invalid(text: str, version: str) -> str:
     return ""
 
 
-def test_the_newest_schemas_are_looked_at() -> None:
-    assert kubernetes_validate.latest_version().startswith(NEWEST)
-
-
 @pytest.mark.parametrize("values", [(), ("--values", CPU_VALUES)], ids=["default", "cpu"])
 def test_helm_lint_has_nothing_to_say(values: tuple[str, ...]) -> None:
     helm("lint", "--strict", CHART, *values)
@@ -67,13 +63,6 @@ def test_kubernetes_takes_every_object(case: str, version: str) -> None:
         if problem := _invalid(json.dumps(item, sort_keys=True), version):
             problems[f"{item['kind']}/{item['metadata']['name']}"] = problem
     assert not problems
-
-
-def test_an_unknown_field_would_be_found() -> None:
-    (deployment,) = [item for item in rendered_case("cpu").of_kind("Deployment") if "actor" in item["metadata"]["name"]]
-    wrong = json.loads(json.dumps(deployment))
-    wrong["spec"]["template"]["spec"]["nodeselector"] = {"a": "b"}
-    assert "nodeselector" in _invalid(json.dumps(wrong), OLDEST)
 
 
 def test_custom_resources_are_rendered_somewhere() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix import SERVICES, SIGNALS, Survived, row, run_under_fire, some_faults, write_recipe
-from tests.faults.points import POINTS
+from tests.faults.matrix import SERVICES, SIGNALS, Survived, row, run_under_fire, write_recipe
 from tests.support.runs import audit
 
 
@@ -29,15 +28,6 @@ async def test_a_run_survives_this_at_every_point(
     table = request.config.getoption("--fault-table")
     if table:
         keep(Path(table), survived)
-
-
-def test_the_seeds_choose_every_service_once_and_reach_everything() -> None:
-    assert some_faults(3) == some_faults(3)
-    chosen = [some_faults(seed) for seed in range(40)]
-    assert all(sorted(fault.service for fault in faults) == sorted(SERVICES) for faults in chosen)
-    assert {fault.signal for faults in chosen for fault in faults} == set(SIGNALS)
-    assert {fault.point for faults in chosen for fault in faults} == set(POINTS[1:])
-    assert [fault.point for fault in row("nats", "SIGKILL")] == list(POINTS)
 
 
 def keep(path: Path, survived: list[Survived]) -> None:

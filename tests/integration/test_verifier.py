@@ -13,21 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from benchmarks.actor_overhead import verifying
 from pipelinerl.errors import MessageError, ServiceError, UserError
-from pipelinerl.local.services import ServiceLaunches, plan_threads
 from pipelinerl.messages import verification
 from pipelinerl.messages.verification import VerifierClient, status_name
-from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import recipe_yaml
-from pipelinerl.run_dir import create_run_dir
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2
@@ -531,14 +525,3 @@ async def test_a_reward_that_is_not_finite_never_counts() -> None:
     async with scripted(ScriptedVerifier(answer)) as port, client_of(port) as client:
         (outcome,) = await client.verify(items(["a"]))
     assert (status_name(outcome.status), outcome.reward) == ("bad_reward", 0.0)
-
-
-async def test_a_benchmarks_verifier_has_the_login_of_a_local_run(tmp_path: Path) -> None:
-    fits = Recipe.model_validate(recipe())
-    run_dir = create_run_dir("test", datetime.now(), path=tmp_path / "run")
-    run_dir.recipe.write_text(recipe_yaml(fits), encoding="utf-8")
-    launches = ServiceLaunches(fits, run_dir, plan_threads(2, 1), os.environ | {"PYTHONPATH": f"{ROOT}:{HERE}"})
-    async with verifying(launches) as client:
-        item = VerifyItem(sequence_id="g.0", task=EXACT, completion_text="4", reference_json='{"answer": "4"}')
-        (outcome,) = await client.verify([item])
-    assert (outcome.status, outcome.reward) == (VERIFY_STATUS_OK, 1.0)

@@ -9,9 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
-from pipelinerl.kube import pods
-from pipelinerl.kube.client import LIST_PODS, TRAINER, WATCH_PODS, KubeBackoff, KubeClient
-from pipelinerl.kube.pods import PodEnd, PodWatch
+from pipelinerl.kube import client as kube_client
+from pipelinerl.kube.client import LIST_PODS, TRAINER, WATCH_PODS, KubeBackoff, KubeClient, PodEnd, PodWatch
 from tests.kube.api_server import SELECTOR, SOON_S, ApiServer
 
 SHORT = KubeBackoff(first_s=0.01, most_s=0.05, denied_s=0.02)
@@ -42,7 +41,7 @@ async def watching(client: KubeClient, backoff: KubeBackoff = SHORT) -> AsyncIte
     told = Told()
     task = asyncio.create_task(PodWatch(client, SELECTOR, told.hear, without="only heartbeats tell").run())
     try:
-        with patch.object(pods, "BACKOFF", backoff):
+        with patch.object(kube_client, "BACKOFF", backoff):
             yield told
             assert not task.done()
     finally:

@@ -139,16 +139,6 @@ def test_queries_ask_for_metrics_labels_and_values_that_exist() -> None:
     assert [problem for query in queries for problem in problems_of(query, known)] == []
 
 
-def test_a_misspelt_query_would_be_found() -> None:
-    known = samples()
-    wrong = 'pipelinerl_trainer_phase{phase="trainig", state="x"} > pipelinerl_trainer_ess'
-    assert list(problems_of(wrong, known)) == [
-        "pipelinerl_trainer_phase: phase is never trainig",
-        "pipelinerl_trainer_phase has no label state",
-        "no metric pipelinerl_trainer_ess",
-    ]
-
-
 def test_legends_name_labels_that_the_query_keeps() -> None:
     for board in BOARDS:
         for panel in board.panels:

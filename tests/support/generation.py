@@ -22,7 +22,7 @@ from pipelinerl.messages.sequences import (
 from pipelinerl.messages.sequences import Sequence as TrainedSequence
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.actor.engine import EngineError, Generation, GenerationRequest
-from services.actor.episodes.running import EpisodeRunner
+from services.actor.episodes.episode import EpisodeRunner
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over

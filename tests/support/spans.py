@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
 
-from pipelinerl.telemetry.spans import use_tracer
+from pipelinerl.telemetry.tracing import use_tracer
 
 
 @dataclass

@@ -19,7 +19,7 @@ from pipelinerl.cli import main
 from pipelinerl.commands.run import chosen_ports, free_port
 from pipelinerl.commands.scale import _until_there
 from pipelinerl.errors import FieldError
-from pipelinerl.recipe.preview import Preview
+from pipelinerl.recipe.rehearsal import Preview
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.tls import Certificates
 from pipelinerl.v1.actor_pb2 import ACTOR_PHASE_SERVING, ActorState

@@ -7,7 +7,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from benchmarks.random_models import smollm2_config
-from services.trainer.learn.meter import GATED_MODELS, mfu, model_flops, peak_flops
+from pipelinerl.rl.memory import peak_flops
+from services.trainer.learn.meter import GATED_MODELS, mfu, model_flops
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,

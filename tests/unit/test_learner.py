@@ -31,7 +31,7 @@ from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.rl.groups import group_advantages
 from pipelinerl.service.settings import RankSettings
-from services.trainer.checkpoint.export import VALUE_HEAD_FILE, save_value_head
+from services.trainer.checkpoint.checkpointer import VALUE_HEAD_FILE, save_value_head
 from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.distributed.world import VALUE_HEAD
 from services.trainer.learn import attention

@@ -22,7 +22,7 @@ from transformers import (
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, Recipe, TrainerConfig
 from pipelinerl.transfer.chunks import add_low_rank
-from services.trainer.checkpoint.export import PolicyExport
+from services.trainer.checkpoint.checkpointer import PolicyExport
 from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.learn.lora import (
     adapter_weights,

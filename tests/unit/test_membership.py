@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.kube.pods import PodEnd
+from pipelinerl.kube.client import PodEnd
 from services.trainer.weight_sync.coordinator import (
     Coordinator,
     Evicted,

@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.page import LIVE_ASSETS
 from pipelinerl.page.data import NEWEST, RunHistory, ThinnedSeries
+from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.records import RunFiles
 from services.trainer.reporting import page as live_page
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import STEPS_KEPT, PageBoard

@@ -19,7 +19,7 @@ from pipelinerl.rl.throughput import DecodeCurve, Lengths, split
 from tests.unit.builders import make_recipe
 
 TWO_LENGTHS = Lengths.of([(10, 1.0), (30, 1.0)])
-ROUND = Accelerator("round", memory_gib=26.0, flops=10e12, bandwidth=10 * GIB / 0.6)
+ROUND = Accelerator("", 10.0, name="round", memory_gb=26 * GIB / 1e9, bandwidth=10 * GIB / 0.6)
 
 
 def recipe_with(max_lag: int | None, batch_size: int = 64) -> Recipe:

@@ -23,7 +23,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
-from services.trainer.checkpoint.export import VALUE_HEAD_FILE, PolicyExport
+from services.trainer.checkpoint.checkpointer import VALUE_HEAD_FILE, PolicyExport
 from services.trainer.checkpoint.state_files import restore
 from services.trainer.distributed.world import VALUE_HEAD, WEIGHTS, join_ranks, leave_ranks
 from services.trainer.learn.step import Learner

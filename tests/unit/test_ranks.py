@@ -29,7 +29,6 @@ from services.trainer.distributed.world import (
     join_ranks,
     leave_ranks,
 )
-from services.trainer.learn import sharding
 from services.trainer.learn.batch import TokenRow, TrainingGroup
 from services.trainer.learn.context_parallel import RowPart, key_repeats
 from services.trainer.learn.lora import whole
@@ -387,7 +386,7 @@ def whole_tensors_while_sharding(folder: str) -> tuple[list[int], bool]:
     recipe = Job(folder, trainer={"reshard_after_forward": False}, algorithm={"kl_coefficient": 0.1}).recipe()
     brought: list[weakref.ref[torch.Tensor]] = []
     there: list[int] = []
-    from_first, shard = sharding._from_first, sharding.fully_shard
+    from_first, shard = loading._from_first, loading.fully_shard
 
     def noted(tensor: torch.Tensor, world: Any) -> torch.Tensor:
         here = from_first(tensor, world)
@@ -400,7 +399,7 @@ def whole_tensors_while_sharding(folder: str) -> tuple[list[int], bool]:
         there.append(sum(isinstance(tensor(), torch.nn.Parameter) for tensor in brought))
         return sharded
 
-    sharding._from_first, sharding.fully_shard = noted, counted
+    loading._from_first, loading.fully_shard = noted, counted
     learner = sharded_learner(recipe, folder, torch.device("cpu"))
     assert learner.reference is not None
     if learner.world.is_first:

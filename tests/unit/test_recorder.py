@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.messages.sequences import FinishReason, VersionSpan
 from pipelinerl.rl.accuracy import accuracy_of
 from pipelinerl.rl.ledger import LedgerCounts
+from pipelinerl.run_summary import RunFiles
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.records import RunFiles
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder

@@ -24,9 +24,16 @@ from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.tasks.source import Split, make_source
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
-from services.verifier.rewards.answers import exact, json_schema_scorer, regex
 from services.verifier.rewards.code import code_scorer
-from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty, user_scorer
+from services.verifier.rewards.compose import (
+    ComposedReward,
+    exact,
+    json_schema_scorer,
+    make_reward,
+    overlong_penalty,
+    regex,
+    user_scorer,
+)
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
 from services.verifier.rewards.mathematics import math_scorer
 from services.verifier.rewards.reasoning_gym import GUARDS, REFUSED, is_arithmetic, is_board, is_formula, reasoning_gym_scorer

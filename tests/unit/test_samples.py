@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.messages.sequences import Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
+from pipelinerl.run_summary import to_json
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, sampled_places, sampled_sequences, sampled_weights
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.records import to_json
 from services.trainer.reporting.samples import MOST_TOKENS, heldout_sample, token_pieces, trained_sample, without_tokens
 from tests.support.learner import (
     EPISODES,

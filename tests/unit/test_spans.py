@@ -14,7 +14,7 @@ from pipelinerl.bus.protocol import NO_HEADERS, LogEntry
 from pipelinerl.messages.sequences import PolicyVersion, encode_group
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.telemetry import attributes as a
-from pipelinerl.telemetry.spans import child, headers_of, root, trace_in, trace_of
+from pipelinerl.telemetry.tracing import child, headers_of, root, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.weight_sync.coordinator import Phase

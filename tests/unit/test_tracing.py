@@ -16,8 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from pipelinerl.errors import UserError
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import read_settings
-from pipelinerl.telemetry.spans import is_on, root
-from pipelinerl.telemetry.tracing import OutageLogger, TracingSettings, tracing
+from pipelinerl.telemetry.tracing import OutageLogger, TracingSettings, is_on, root, tracing
 from tests.support.collector import Collector, collecting
 
 CONTEXT = LogContext("run-1", "verifier", "verifier-0")

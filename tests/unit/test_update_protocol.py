@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError, UserError
-from pipelinerl.kube.pods import PodEnd
+from pipelinerl.kube.client import PodEnd
 from pipelinerl.messages.control import Backend, EpochJoined, Registration, Staged
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion

@@ -11,7 +11,7 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.recipe.loading import RecipeError, recipe_from_data
 from pipelinerl.service.retry import Backoff
 from services.trainer.checkpoint import uploads
-from services.trainer.checkpoint.store import LATEST, MANIFEST, fetch_model, put_model, without_secrets
+from services.trainer.checkpoint.store import LATEST, MANIFEST, fetch_model, put_model
 from tests.unit.builders import RUN
 from tests.unit.test_training_run import until_logged
 from tests.unit.trainer_fakes import training_run
@@ -92,18 +92,13 @@ def test_what_is_no_model_or_leads_out_of_its_folder_is_refused(tmp_path: Path) 
         ("s3:///runs", "names no bucket"),
         ("file:///", "names no folder"),
         ("s3://key:word@bucket/runs", "credentials do not belong here"),
-        ("s3://bucket/runs?region=x", r"has no \? and no #"),
+        ("s3://bucket/runs?region=x", r"must not contain \? or #"),
     ],
 )
 def test_a_url_that_cannot_be_is_refused_by_its_field(url: str, problem: str) -> None:
     data = {"name": "tiny", "model": {"name": "/m", "source": "path"}, "task": {}, "checkpoint": {"upload": url}}
     with pytest.raises(RecipeError, match=f"checkpoint.upload = .*{problem}"):
         recipe_from_data(data, "tiny")
-
-
-def test_values_of_secrets_are_struck_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
-    assert without_secrets("refused: very-secret is wrong") == "refused: *** is wrong"
 
 
 # --- of a run -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from pipelinerl.messages import sequences as messages
 from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, VersionSpan, decode_group, encode_sequence, spans_to_proto
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
+from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.transfer.manifest import build_manifest
@@ -32,7 +33,6 @@ from services.trainer.checkpoint.run_state import RunState, Start
 from services.trainer.data.feeder import EncodedProblem
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.records import RunFiles
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder

@@ -26,7 +26,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes
-from pipelinerl.telemetry.spans import Trace, before_ns, child, headers_of, trace_in, trace_of
+from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
 from services.actor.generation import ServingGate, newer
 from services.actor.metrics import ActorMetrics

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import sys
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
@@ -24,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, first_line
 from pipelinerl.initial_model import COMPLETE
 from pipelinerl.run_dir import CHECKPOINTS, RUN_STATE, resumable
+from pipelinerl.service.logs import without_secrets
 from services.trainer.checkpoint.files import link_tree
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 MANIFEST, LATEST = "pipelinerl-manifest.json", "latest"
 _FORMAT = 1
 _CHUNK_BYTES = 8 * 1024**2
-_SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL")
-"""Environment variables with these words in their names are secret; their values are never shown."""
 
 Digest: TypeAlias = tuple[int, str]
 """Number of bytes, and SHA-256 in hexadecimal."""
@@ -173,20 +171,12 @@ def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
     return size, sha256.hexdigest()
 
 
-def without_secrets(text: str) -> str:
-    """Replace values of secret environment variables in `text`, in case a store has repeated one."""
-    secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8}
-    for secret in secrets:
-        text = text.replace(secret, "***")
-    return text
-
-
 def main() -> int:
     folder, url = sys.argv[1:]
     try:
         put_model(Path(folder), url)
-    except (PipelineRLError, OSError) as error:  # for others, the traceback's last line is enough
-        print(without_secrets(first_line(error)), file=sys.stderr)
+    except (PipelineRLError, OSError) as error:  # of others the traceback's last line says as much
+        print(without_secrets(first_line(error), os.environ), file=sys.stderr)
         return 1
     return 0
 

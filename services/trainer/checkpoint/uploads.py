@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -23,10 +24,10 @@ from typing import TYPE_CHECKING
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import CHECKPOINTS, read_json, resumable
+from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
 from services.trainer.checkpoint.checkpointer import link_export
 from services.trainer.checkpoint.files import tidy, write_json_durably
-from services.trainer.checkpoint.store import without_secrets
 
 if TYPE_CHECKING:
     from services.trainer.reporting.recorder import Recorder
@@ -175,5 +176,6 @@ async def _put(folder: Path, url: str) -> None:
                 process.kill()
             await process.wait()
     if process.returncode:
-        lines = without_secrets(said.decode(errors="replace")).strip().splitlines()
-        raise ServiceError(lines[-1] if lines else f"the upload process ended with code {process.returncode}")
+        lines = said.decode(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else f"the process that uploads ended with code {process.returncode}"
+        raise ServiceError(without_secrets(last, os.environ))

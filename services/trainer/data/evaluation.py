@@ -45,7 +45,7 @@ from pipelinerl.rl.groups import answer_reward
 from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import short_reason
-from pipelinerl.telemetry.spans import Trace, child, headers_of, root, trace_of
+from pipelinerl.telemetry.tracing import Trace, child, headers_of, root, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.trainer.data.feeder import EncodedProblem, longest_completion, sampling_of

@@ -32,7 +32,7 @@ from pipelinerl.rl.groups import IssueBounds
 from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.tasks.source import Interleaving, Problem, Split, make_source
-from pipelinerl.telemetry.spans import headers_of, trace_of
+from pipelinerl.telemetry.tracing import headers_of, trace_of
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.weight_sync.updater import WeightUpdater
 

@@ -19,7 +19,7 @@ from pipelinerl.bus.protocol import LogEntry, Subjects
 from pipelinerl.messages.sequences import PromptGroup, Sequence
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.telemetry import attributes as a
-from pipelinerl.telemetry.spans import Trace, child, is_on, root, trace_in, trace_of
+from pipelinerl.telemetry.tracing import Trace, child, is_on, root, trace_in, trace_of
 
 MOST_OPEN = 100_000
 """Maximum number of remembered traces of sequences in progress; beyond it the oldest is forgotten, and its trace has no end."""

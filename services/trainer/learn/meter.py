@@ -20,7 +20,6 @@ name metrics for Prometheus.
 
 from __future__ import annotations
 
-import re
 import resource
 import sys
 import time
@@ -28,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -118,68 +117,6 @@ def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> f
     if peak is None or seconds <= 0:
         return None
     return flops / (seconds * num_devices * peak)
-
-
-_TENSOR_DTYPES = frozenset({"bfloat16", "float16"})
-
-
-class _Device(NamedTuple):
-    name: str
-    """Regular expression of the whole name, without the vendor."""
-    tera_flops: float
-    dtypes: frozenset[str] = _TENSOR_DTYPES
-
-
-_DEVICES = (
-    # Dense 16-bit matrix products with float32 accumulation, by the name torch gives the device. From the vendors' data
-    # sheets, half of their figures "with sparsity". Variants of one name (a laptop's, a power-limited one, a MIG slice)
-    # differ, so a name that is not known exactly has no peak: no figure is better than a wrong one.
-    # Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (whole systems, divided by their GPUs).
-    _Device(r"(B200|B300 SXM6 AC|B300)", 2250.0),
-    _Device(r"(GB200|GB300)", 2500.0),
-    # Hopper: H100 and H200 data sheets, GH200 data sheet. H800 has the arithmetic of the H100.
-    _Device(r"(H100|H800)( 80GB HBM3| 64GB HBM2)?", 989.4),
-    _Device(r"(H100|H800)( 80GB)? PCIe", 756.5),
-    _Device(r"(H100|H200) NVL", 835.5),
-    _Device(r"H200", 989.4),
-    _Device(r"GH200 (480GB|120GB|144G HBM3e)", 989.4),
-    _Device(r"H20", 148.0),
-    # Ada: L4, L40 and L40S data sheets; RTX 4090: Ada GPU architecture white paper.
-    _Device(r"L4", 121.0),
-    _Device(r"L40", 181.05),
-    _Device(r"L40S", 362.05),
-    _Device(r"RTX 6000 Ada Generation", 364.2),
-    _Device(r"GeForce RTX 4090", 165.2),
-    # Ampere: A100, A30, A40, A10 data sheets; RTX 3090 and A6000: GA102 white paper. A800 has the arithmetic of the A100.
-    _Device(r"(A100|A800)[- ](SXM4|PCIE|PCIe)-(40|80)GB", 312.0),
-    _Device(r"(A100|A800) 80GB PCIe", 312.0),
-    _Device(r"A30", 165.0),
-    _Device(r"A40", 149.7),
-    _Device(r"A10", 125.0),
-    _Device(r"RTX A6000", 154.8),
-    _Device(r"GeForce RTX 3090", 71.0),
-    # GeForce of Blackwell: RTX Blackwell white paper.
-    _Device(r"GeForce RTX 5090", 209.5),
-    # Volta and Turing have no bfloat16 matrix units: V100, V100S and T4 data sheets.
-    _Device(r"V100-SXM[23]-(16|32)GB(-LS)?", 125.0, frozenset({"float16"})),
-    _Device(r"V100-PCIE-(16|32)GB", 112.0, frozenset({"float16"})),
-    _Device(r"V100S-PCIE-32GB", 130.0, frozenset({"float16"})),
-    _Device(r"T4", 65.0, frozenset({"float16"})),
-    # AMD CDNA: Instinct data sheets. torch sees each of the two dies of an MI250X.
-    _Device(r"Instinct MI210", 181.0),
-    _Device(r"Instinct MI250X( / MI250)?", 191.5),
-    _Device(r"Instinct (MI300X|MI325X)( OAM)?", 1307.4),
-)
-
-
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the FLOP/s of matrix products in `dtype` ("bfloat16", "float16") on the device that torch calls `device_name`.
-    None for an unknown device or dtype: then utilization is unknown, too."""
-    name = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", device_name.strip())
-    for device in _DEVICES:
-        if dtype in device.dtypes and re.fullmatch(device.name, name):
-            return device.tera_flops * 1e12
-    return None
 
 
 PROCESS_STATUS = Path("/proc/self/status")

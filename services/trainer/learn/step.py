@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipelinerl.messages.sequences import Logprobs, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
+from pipelinerl.rl.memory import peak_flops
 from pipelinerl.rl.packing import UNIT_COST, CostModel, StepPlan, plan_step
 from services.trainer.distributed.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
 from services.trainer.learn.batch import (
@@ -43,7 +44,6 @@ from services.trainer.learn.meter import (
     cost_model_of,
     mark_for,
     mfu,
-    peak_flops,
     sampled_places,
     sampled_weights,
     take_memory_peak,

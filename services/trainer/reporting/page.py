@@ -31,10 +31,10 @@ from pipelinerl.page.data import RunHistory
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.rl.ledger import MEANINGS
+from pipelinerl.run_summary import to_json
 from pipelinerl.service.http import LOCAL_NAMES, PROBED, bracketed, guard_hosts, is_loopback
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.records import to_json
 
 MOST_PENDING = 16
 """Maximum number of samples between two steps; the newest are kept."""

@@ -22,7 +22,7 @@ from pipelinerl.rl.accuracy import means_of
 from pipelinerl.rl.groups import CUT_STEPS, CUTTING, MOST_CUT, WAIT_SHARE, all_equal, narrow_clip_range
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.rl.throughput import MOST_STALE, too_small_max_lag
-from pipelinerl.run_summary import RunTotals, jsonl_ends
+from pipelinerl.run_summary import METRICS, SAMPLES, RunFiles, RunTotals, StepRecord, jsonl_ends
 from pipelinerl.service.logs import LogContext
 from pipelinerl.v1 import trainer_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
@@ -31,7 +31,6 @@ from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, sampled_sequences
-from services.trainer.records import METRICS, SAMPLES, RunFiles, StepRecord
 from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
 from services.trainer.reporting.samples import Sample, has_tokens, heldout_sample, trained_sample, without_tokens

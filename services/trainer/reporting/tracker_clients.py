@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pipelinerl.errors import MissingPackage
 from pipelinerl.run_dir import write_json
@@ -81,47 +81,30 @@ def _silence(*loggers: str) -> None:
 
 
 class TensorBoardTracker:
-    """Event files in `<run dir>/tensorboard`, by TensorBoard's own writer, which needs neither torch nor TensorFlow."""
+    """Event files in `<run dir>/tensorboard`, by torch's own writer."""
 
     def __init__(self) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
         _silence("tensorboard")
-        self._event, self._summary, self._open = event_pb2, summary_pb2, EventFileWriter
-        self._tensor, self._shape = tensor_pb2, tensor_shape_pb2
+        self._open = SummaryWriter
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run. If a restart undid steps, readers leave out those from `run.version` on."""
-        self._writer = self._open(str(run.run_dir / "tensorboard"))
-        if run.incarnation > 1:
-            session = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._add(time.time(), run.version + 1, session_log=session)
-        self._add(time.time(), run.version, summary=self._summary.Summary(value=[self._recipe_table(run.params)]))
+        """If a restart undid steps, readers leave out those after `run.version`."""
+        purged = run.version + 1 if run.incarnation > 1 else None
+        self._writer = self._open(str(run.run_dir / "tensorboard"), purge_step=purged)
+        rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |" for name, value in run.params.items()]
+        self._writer.add_text("recipe", "\n".join(["| field | value |", "|---|---|", *rows]), run.version)
+        self._writer.flush()
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
-        self._add(time_s, position, summary=self._summary.Summary(value=values))
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, position, walltime=time_s)
+        self._writer.flush()
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         self.log(STEP, step, time.time(), figures)
         self._writer.close()
-
-    def _add(self, time_s: float, step: int, **what: Any) -> None:
-        self._writer.add_event(self._event.Event(wall_time=time_s, step=step, **what))
-        self._writer.flush()
-
-    def _recipe_table(self, params: Mapping[str, object]) -> Any:
-        """Return the recipe in Markdown for the text plugin."""
-        rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |".replace("\n", " ") for name, value in params.items()]
-        text = "\n".join(["| field | value |", "|---|---|", *rows])
-        shape = self._shape.TensorShapeProto(dim=[self._shape.TensorShapeProto.Dim(size=1)])
-        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
-        return self._summary.Summary.Value(
-            tag="recipe/text_summary",
-            metadata=self._summary.SummaryMetadata(plugin_data=plugin),
-            tensor=self._tensor.TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape),
-        )
 
 
 class MlflowTracker:

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -25,10 +24,11 @@ import numpy as np
 
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import LAG_BUCKETS, lag_bucket
+from pipelinerl.run_summary import StepRecord
+from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult
-from services.trainer.records import StepRecord
 from services.trainer.reporting.tracker_clients import HELDOUT_VERSION, STEP, TrackedRun, Tracker, open_tracker
 
 log = logging.getLogger(__name__)
@@ -233,23 +233,3 @@ def _leaves(values: Mapping[Any, Any], separator: str, prefix: str = "") -> Iter
             yield from _leaves(value, separator, f"{prefix}{key}{separator}")
         else:
             yield f"{prefix}{key}", value
-
-
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_ADDRESS = re.compile(r"UR[IL]S?$", re.IGNORECASE)
-_LOGIN = re.compile(r"(?<=://)\S+@")
-"""Up to the last @, since a password may contain / and @."""
-_LONGEST = 400
-
-
-def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` on one line of at most 400 characters, with `***` for logins in addresses, and for the values of variables
-    whose names suggest a secret or that are addresses with a login. Other secrets are not known. Pure."""
-    secrets = [
-        value
-        for name, value in environment.items()
-        if len(value) > 3 and (_SECRET.search(name) or (_ADDRESS.search(name) and "://" in value and "@" in value))
-    ]
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return " ".join(_LOGIN.sub("***@", text).split())[:_LONGEST]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pipelinerl.kube.pods import PodEnd
+from pipelinerl.kube.client import PodEnd
 from services.trainer.weight_sync.coordinator import Evicted, EvictionCause, Member, MembersLeaving
 
 MOST_REMEMBERED = 4096

@@ -21,7 +21,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import MessageError, ServiceError, TransferError
-from pipelinerl.kube.pods import PodEnd
+from pipelinerl.kube.client import PodEnd
 from pipelinerl.messages.control import (
     Abort,
     Announce,
@@ -37,7 +37,7 @@ from pipelinerl.messages.control import (
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
-from pipelinerl.telemetry.spans import child, headers_of, root, trace_in, trace_of
+from pipelinerl.telemetry.tracing import child, headers_of, root, trace_in, trace_of
 from pipelinerl.transfer.manifest import RanksMissing
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.membership import MemberChange, Roster
