@@ -24,8 +24,6 @@ from pipelinerl.service.settings import PolicySettings
 
 COMPLETE = "config.json"
 CHUNK_BYTES = 1024**2
-MOST_FILES, MOST_BYTES = 1024, 4 * 1024**4
-"""Limits for a model that a trainer sends to an actor."""
 _FORMAT = 2
 """Part of the key. It is raised when the same source would give other weights."""
 _ABANDONED_S = 24 * 3600

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpipelinerl/v1/trainer.proto\x12\rpipelinerl.v1\"\x12\n\x10GetStatusRequest\"\x85\x01\n\x0eSequenceCounts\x12\x0e\n\x06issued\x18\x01 \x01(\x04\x12\x0f\n\x07trained\x18\x02 \x01(\x04\x12\x15\n\rdropped_stale\x18\x03 \x01(\x04\x12\x18\n\x10\x64ropped_filtered\x18\x04 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x04\x12\x11\n\tin_flight\x18\x06 \x01(\x04\"\xdc\x02\n\rTrainerStatus\x12\x0b\n\x03run\x18\x01 \x01(\t\x12*\n\x05phase\x18\x02 \x01(\x0e\x32\x1b.pipelinerl.v1.TrainerPhase\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\r\x12\x13\n\x0btotal_steps\x18\x05 \x01(\x04\x12\x30\n\tsequences\x18\x06 \x01(\x0b\x32\x1d.pipelinerl.v1.SequenceCounts\x12\x0f\n\x07members\x18\x07 \x01(\r\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x0f\n\x07message\x18\t \x01(\t\x12<\n\x08\x66\x61ilures\x18\n \x03(\x0b\x32*.pipelinerl.v1.TrainerStatus.FailuresEntry\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\")\n\x14StreamMetricsRequest\x12\x11\n\tfrom_step\x18\x01 \x01(\x04\")\n\x0bStepMetrics\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04json\x18\x02 \x01(\t\"\x16\n\x14\x43heckpointNowRequest\"=\n\x15\x43heckpointNowResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"&\n\x16GetInitialModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"b\n\x11InitialModelChunk\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\r\n\x05\x66iles\x18\x05 \x01(\r*\xcf\x01\n\x0cTrainerPhase\x12\x1d\n\x19TRAINER_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15TRAINER_PHASE_LOADING\x10\x01\x12$\n TRAINER_PHASE_WAITING_FOR_ACTORS\x10\x02\x12\'\n#TRAINER_PHASE_WAITING_FOR_SEQUENCES\x10\x03\x12\x1a\n\x16TRAINER_PHASE_TRAINING\x10\x04\x12\x1a\n\x16TRAINER_PHASE_FINISHED\x10\x05\x32\xea\x02\n\x0eTrainerService\x12J\n\tGetStatus\x12\x1f.pipelinerl.v1.GetStatusRequest\x1a\x1c.pipelinerl.v1.TrainerStatus\x12R\n\rStreamMetrics\x12#.pipelinerl.v1.StreamMetricsRequest\x1a\x1a.pipelinerl.v1.StepMetrics0\x01\x12Z\n\rCheckpointNow\x12#.pipelinerl.v1.CheckpointNowRequest\x1a$.pipelinerl.v1.CheckpointNowResponse\x12\\\n\x0fGetInitialModel\x12%.pipelinerl.v1.GetInitialModelRequest\x1a .pipelinerl.v1.InitialModelChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpipelinerl/v1/trainer.proto\x12\rpipelinerl.v1\"\x12\n\x10GetStatusRequest\"\x85\x01\n\x0eSequenceCounts\x12\x0e\n\x06issued\x18\x01 \x01(\x04\x12\x0f\n\x07trained\x18\x02 \x01(\x04\x12\x15\n\rdropped_stale\x18\x03 \x01(\x04\x12\x18\n\x10\x64ropped_filtered\x18\x04 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x04\x12\x11\n\tin_flight\x18\x06 \x01(\x04\"\xdc\x02\n\rTrainerStatus\x12\x0b\n\x03run\x18\x01 \x01(\t\x12*\n\x05phase\x18\x02 \x01(\x0e\x32\x1b.pipelinerl.v1.TrainerPhase\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\r\x12\x13\n\x0btotal_steps\x18\x05 \x01(\x04\x12\x30\n\tsequences\x18\x06 \x01(\x0b\x32\x1d.pipelinerl.v1.SequenceCounts\x12\x0f\n\x07members\x18\x07 \x01(\r\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x0f\n\x07message\x18\t \x01(\t\x12<\n\x08\x66\x61ilures\x18\n \x03(\x0b\x32*.pipelinerl.v1.TrainerStatus.FailuresEntry\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\")\n\x14StreamMetricsRequest\x12\x11\n\tfrom_step\x18\x01 \x01(\x04\")\n\x0bStepMetrics\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04json\x18\x02 \x01(\t\"\x16\n\x14\x43heckpointNowRequest\"=\n\x15\x43heckpointNowResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"&\n\x16GetInitialModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"/\n\x11InitialModelChunk\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c*\xcf\x01\n\x0cTrainerPhase\x12\x1d\n\x19TRAINER_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15TRAINER_PHASE_LOADING\x10\x01\x12$\n TRAINER_PHASE_WAITING_FOR_ACTORS\x10\x02\x12\'\n#TRAINER_PHASE_WAITING_FOR_SEQUENCES\x10\x03\x12\x1a\n\x16TRAINER_PHASE_TRAINING\x10\x04\x12\x1a\n\x16TRAINER_PHASE_FINISHED\x10\x05\x32\xea\x02\n\x0eTrainerService\x12J\n\tGetStatus\x12\x1f.pipelinerl.v1.GetStatusRequest\x1a\x1c.pipelinerl.v1.TrainerStatus\x12R\n\rStreamMetrics\x12#.pipelinerl.v1.StreamMetricsRequest\x1a\x1a.pipelinerl.v1.StepMetrics0\x01\x12Z\n\rCheckpointNow\x12#.pipelinerl.v1.CheckpointNowRequest\x1a$.pipelinerl.v1.CheckpointNowResponse\x12\\\n\x0fGetInitialModel\x12%.pipelinerl.v1.GetInitialModelRequest\x1a .pipelinerl.v1.InitialModelChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAINERSTATUS_FAILURESENTRY']._loaded_options = None
   _globals['_TRAINERSTATUS_FAILURESENTRY']._serialized_options = b'8\001'
-  _globals['_TRAINERPHASE']._serialized_start=867
-  _globals['_TRAINERPHASE']._serialized_end=1074
+  _globals['_TRAINERPHASE']._serialized_start=816
+  _globals['_TRAINERPHASE']._serialized_end=1023
   _globals['_GETSTATUSREQUEST']._serialized_start=46
   _globals['_GETSTATUSREQUEST']._serialized_end=64
   _globals['_SEQUENCECOUNTS']._serialized_start=67
@@ -54,7 +54,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINITIALMODELREQUEST']._serialized_start=726
   _globals['_GETINITIALMODELREQUEST']._serialized_end=764
   _globals['_INITIALMODELCHUNK']._serialized_start=766
-  _globals['_INITIALMODELCHUNK']._serialized_end=864
-  _globals['_TRAINERSERVICE']._serialized_start=1077
-  _globals['_TRAINERSERVICE']._serialized_end=1439
+  _globals['_INITIALMODELCHUNK']._serialized_end=813
+  _globals['_TRAINERSERVICE']._serialized_start=1026
+  _globals['_TRAINERSERVICE']._serialized_end=1388
 # @@protoc_insertion_point(module_scope)

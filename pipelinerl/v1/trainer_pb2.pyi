@@ -106,15 +106,9 @@ class GetInitialModelRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class InitialModelChunk(_message.Message):
-    __slots__ = ("file", "size_bytes", "sha256", "data", "files")
+    __slots__ = ("file", "data")
     FILE_FIELD_NUMBER: _ClassVar[int]
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    FILES_FIELD_NUMBER: _ClassVar[int]
     file: str
-    size_bytes: int
-    sha256: bytes
     data: bytes
-    files: int
-    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., data: _Optional[bytes] = ..., files: _Optional[int] = ...) -> None: ...
+    def __init__(self, file: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...

@@ -8,15 +8,13 @@ files. If the policy is a hub model or a user's folder, actors have it themselve
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 
 import grpc
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.initial_model import CHUNK_BYTES, COMPLETE, MOST_FILES, built_name, is_built
+from pipelinerl.initial_model import CHUNK_BYTES, built_name, is_built
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.run_summary import StepRecord, to_json
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
@@ -24,43 +22,20 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """Yield all files of the initial policy, loaded from `source`, with one chunk in memory at a time and `config.json` last.
+    """Yield all files of the initial policy, loaded from `source`, with one chunk in memory at a time, at least one of each file.
     Raises `ServiceError` if `asked` is another model, or the run built none."""
     if not is_built(recipe.model):
-        kind = {"hub": "a hub model", "path": "a folder"}[recipe.model.source]
+        kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
     if asked != (name := built_name(recipe, run)):
         raise ServiceError(f"this trainer's initial model is {name}, not {asked!r}: the recipes differ")
-    files = model_files(Path(source))
-    for path in files:
-        async for chunk in _file_chunks(path, len(files)):
-            yield chunk
-
-
-def model_files(folder: Path) -> list[Path]:
-    """Return the files to send. Raises `ServiceError` if there are more than a model has."""
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
-    if len(files) > MOST_FILES:
-        raise ServiceError(f"{folder} holds {len(files)} files, more than the {MOST_FILES} of a model")
-    return sorted(files, key=lambda path: path.name == COMPLETE)
-
-
-async def _file_chunks(path: Path, num_files: int) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """Yield at least one chunk, also for an empty file. The checksum is in the last one, so that the file is read only once."""
-    digest = hashlib.sha256()
-
-    def read() -> bytes:
-        data = file.read(CHUNK_BYTES)
-        digest.update(data)
-        return data
-
-    with path.open("rb") as file:
-        size, last = os.fstat(file.fileno()).st_size, False
-        while not last:
-            data = await asyncio.to_thread(read)
-            last = not data or file.tell() >= size
-            checksum = digest.digest() if last else b""
-            yield trainer_pb2.InitialModelChunk(file=path.name, size_bytes=size, sha256=checksum, data=data, files=num_files)
+    for path in sorted(Path(source).iterdir()):  # noqa: ASYNC240 - it has few files
+        if path.is_file() and not path.name.startswith("."):
+            with path.open("rb") as file:
+                data = await asyncio.to_thread(file.read, CHUNK_BYTES)
+                yield trainer_pb2.InitialModelChunk(file=path.name, data=data)
+                while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                    yield trainer_pb2.InitialModelChunk(file=path.name, data=data)
 
 
 class StepFeed:

@@ -1,7 +1,6 @@
 """The initial model that a run builds: its name, its cache, and its way from the trainer to an actor over real gRPC."""
 
 import asyncio
-import hashlib
 import logging
 import os
 import shutil
@@ -28,11 +27,11 @@ from pipelinerl.service.settings import ActorSettings
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.tasks.source import Split, make_source
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
-from services.actor.initial_model import Receiver, fetch, run
+from services.actor.initial_model import fetch, run
 from services.trainer import initial_model as command
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.store import put_model
-from services.trainer.server import StepFeed, TrainerService, initial_files
+from services.trainer.server import StepFeed, TrainerService
 from tests.support.certificates import Authority
 from tests.support.machine import free_port
 
@@ -177,9 +176,6 @@ async def test_an_actor_fetches_what_the_trainer_built_once_and_over_tls(tmp_pat
             await fetch(settings, built.name, tmp_path)
         settings = settings.model_copy(update={"tls_dir": actors})
         await fetched(settings)
-    sent = initial_files(recipe_of(), RUN, str(built), built.name)
-    sums = [bool(one.sha256) async for one in sent if one.file == "model.safetensors"]
-    assert sums == [False, False, True], "a chunk waits until the whole file was read"
     folder = built_folder(recipe_of(), RUN, settings.model_cache)
     assert contents(folder) == FILES
     assert list(folder.parent.iterdir()) == [folder]
@@ -210,44 +206,28 @@ async def test_what_is_not_fetched(tmp_path: Path) -> None:
         await run(actor_settings(tmp_path, "127.0.0.1:1"), stop, LogContext("r", "actor", "a"))
 
 
-def chunk(file: str = "config.json", data: bytes = b"{}", **fields: Any) -> trainer_pb2.InitialModelChunk:
-    given = {"size_bytes": len(data), "sha256": hashlib.sha256(data).digest(), "files": 2} | fields
-    return trainer_pb2.InitialModelChunk(file=file, data=data, **given)
+@pytest.mark.parametrize("name", ["../config.json", "/etc/passwd", "..", "", "a\\b"])
+async def test_an_actor_writes_no_file_outside_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    async def files(*_: object) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
+        yield trainer_pb2.InitialModelChunk(file=name, data=b"{}")
+
+    monkeypatch.setattr("services.trainer.server.initial_files", files)
+    (folder := tmp_path / "folder").mkdir()
+    async with trainer(recipe_of(), "") as address:
+        with pytest.raises(MessageError, match="is not a valid file name"):
+            await fetch(actor_settings(tmp_path, address), "x", folder)
+    assert {*tmp_path.rglob("*")} == {folder, tmp_path / "recipe.yaml"}
 
 
-def receive(folder: Path, chunks: list[trainer_pb2.InitialModelChunk]) -> None:
-    receiver = Receiver(folder)
-    for one in chunks:
-        receiver.take(one)
-    receiver.finish()
+async def test_half_a_model_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def files(*_: object) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
+        yield trainer_pb2.InitialModelChunk(file="config.json", data=b"{}")
+        raise ServiceError("the disk is gone")
 
-
-@pytest.mark.parametrize(
-    ("chunks", "problem"),
-    [
-        ([chunk("../config.json")], "is not a valid file name"),
-        ([chunk("/etc/passwd")], "is not a valid file name"),
-        ([chunk("..")], "is not a valid file name"),
-        ([chunk("")], "is not a valid file name"),
-        ([chunk(sha256=b"other")], "config.json arrived damaged"),
-        ([chunk(size_bytes=1)], "config.json is longer than its 1 bytes"),
-        ([chunk(size_bytes=2**60)], "are not one model"),
-        ([chunk(files=2000)], "are not one model"),
-        ([chunk("a"), chunk("b"), chunk("c")], "are not one model"),
-        ([chunk(size_bytes=4), chunk(size_bytes=5)], "changed while it was sent"),
-        ([chunk()], "1 of 2 files are complete"),
-        ([chunk("a"), chunk(size_bytes=4)], "1 of 2 files are complete"),
-        ([chunk("a"), chunk(sha256=b"")], "1 of 2 files are complete"),
-        ([chunk("a"), chunk("b")], "2 of 2 files are complete"),
-        ([], "0 of 0 files are complete"),
-    ],
-)
-def test_what_an_actor_does_not_believe(tmp_path: Path, chunks: list[trainer_pb2.InitialModelChunk], problem: str) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    with pytest.raises(MessageError, match=problem):
-        receive(folder, chunks)
-    assert list(tmp_path.iterdir()) == [folder]
+    monkeypatch.setattr("services.trainer.server.initial_files", files)
+    async with trainer(recipe_of(), "") as address:
+        with pytest.raises(grpc.aio.AioRpcError, match="the disk is gone"):
+            await fetch(actor_settings(tmp_path, address), "x", tmp_path)
 
 
 # The command of the trainer's pod
