@@ -22,7 +22,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """Yield all files of the initial policy, loaded from `source`, with one chunk in memory at a time, at least one of each file.
+    """Yield all files of the initial policy, loaded from `source`, one chunk at a time, at least one of each file.
     Raises `ServiceError` if `asked` is another model, or the run built none."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
