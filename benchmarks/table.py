@@ -20,8 +20,17 @@ FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 DOCUMENTS = (README, FOLDER.parent / "docs" / "reliability.md")
 _BLOCK = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "nccl", "load_average_before", "every_steps")
-_USUAL = {"cores": 2, "cpus": 2, "system": "x86_64", "python": "3.11.7", "torch": "2.13.0+cpu"}
+_CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "nccl", "load_average_before")
+_USUAL: dict[str, Any] = {
+    "cores": 2,
+    "cpus": 2,
+    "engine_threads": 1,
+    "device": "cpu",
+    "system": "x86_64",
+    "python": "3.11.7",
+    "torch": "2.13.0+cpu",
+    "start": 16,
+}
 """Conditions that README.md states once for all results."""
 _BUSY_LOAD = 4.0
 """Load average from which a result says how busy the machine was."""
@@ -86,15 +95,17 @@ _COLUMNS = {
 COLUMNS: dict[str, tuple[str, ...]] = {name: tuple(columns.split()) for name, columns in _COLUMNS.items()}
 """Columns of the table of a benchmark. A benchmark that is missing here shows all its numbers and texts."""
 
-ROWS: dict[str, tuple[str, frozenset[Any]]] = {
-    "recovery": ("times", frozenset({"default"})),
-    "audit": ("sequences", frozenset({1_000, 1_000_000})),
-    "membership": ("members", frozenset({1, 8, 32, 64})),
-    "prefix_cache": ("prompt_tokens", frozenset({10, 64, 256})),
-    "scaling": ("accelerators", frozenset({128, 512, 4096})),
-    "stale_kv": ("positions", frozenset({"all", "32-", "192-"})),
+ROWS: dict[str, dict[str, set[Any]]] = {
+    "audit": {"sequences": {1_000, 1_000_000}},
+    "membership": {"members": {1, 8, 32, 64}},
+    "pipeline_at_equal_lag": {"largest_lag": {7}},
+    "prefix_cache": {"prompt_tokens": {64, 256}},
+    "recovery": {"times": {"default"}, "phase": {"joining", "receiving", "staged", "serving"}},
+    "scaling": {"accelerators": {128, 512, 4096}},
+    "stale_kv": {"positions": {"all", "192-"}},
+    "trainer_memory": {"way": {"naive", "ours", "all kept", "checkpointed"}},
 }
-"""Rows of long results that the page shows: a column and its values. The result file has all rows."""
+"""Rows of long results that the page shows, by the values of columns. The result file has all rows."""
 
 
 @dataclass(frozen=True)
@@ -301,9 +312,7 @@ def result(name: str, folder: Path) -> str:
         return f"Not run yet: there is no `results/{name}.json`."
     data = _read(name, folder)
     rows = measurements(data)
-    if name in ROWS:
-        column, shown = ROWS[name]
-        rows = [row for row in rows if row[column] in shown]
+    rows = [row for row in rows if all(row[column] in shown for column, shown in ROWS.get(name, {}).items())]
     parts = [table(rows, COLUMNS.get(name) or scalar_columns(rows)), conditions(data)]
     return "\n\n".join(part for part in parts if part)
 
