@@ -1,10 +1,10 @@
-"""The results in benchmarks/README.md and docs/reliability.md, generated from results/*.json: text and figures cannot differ.
+"""Write the results in benchmarks/README.md and docs/reliability.md from results/*.json, so that text and figures agree.
 
     python -m benchmarks.table
 
-For each benchmark one of them has a line `<!-- result: NAME -->` and, after it, `<!-- end -->`; what stands between them is
-replaced. A result file holds its measurements as `rows` (a list of objects) or `cases` (an object of objects); numbers
-and texts in them become columns, `COLUMNS` says which. It measures nothing.
+What stands between a line `<!-- result: NAME -->` and `<!-- end -->` is replaced by the table of results/NAME.json, and for the
+name `summary` by the page of results. A result file holds its measurements as `rows` (a list of objects) or `cases` (an object
+of objects). Their numbers and texts become columns, which `COLUMNS` can limit. This module measures nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,314 +20,310 @@ FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 DOCUMENTS = (README, FOLDER.parent / "docs" / "reliability.md")
 _BLOCK = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "nccl", "load_average_before", "every_steps")
+_CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "nccl", "load_average_before")
+_USUAL: dict[str, Any] = {
+    "cores": 2,
+    "cpus": 2,
+    "engine_threads": 1,
+    "device": "cpu",
+    "system": "x86_64",
+    "python": "3.11.7",
+    "torch": "2.13.0+cpu",
+    "start": 16,
+}
+"""Conditions that README.md states once for all results."""
+_BUSY_LOAD = 4.0
+"""Load average from which a result says how busy the machine was."""
 
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "bus": ("payload", "payload_bytes", "ours_per_s", "bare_per_s", "ratio", "goal"),
+_COLUMNS = {
+    "bus": "payload payload_bytes ours_per_s bare_per_s ratio goal",
     "trainer_overhead": (
-        "case",
-        "ranks",
-        "threads_per_rank",
-        "learner_tokens_per_s",
-        "bare_tokens_per_s",
-        "ratio",
-        "ratio_best",
-        "ratio_cpu_time",
-        "goal",
-        "by_shared_prompts",
-        "by_zero_advantages",
-        "by_one_rank",
-        "packing_fill",
-        "stream_fill",
-        "load_before",
+        "case ranks threads_per_rank learner_tokens_per_s bare_tokens_per_s ratio ratio_best ratio_cpu_time goal "
+        "by_shared_prompts by_zero_advantages by_one_rank"
     ),
     "trainer_gpu": (
-        "model",
-        "row_tokens",
-        "recomputed",
-        "compiled",
-        "tokens_per_s",
-        "bare_tokens_per_s",
-        "ratio",
-        "mfu",
-        "goal_mfu",
-        "bare_mfu",
-        "peak_gib",
-        "bare_peak_gib",
+        "model row_tokens recomputed compiled tokens_per_s bare_tokens_per_s ratio mfu goal_mfu bare_mfu peak_gib bare_peak_gib"
     ),
     "gpu_runs": (
-        "run",
-        "weights",
-        "steps",
-        "heldout_first",
-        "heldout_last",
-        "lag_mean",
-        "ess_mean",
-        "mib_per_update",
-        "transfer_ms",
-        "stall_ms",
-        "stall_ms_p99",
-        "failed_probes",
-        "largest_mismatch",
-        "mismatch_kl",
+        "run weights steps heldout_first heldout_last lag_mean ess_mean mib_per_update transfer_ms stall_ms stall_ms_p99 "
+        "failed_probes largest_mismatch"
     ),
-    "checkpoint": (
-        "case",
-        "parameters",
-        "step_s",
-        "blocking_ms",
-        "writing_s",
-        "restore_s",
-        "state_mib",
-        "export_mib",
-        "ratio",
-        "ratio_best",
-        "ratio_cpu_time",
-        "goal",
-        "load_before",
-    ),
+    "checkpoint": "case step_s blocking_ms writing_s restore_s ratio ratio_best ratio_cpu_time goal",
     "actor_overhead": (
-        "case",
-        "weights",
-        "actor_tokens_per_s",
-        "bare_tokens_per_s",
-        "bare_without_logprobs_tokens_per_s",
-        "ratio",
-        "ratio_best",
-        "goal",
+        "case weights actor_tokens_per_s bare_tokens_per_s bare_without_logprobs_tokens_per_s ratio ratio_best goal"
     ),
-    "adapters": (
-        "step",
-        "tokens",
-        "effect_nats",
-        "actor",
-        "actor_error",
-        "trainer",
-        "trainer_error",
-        "merged",
-        "merged_error",
-        "actor_by_trainer",
-        "actor_by_trainer_error",
-    ),
-    "prefix_cache": (
-        "case",
-        "prompt_tokens",
-        "prompt_cached",
-        "tokens_per_s",
-        "uncached_tokens_per_s",
-        "ratio",
-        "ratio_cpu_time",
-    ),
-    "episodes": (
-        "case",
-        "wait_s",
-        "turn_s",
-        "episodes",
-        "decoding",
-        "actor_tokens_per_s",
-        "bare_tokens_per_s",
-        "ratio",
-        "goal",
-        "ratio_engine_cpu",
-        "actor_front_cpu_ms",
-        "bare_front_cpu_ms",
-        "load_before",
-    ),
+    "adapters": "step effect_nats actor actor_error trainer trainer_error merged merged_error",
+    "prefix_cache": "case prompt_tokens turns prompt_cached tokens_per_s uncached_tokens_per_s ratio ratio_cpu_time",
+    "episodes": "case wait_s turn_s episodes decoding actor_tokens_per_s bare_tokens_per_s ratio goal ratio_engine_cpu",
     "episode_endpoint": (
-        "think_s",
-        "ours_turn_ms",
-        "bare_turn_ms",
-        "plain_turn_ms",
-        "overhead_ms",
-        "overhead_p95_ms",
-        "over_plain_ms",
-        "goal_ms",
-        "ours_front_cpu_ms",
-        "bare_front_cpu_ms",
-        "plain_front_cpu_ms",
-        "ours_engine_cpu_ms",
-        "bare_engine_cpu_ms",
-        "plain_engine_cpu_ms",
-        "load_before",
+        "think_s ours_turn_ms bare_turn_ms plain_turn_ms overhead_ms overhead_p95_ms over_plain_ms goal_ms "
+        "ours_front_cpu_ms bare_front_cpu_ms"
     ),
-    "observing": (
-        "case",
-        "goal",
-        "ratio",
-        "ratio_quartiles",
-        "ratio_cpu_time",
-        "ratio_cpu_time_quartiles",
-        "ratio_cpu_time_best",
-        "ratio_by_cost",
-        "observers_cpu_ms",
-        "step_cpu_ms",
-        "pairs",
-        "load_before",
-    ),
+    "sandbox": "means programs_per_s bare_per_s ratio goal",
+    "observing": "case ratio ratio_quartiles ratio_cpu_time ratio_by_cost goal observers_cpu_ms step_cpu_ms pairs",
     "versus_trl": (
-        "recipe",
-        "side",
-        "accuracy",
-        "reached",
-        "time_to_accuracy_s",
-        "time_interval_s",
-        "speed_of_pipeline",
-        "speed_interval",
-        "step_s",
-        "lag_mean",
-        "completion_tokens",
-        "dropped_stale",
-        "saving_s",
-        "accuracy_first",
-        "accuracy_last",
-        "problems",
-        "steps",
-        "load_before",
+        "recipe side accuracy reached time_to_accuracy_s time_interval_s speed_of_pipeline speed_interval step_s lag_mean "
+        "completion_tokens accuracy_first accuracy_last steps"
     ),
     "pipeline_vs_conventional": (
-        "recipe",
-        "side",
-        "samples_per_s",
-        "step_s",
-        "lag_mean",
-        "lag_max",
-        "accuracy",
-        "reached",
-        "time_to_accuracy_s",
-        "time_interval_s",
-        "completion_tokens",
-        "dropped_stale",
-        "actor_busy",
-        "trainer_busy",
-        "saving_s",
-        "accuracy_last",
-        "problems",
-        "steps",
-        "load_before",
+        "recipe side samples_per_s step_s lag_mean lag_max accuracy time_to_accuracy_s time_interval_s completion_tokens "
+        "actor_busy trainer_busy"
     ),
     "pipeline_at_equal_lag": (
-        "recipe",
-        "largest_lag",
-        "pipeline_fastest",
-        "conventional_fastest",
-        "throughput_ratio",
-        "token_ratio",
-        "pipeline_soonest",
-        "conventional_soonest",
-        "time_ratio",
-        "time_ratio_interval",
-        "seeds",
+        "recipe largest_lag pipeline_fastest conventional_fastest throughput_ratio token_ratio pipeline_soonest "
+        "conventional_soonest time_ratio time_ratio_interval seeds"
     ),
-    "stale_kv": (
-        "recipe",
-        "updates",
-        "positions",
-        "lag",
-        "tokens",
-        "kept",
-        "kept_error",
-        "recomputed",
-        "recomputed_error",
-        "never",
-        "never_error",
-    ),
+    "stale_kv": "recipe updates positions lag tokens kept kept_error recomputed recomputed_error never never_error",
     "weight_update": (
-        "model",
-        "way",
-        "updates",
-        "copy_ms",
-        "goal_ms",
-        "stall_p50_ms",
-        "stall_p99_ms",
-        "gap_p50_ms",
-        "gap_p99_ms",
-        "step_ms",
-        "decoding_tokens_per_s",
-        "decoding_during_receive",
-        "tokens_lost",
-        "receive_ms",
-        "prepare_ms",
-        "load_before",
+        "model way updates copy_ms goal_ms stall_p50_ms stall_p99_ms gap_p50_ms gap_p99_ms step_ms "
+        "decoding_during_receive tokens_lost receive_ms prepare_ms"
     ),
+    "weight_bandwidth": "model megabytes chunk_megabytes rounds bare_mb_per_s alone_mb_per_s ratio goal into_engine_mb_per_s",
     "virtual_accelerators": (
-        "case",
-        "g",
-        "tokens_per_flash",
-        "simulated_tokens_per_flash",
-        "measured_by_simulated",
-        "closed_form_tokens_per_flash",
-        "speed_of_pipeline",
-        "simulated_speed_of_pipeline",
-        "closed_form_speed_of_pipeline",
-        "lag_mean",
-        "simulated_lag_mean",
-        "lag_max",
-        "simulated_lag_max",
-        "ess_mean",
-        "flashes_to_reward",
-        "time_to_reward_by_pipeline",
-        "steps",
-        "decode_steps_overran",
-        "optimizer_steps_overran",
-        "load_before",
+        "case g tokens_per_flash simulated_tokens_per_flash measured_by_simulated speed_of_pipeline "
+        "simulated_speed_of_pipeline lag_mean simulated_lag_mean lag_max ess_mean time_to_reward_by_pipeline steps"
     ),
     "simulated_runs": (
-        "recipe",
-        "case",
-        "tokens_per_s",
-        "simulated_tokens_per_s",
-        "measured_by_simulated",
-        "lag_mean",
-        "simulated_lag_mean",
-        "lag_max",
-        "simulated_lag_max",
-        "trainer_idle",
-        "simulated_trainer_idle",
-        "dropped_stale",
-        "simulated_dropped_stale",
-        "decode_step_ms",
-        "steps",
-        "load_before",
+        "recipe case tokens_per_s simulated_tokens_per_s measured_by_simulated lag_mean simulated_lag_mean lag_max "
+        "simulated_lag_max trainer_idle simulated_trainer_idle decode_step_ms"
     ),
     "scaling": (
-        "case",
-        "accelerators",
-        "batch",
-        "actors",
-        "in_progress",
-        "tokens_per_s",
-        "conventional_tokens_per_s",
-        "lag_mean",
-        "lag_max",
-        "trainer_idle",
-        "empty_slots",
-        "stale",
-        "step_s",
-        "control_s",
-        "update_s",
+        "case accelerators batch actors in_progress tokens_per_s conventional_tokens_per_s lag_mean lag_max trainer_idle "
+        "step_s control_s update_s"
     ),
 }
-"""Columns shown; a benchmark that is not here shows all its numbers and texts."""
+COLUMNS: dict[str, tuple[str, ...]] = {name: tuple(columns.split()) for name, columns in _COLUMNS.items()}
+"""Columns of the table of a benchmark. A benchmark that is missing here shows all its numbers and texts."""
+
+ROWS: dict[str, dict[str, set[Any]]] = {
+    "audit": {"sequences": {1_000, 1_000_000}},
+    "membership": {"members": {1, 8, 32, 64}},
+    "pipeline_at_equal_lag": {"largest_lag": {7}},
+    "prefix_cache": {"prompt_tokens": {64, 256}},
+    "recovery": {"times": {"default"}, "phase": {"joining", "receiving", "staged", "serving"}},
+    "scaling": {"accelerators": {128, 512, 4096}},
+    "stale_kv": {"positions": {"all", "192-"}},
+    "trainer_memory": {"way": {"naive", "ours", "all kept", "checkpointed"}},
+}
+"""Rows of long results that the page shows, by the values of columns. The result file has all rows."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the page of results. A goal is a number, or the name of the column that has it."""
+
+    benchmark: str
+    compared: str
+    """The quantity and what it is compared with."""
+    where: Mapping[str, Any]
+    """Values that select the row."""
+    column: str = "ratio"
+    unit: str = "×"
+    interval: str = ""
+    """Column with the interval of the figure."""
+    at_least: float | str | None = None
+    at_most: float | str | None = None
+    file: str = ""
+    """Name of the result file, if it is not that of the benchmark."""
+
+    def line(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Return the line in Markdown. Raises `ValueError` unless exactly one row has the values of `where`."""
+        (row,) = (row for row in rows if all(row.get(key) == value for key, value in self.where.items()))
+        value = row[self.column]
+        interval = f" ({row[self.interval]})" if self.interval else ""
+        least, most = (row[goal] if isinstance(goal, str) else goal for goal in (self.at_least, self.at_most))
+        goals = [f"{sign} {number(goal, self.unit)}" for sign, goal in (("≥", least), ("≤", most)) if goal is not None]
+        met = (least is None or value >= least) and (most is None or value <= most)
+        verdict = ("yes" if met else "**no**") if goals else "-"
+        cells = (
+            f"[{self.benchmark}](#{self.benchmark})",
+            self.compared,
+            number(value, self.unit) + interval,
+            ", ".join(goals) or "-",
+        )
+        return "| " + " | ".join((*cells, verdict)) + " |"
+
+
+def number(value: float, unit: str) -> str:
+    """Two digits behind the point and three for shares of one, or milliseconds with three digits."""
+    if unit == "ms":
+        return f"{value:.3g} ms"
+    return f"{value:.2f}×" if unit == "×" else f"{value:.3f}"
+
+
+SUMMARY = (
+    Figure(
+        "versus_trl",
+        "time to a held-out accuracy of 0.85, `repeated-addition`: TRL's divided by ours",
+        {"recipe": "repeated-addition", "side": "trl-continuous-m8"},
+        "speed_of_pipeline",
+        interval="speed_interval",
+        at_least=4.0,
+    ),
+    Figure(
+        "versus_trl",
+        "the same to 0.9, `arithmetic`",
+        {"recipe": "arithmetic", "side": "trl"},
+        "speed_of_pipeline",
+        interval="speed_interval",
+        at_least=1.2,
+    ),
+    Figure(
+        "versus_trl",
+        "the same to 0.2, `smollm2`, 20 steps of one seed",
+        {"recipe": "smollm2", "side": "trl"},
+        "speed_of_pipeline",
+        interval="speed_interval",
+    ),
+    Figure(
+        "pipeline_vs_conventional",
+        "time to 0.85, `repeated-addition`, both modes with a largest lag of 7: conventional mode's divided by the pipeline's",
+        {"recipe": "repeated-addition", "largest_lag": 7},
+        "time_ratio",
+        interval="time_ratio_interval",
+        file="pipeline_at_equal_lag",
+    ),
+    Figure(
+        "pipeline_vs_conventional",
+        "the same to 0.9, `arithmetic`",
+        {"recipe": "arithmetic", "largest_lag": 7},
+        "time_ratio",
+        interval="time_ratio_interval",
+        file="pipeline_at_equal_lag",
+    ),
+    Figure(
+        "virtual_accelerators",
+        "trained tokens, pipeline against conventional mode at the same mean lag; times are modelled",
+        {"case": "conventional, same mean lag"},
+        "speed_of_pipeline",
+    ),
+    Figure(
+        "virtual_accelerators",
+        "the same at the same largest lag; times are modelled",
+        {"case": "conventional, same largest lag"},
+        "speed_of_pipeline",
+    ),
+    Figure(
+        "simulated_runs",
+        "throughput of a run of `arithmetic` against the simulator's",
+        {"recipe": "arithmetic", "case": "pipeline"},
+        "measured_by_simulated",
+        at_least=0.9,
+        at_most=1.1,
+    ),
+    Figure(
+        "simulated_runs",
+        "the same, `repeated-addition`",
+        {"recipe": "repeated-addition", "case": "pipeline"},
+        "measured_by_simulated",
+        at_least=0.9,
+        at_most=1.1,
+    ),
+    Figure("trainer_overhead", "learner against a bare torch loop, 1M parameters", {"case": "tiny"}, at_least="goal"),
+    Figure("trainer_overhead", "the same, 135M parameters", {"case": "smollm2"}, at_least="goal"),
+    Figure("trainer_overhead", "the same on two ranks, 1M parameters", {"case": "tiny-2-ranks"}, at_least="goal"),
+    Figure(
+        "trainer_gpu",
+        "learner's MFU on an H200, 1.5B parameters, compiled, rows of 8,192 tokens",
+        {"model": "Qwen2 1.5B", "row_tokens": 8192, "compiled": True},
+        "mfu",
+        "",
+        at_least="goal_mfu",
+    ),
+    Figure(
+        "trainer_gpu",
+        "the same learner's tokens per second against a bare torch loop",
+        {"model": "Qwen2 1.5B", "row_tokens": 8192, "compiled": True},
+    ),
+    Figure(
+        "trainer_memory",
+        "peak memory of log-probabilities and loss against the plain form, bfloat16",
+        {"part": "head", "way": "ours", "dtype": "bfloat16"},
+        at_most="goal",
+    ),
+    Figure("checkpoint", "time of 20 steps without a checkpoint against 20 steps with one", {"case": "tiny"}, at_least="goal"),
+    Figure("actor_overhead", "actor against bare vLLM, 1M parameters", {"case": "tiny"}, at_least="goal"),
+    Figure("actor_overhead", "the same, 135M parameters", {"case": "smollm2"}, at_least="goal"),
+    Figure("bus", "sequences of 1 KB against bare nats-py", {"payload": "1 KB"}, at_least="goal"),
+    Figure("bus", "sequences of 256 KB against bare nats-py", {"payload": "256 KB"}, at_least="goal"),
+    Figure(
+        "weight_update",
+        "generation's stall for an update in flight, 135M parameters; the goal is three memory copies + 25 ms",
+        {"model": "135m", "way": "in flight"},
+        "stall_p50_ms",
+        "ms",
+        at_most="goal_ms",
+    ),
+    Figure(
+        "weight_update",
+        "decoding while weights arrive against undisturbed decoding, 135M parameters",
+        {"model": "135m", "way": "in flight"},
+        "decoding_during_receive",
+        at_least=0.6,
+    ),
+    Figure(
+        "weight_update",
+        "weight transfer against a bare Gloo broadcast, 135M parameters",
+        {"model": "135m"},
+        at_least="goal",
+        file="weight_bandwidth",
+    ),
+    Figure(
+        "prefix_cache",
+        "sampling with a shared prompt of 256 tokens against sampling without the prefix cache, 135M parameters",
+        {"case": "smollm2", "prompt_tokens": 256},
+    ),
+    Figure(
+        "episodes",
+        "actor whose environments take 1 s a turn against bare vLLM without waiting, 1M parameters",
+        {"case": "tiny", "wait_s": 1.0},
+        at_least="goal",
+    ),
+    Figure("episodes", "the same, 135M parameters", {"case": "smollm2", "wait_s": 1.0}, at_least="goal"),
+    Figure(
+        "episode_endpoint",
+        "a turn's time minus that of vLLM's OpenAI server, 64 requests always open",
+        {"think_s": 0.0},
+        "overhead_ms",
+        "ms",
+        at_most="goal_ms",
+    ),
+    Figure("sandbox", "programs in bubblewrap against a bare subprocess", {"means": "bubblewrap"}, at_least="goal"),
+    Figure("sandbox", "programs under Landlock against a bare subprocess", {"means": "landlock"}, at_least="goal"),
+    Figure(
+        "observing", "training with metrics and an open page against training without", {"case": "trainer"}, at_least="goal"
+    ),
+    Figure("observing", "decoding with metrics against decoding without", {"case": "actor"}, at_least="goal"),
+)
+"""The page of results, in its order."""
 
 
 def filled(text: str, folder: Path = FOLDER / "results") -> str:
-    """`text` with the result of every benchmark that it has a block for."""
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{result(block[2], folder)}\n\n{block[3]}", text)
+    """Return `text` with the newest result in every block."""
+    return _BLOCK.sub(lambda block: f"{block[1]}{result(block[2], folder)}\n{block[3]}", text)
 
 
 def result(name: str, folder: Path) -> str:
-    """Markdown of one benchmark's last result."""
-    path = folder / f"{name}.json"
-    if not path.is_file():
+    """Return one benchmark's newest result in Markdown, or the page of results for the name `summary`."""
+    if name == "summary":
+        lines = (figure.line(measurements(_read(figure.file or figure.benchmark, folder))) for figure in SUMMARY)
+        return "\n".join(("| benchmark | what is compared | result | goal | met |", "|---" * 5 + "|", *lines))
+    if not (folder / f"{name}.json").is_file():
         return f"Not run yet: there is no `results/{name}.json`."
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = _read(name, folder)
     rows = measurements(data)
+    rows = [row for row in rows if all(row[column] in shown for column, shown in ROWS.get(name, {}).items())]
     parts = [table(rows, COLUMNS.get(name) or scalar_columns(rows)), conditions(data)]
     return "\n\n".join(part for part in parts if part)
 
 
+def _read(name: str, folder: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return data
+
+
 def measurements(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a result; what the result says once for all of them (`goal`) is repeated in each."""
+    """Return the rows of a result. A `goal` that the result states once is repeated in each row."""
     shared = {"goal": data["goal"]} if "goal" in data else {}
     if "rows" in data:
         return [{**shared, **row} for row in data["rows"]]
@@ -344,7 +341,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Three digits behind the point for ratios, none for large numbers, a dash for nothing."""
+    """Format a value: three digits behind the point below 10, none from 1,000 on, and a dash if there is no value."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -353,11 +350,16 @@ def cell(value: Any) -> str:
 
 
 def conditions(data: Mapping[str, Any]) -> str:
-    """Where it was measured, as far as the result says."""
+    """Return a sentence with the conditions of the measurement, as far as they differ from those that README.md states."""
     found = {**{key: data[key] for key in _CONDITIONS if key in data and key != "machine"}, **data.get("machine", {})}
-    return (
-        "Measured with " + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.items()) + "." if found else ""
-    )
+    named = [f"{key.replace('_', ' ')} {value}" for key, value in found.items() if not usual(key, value)]
+    return f"Measured with {', '.join(named)}." if named else ""
+
+
+def usual(condition: str, value: Any) -> bool:
+    if condition.startswith("load_average"):
+        return isinstance(value, int | float) and value < _BUSY_LOAD
+    return _USUAL.get(condition) == value
 
 
 def main() -> None:
