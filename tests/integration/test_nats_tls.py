@@ -130,8 +130,8 @@ async def test_files_that_cannot_be_used_are_named(tmp_path: Path, authority: Au
 async def test_a_reconnection_uses_the_renewed_files(
     tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server gets a certificate of another CA, and asks for one of that CA. Half-renewed files and a stranger's greetings on
-    its port do no harm meanwhile."""
+    """The server gets a certificate of another CA, and asks for one of that CA. Half-renewed files and a stranger's greetings
+    on its port do no harm meanwhile."""
     caplog.set_level(logging.INFO)
     greetings = itertools.cycle((b'{"tls_required": true, "max_payload": 1, "connect_urls": ["127.0.0.1:1"]}', b"5"))
 
@@ -141,7 +141,6 @@ async def test_a_reconnection_uses_the_renewed_files(
         writer.close()
 
     server_files, client_files = authority.issue(tmp_path / "server", HOST), authority.issue(tmp_path / "client", "c")
-
     extra = tls(server_files, verify=True)
     with NatsServer(tmp_path / "nats", extra=extra) as server:
         async with connected(server.url, client_files) as bus:
