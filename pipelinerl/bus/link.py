@@ -371,14 +371,23 @@ class Connection(Client):
         return super()._connect_command()
 
     async def _process_connect_init(self) -> None:
+        known, longest = len(self._server_pool), self._max_payload
         try:
             await super()._process_connect_init()
-        except OSError:
+        except (OSError, ValueError, TypeError, AttributeError, nats.errors.Error) as error:
+            # Anybody may listen there: without a login, further servers and limits that it names do not count.
+            del self._server_pool[known:]
+            self._max_payload = longest
+            if isinstance(error, nats.errors.Error):
+                raise
             # asyncio never tells the end of a connection whose TLS handshake failed, and nats-py would wait for it for ever.
             if self._transport is not None:
                 self._transport.close()
                 self._transport = None
-            raise
+            if isinstance(error, OSError):
+                raise
+            # After any other error nats-py would not try again.
+            raise nats.errors.Error(f"what listens there does not greet as NATS does: {error}") from error
 
     async def _process_err(self, err_msg: str) -> None:
         if self.is_connected and not any(harmless in err_msg.lower() for harmless in _ENDS_NOTHING):

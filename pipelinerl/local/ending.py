@@ -23,7 +23,7 @@ from pipelinerl.local.progress import duration, number, percent
 from pipelinerl.page import REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.recipe.loading import recipe_of_run
 from pipelinerl.rl.ledger import MEANINGS
 from pipelinerl.run_dir import RunDir, check_folder, newest_checkpoint, read_json, trainer_starts, write_json, write_whole
 from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
@@ -46,7 +46,7 @@ def report_of(run_dir: Path, samples_read: int = SAMPLES_READ) -> str:
     check_folder(run_dir)
     if not recipe_file.is_file():
         raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
-    recipe = load_recipe(recipe_file)
+    recipe = recipe_of_run(recipe_file)
     records = read_jsonl(run_dir / "metrics.jsonl")
     summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
     samples = jsonl_ends(run_dir / "samples.jsonl", samples_read)

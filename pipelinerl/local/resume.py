@@ -12,7 +12,7 @@ from pathlib import Path
 from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import living
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import Change, check_resumable, load_recipe, read_recipe, recipe_from_data
+from pipelinerl.recipe.loading import Change, check_resumable, load_recipe, read_recipe, recipe_from_data, recipe_of_run
 from pipelinerl.recipe.model_folder import known_parameters
 from pipelinerl.recipe.preflight import check_environment, doubts
 from pipelinerl.rl.memory import checkpoint_bytes
@@ -41,6 +41,8 @@ def resume(
     and `check_environment` raise.
     """
     old = read_recipe(run_dir.recipe)
+    if not recipe:
+        recipe_of_run(run_dir.recipe)  # whose problems come before those of the overrides
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
     changes = check_resumable(old, new)
     if pids := living(run_dir, OPTION):

@@ -184,6 +184,14 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe_from_data(read_recipe(path), str(path), overrides)
 
 
+def recipe_of_run(path: Path) -> Recipe:
+    """Return the recipe that a run has written. Raises as `load_recipe`, and says what to do if another version wrote it."""
+    try:
+        return recipe_from_data(read_recipe(path), str(path))
+    except RecipeError as error:
+        raise UserError(f"{error}\nif nobody has changed this file, use the version that began the run") from error
+
+
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return the file's data, not validated. Raises `YamlError`, or `FieldError` for an unreadable file."""
     try:

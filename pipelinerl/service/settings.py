@@ -130,7 +130,7 @@ class TrainerSettings(PolicySettings):
     actor_tls_name: str = Field("", description="Name in the actors' certificates: they are reached by address.")
     stream_replicas: int = Field(1, ge=1, le=5, description="NATS servers that keep each stream.")
     sequences_max_gib: float = Field(8.0, gt=0, description="Bound of the SEQUENCES stream, GiB.")
-    transfer_host: str = Field("127.0.0.1", description="Interface of the store where weight-transfer groups meet.")
+    transfer_host: str = Field("127.0.0.1", min_length=1, description="Interface of the store where transfer groups meet.")
     transfer_port: int = Field(0, ge=0, le=65535, description="Of that store; 0 = any free port.")
 
     nodes: int = Field(1, ge=1, description="Pods of the trainer, each of which starts its own ranks.")

@@ -1,6 +1,7 @@
 """NATS over TLS: real servers with certificates of the moment, the ones that are refused, and renewals while connected."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -129,8 +130,16 @@ async def test_files_that_cannot_be_used_are_named(tmp_path: Path, authority: Au
 async def test_a_reconnection_uses_the_renewed_files(
     tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server gets a certificate of another CA, and asks for one of that CA. Half-renewed files do no harm meanwhile."""
+    """The server gets a certificate of another CA, and asks for one of that CA. Half-renewed files and a stranger's greetings
+    on its port do no harm meanwhile."""
     caplog.set_level(logging.INFO)
+    greetings = itertools.cycle((b'{"tls_required": true, "max_payload": 1, "connect_urls": ["127.0.0.1:1"]}', b"5"))
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"INFO %s\r\n" % next(greetings))
+        await reader.readline()
+        writer.close()
+
     server_files, client_files = authority.issue(tmp_path / "server", HOST), authority.issue(tmp_path / "client", "c")
     extra = tls(server_files, verify=True)
     with NatsServer(tmp_path / "nats", extra=extra) as server:
@@ -141,9 +150,13 @@ async def test_a_reconnection_uses_the_renewed_files(
             (client_files / "ca.crt").unlink()
             server.port = int(server.url.rpartition(":")[2])
             server.stop()
+            async with await asyncio.start_server(greet, HOST, server.port):
+                await logged(caplog, "does not greet as NATS does")
+                assert bus.max_payload_bytes > 1
             server.start()
             await logged(caplog, "connecting to NATS with the certificates of before")
             await logged(caplog, "its certificate is refused")
             replacing.issue(client_files, "c")
             await logged(caplog, "reconnected")
             assert await bus.publish_sequence(b"2", "s2") == 2
+    assert "('127.0.0.1', 1)" not in caplog.text

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, UserError
+from pipelinerl.local.ending import write_report
 from pipelinerl.local.processes import lives, living, running_pids
 from pipelinerl.local.resume import find_run, resume
 from pipelinerl.recipe.loading import ChangedRecipe, RecipeError, recipe_from_data, recipe_yaml
@@ -164,6 +165,15 @@ def test_what_scale_asked_for_stays_unless_the_user_now_says_how_many(
     assert run.scale.is_file(), "nothing is changed where it cannot go on"
     resume(run, None, overrides)
     assert run.scale.is_file() is stays
+
+
+def test_the_recipe_of_another_version_names_the_fix(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, (5,))
+    run.recipe.write_text(run.recipe.read_text().replace("sampling:", "sampling:\n  top_p: 1.0"))
+    (tmp_path / "metrics.jsonl").touch()
+    for attempt in (lambda: resume(run), lambda: write_report(tmp_path)):
+        with pytest.raises(UserError, match=r"(?s)sampling\.top_p = 1\.0: no such field.*use the version that began the run"):
+            attempt()
 
 
 def test_preparing_leaves_logs_and_drops_addresses_of_processes_that_are_gone(tmp_path: Path) -> None:

@@ -35,7 +35,15 @@ from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, exit_code, stop_event, watch_loop
 from pipelinerl.service.logs import AGGREGATED, ContextFormatter, LogContext, RepetitionFilter, take_over
-from pipelinerl.service.settings import ServiceAddress, ServiceSettings, host_port, read_address, read_settings, split_host_port
+from pipelinerl.service.settings import (
+    ServiceAddress,
+    ServiceSettings,
+    TrainerSettings,
+    host_port,
+    read_address,
+    read_settings,
+    split_host_port,
+)
 from pipelinerl.service.tls import RenewedCertificates
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from tests.support.certificates import Authority
@@ -340,6 +348,12 @@ def test_settings_come_from_the_environment_and_every_wrong_variable_is_named(en
     environment.setenv("PIPELINERL_RECIPE", "recipe.yaml")
     settings = read_settings(SmallSettings)
     assert (settings.run, settings.workers, settings.recipe) == ("arithmetic", 2, Path("recipe.yaml"))
+
+
+def test_an_empty_host_does_not_open_the_store_of_transfers_on_every_interface(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("PIPELINERL_TRANSFER_HOST", "")
+    with pytest.raises(UserError, match="PIPELINERL_TRANSFER_HOST = ''"):
+        read_settings(TrainerSettings)
 
 
 # --- lifecycle
