@@ -1,7 +1,7 @@
-"""The reference of recipe fields in docs/recipes.md, generated from the models so that it cannot drift from them.
+"""The reference of recipe fields in docs/recipe-fields.md, generated from the models so that it cannot drift from them.
 
     python -m deploy.tools.recipe_reference                    # print it
-    python -m deploy.tools.recipe_reference docs/recipes.md    # replace what stands between the file's two marks
+    python -m deploy.tools.recipe_reference docs/recipe-fields.md    # replace what stands between the file's two marks
 
 Reads models and one file; knows no recipe's values.
 """
@@ -43,7 +43,7 @@ def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type
 
 
 def _section(path: str, model: type[BaseModel]) -> str:
-    title = f"### `{path}`" if path else "### The recipe itself"
+    title = f"## `{path}`" if path else "## The recipe itself"
     note = " ".join((vars(model).get("__doc__") or "").split()) if path else ""
     rows = [_row(f"{path}.{name}" if path else name, field) for name, field in model.model_fields.items()]
     return "\n\n".join(part for part in (title, note, "\n".join([_HEAD, *rows])) if part)
@@ -70,7 +70,7 @@ def _default(field: FieldInfo) -> str:
     return f"`{json.dumps(value, ensure_ascii=False)}`"
 
 
-PART = GeneratedPart("fields", "python -m deploy.tools.recipe_reference docs/recipes.md", reference)
+PART = GeneratedPart("fields", "python -m deploy.tools.recipe_reference docs/recipe-fields.md", reference)
 
 if __name__ == "__main__":
     PART.main()

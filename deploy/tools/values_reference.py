@@ -3,7 +3,7 @@
     python -m deploy.tools.values_reference                       # print it
     python -m deploy.tools.values_reference docs/chart-values.md  # replace what stands between the file's two marks
 
-Recipe fields are one row each here: docs/recipes.md has their meaning.
+Recipe fields are one row each here: docs/recipe-fields.md has their meaning.
 """
 
 from __future__ import annotations

@@ -60,8 +60,10 @@ def test_relative_links_resolve(document: Path) -> None:
 
 
 def test_the_recipe_reference_is_what_the_models_say() -> None:
-    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/recipe-fields.md").read_text(encoding="utf-8")
     assert reference.PART.replaced(text) == text, f"run: {reference.PART.command}"
+    with pytest.raises(ValueError, match="needs one line"):
+        reference.PART.replaced("no marks")
 
 
 def test_the_reference_has_type_default_bounds_and_meaning_of_a_field() -> None:
