@@ -261,7 +261,7 @@ async def check_small_updates(run: Running, learner: Learner) -> None:
         return [np.array(await run.score(tokens.tolist())), policy.sequence_logprobs(tokens), exact.sequence_logprobs(tokens)]
 
     before = await scored()
-    for version, std, most_merged, least_of_exact in ((V[1], 4e-5, 0.5, 0.7), (V[2], 1.2e-4, 0.85, 0.95)):
+    for version, std, most_merged in ((V[1], 2e-5, 0.5), (V[2], 1.2e-4, 0.85)):
         kept = whole = 0.0
         for name, adapter in adapters.items():
             gradient = exact_adapters[name].weight.grad
@@ -282,8 +282,8 @@ async def check_small_updates(run: Running, learner: Learner) -> None:
         served, trained, full = (now - old for now, old in zip(after, before, strict=True))
         assert served @ full >= 0.95 * (trained @ full)
         assert trained @ full >= 0.95 * (served @ full)
-        assert served @ full >= least_of_exact * (full @ full)
-        assert np.sqrt(np.mean(full**2)) > 0.02
+        assert served @ full >= 0.95 * (full @ full)
+        assert np.sqrt(np.mean(full**2)) > 0.01
     assert not parity_problems(run, after, before)
     run.sent = lambda: ((name, tensor / 2 if "lora_B" in name else tensor) for name, tensor in learner.gather(ADAPTER))
     await run.update(V[3])  # at half scale

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 class Served(nn.Module):
     packed_modules_mapping = FUSED
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
         super().__init__()
@@ -30,7 +30,7 @@ class Served(nn.Module):
         self.down_proj = RowParallelLinear(6, 8, bias=True)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator)
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
             parameter.requires_grad_(False)
         layers: dict[str, Any] = dict(self.named_children())
         self.weights = {name: (layer.weight.clone(), layer.bias.clone()) for name, layer in layers.items()}
@@ -58,8 +58,8 @@ def config(tmp_path: Any) -> Iterator[Any]:
         destroy_distributed_environment()
 
 
-def installed(model: Served, **lora: Any) -> dict[str, Place]:
-    additional, model_config = {CONFIG: LoraConfig(**lora).model_dump()}, SimpleNamespace(dtype=torch.float32)
+def installed(model: Served, dtype: torch.dtype = torch.float32, **lora: Any) -> dict[str, Place]:
+    additional, model_config = {CONFIG: LoraConfig(**lora).model_dump()}, SimpleNamespace(dtype=dtype)
     content: Any = SimpleNamespace(additional_config=additional, model_config=model_config)
     return install(model, content, CPU)
 
@@ -111,6 +111,31 @@ def test_each_part_of_a_fused_layer_gets_its_own_product(config: Any, rslora: bo
         expected = torch.cat([scaling * x @ sent[f"{part}.a"].T @ sent[f"{part}.b"].T for part in parts], -1)
         torch.testing.assert_close(change(layer, x, plain[name]), expected, atol=1e-4, rtol=1e-4)
     assert addresses == [(place.method.a.data_ptr(), place.method.b.data_ptr()) for place in places.values()]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_sixteen_bit_products_below_half_a_unit_in_the_last_place_survive_on_average(config: Any, is_packed: bool) -> None:
+    model, x = Served(torch.bfloat16), torch.randn(2, 500, IN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    layer, (weight, bias) = model.gate_up_proj, model.weights["gate_up_proj"]
+    if is_packed:  # as vLLM does it on a CPU that multiplies in bfloat16
+        layer.cpu_linear = lambda x, _, bias: nn.functional.linear(x, weight, bias)
+        layer.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+    places, sent = installed(model, torch.bfloat16, rank=4, alpha=4.0, target_modules=["gate_proj", "up_proj"]), factors(rank=4)
+    sent = {name: t * (1e-4 if name.endswith(".b") else 1) for name, t in sent.items() if name[:2] in ("ga", "up")}
+    method: Any = layer.quant_method
+    before = method.apply(layer, x, layer.bias)
+    torch.testing.assert_close(before, nn.functional.linear(x, weight, bias), atol=0.05, rtol=0.02)
+    loader = AdapterLoader(model, places, manifest_of(sent, scaling=1.0))
+    loader.load(sent.items())
+    loader.swap()
+    changed = method.apply(layer, x, layer.bias).float() - before.float()
+    product = torch.cat([x.float() @ sent[f"{part}.a"].T @ sent[f"{part}.b"].T for part in FUSED["gate_up_proj"]], -1)
+    assert product.abs().mean() < before.abs().mean() / 1000
+    assert (changed * product).sum().item() == pytest.approx((product**2).sum().item(), rel=0.2)
+    if is_packed:
+        method.unpacked.zero_()
+        method.unpack(layer)
+        assert torch.equal(method.unpacked, weight.T)
 
 
 def test_two_tensor_parallel_ranks_have_the_whole_product_between_them(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

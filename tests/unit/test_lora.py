@@ -156,6 +156,21 @@ def test_bfloat16_adapters_have_float32_masters_and_serve_what_they_compute() ->
     assert np.abs(logprobs(whole) - policy.sequence_logprobs(TOKENS)).max() < 0.25
 
 
+def test_sixteen_bit_products_below_half_a_unit_in_the_last_place_survive_on_average() -> None:
+    base = model("qwen2-untied").to(torch.bfloat16)
+    add_adapters(base, RANK_4)
+    adapter = layer_adapters(base)["model.layers.0.mlp.up_proj"]
+    x = torch.randn(2, 500, adapter.a.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = adapter.layer(x)
+    assert torch.equal(before, torch.nn.functional.linear(x, adapter.weight))
+    with torch.no_grad():
+        adapter.b.normal_(std=1e-5)
+    changed = adapter.layer(x).float() - before.float()
+    product = adapter.scaling * x.float() @ adapter.a.float().T @ adapter.b.float().T
+    assert product.abs().mean() < before.abs().mean() / 1000
+    assert (changed * product).sum().item() == pytest.approx((product**2).sum().item(), rel=0.2)
+
+
 def test_new_adapters_change_nothing() -> None:
     np.testing.assert_array_equal(
         adapted("llama-tied").sequence_logprobs(TOKENS), wrap_model(model("llama-tied")).sequence_logprobs(TOKENS)

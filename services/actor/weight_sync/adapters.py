@@ -1,9 +1,10 @@
 """Low-rank adapters inside a vLLM model: each adapted layer computes W·x + s · B·(A·x), as the trainer's forward pass does.
 
 Adapters are not merged, because 16-bit weights would lose them: an update below half a unit in the last place of a weight
-vanishes in the sum. Instead, `install` wraps the linear method of each layer, which is vLLM's extension point, before vLLM
-compiles the model or captures CUDA graphs. A and B have fixed addresses, start at zero, and are overwritten between two decode
-steps. All requests have the same adapter, so both products are plain matrix products, unlike those of vLLM's own LoRA.
+vanishes in the sum. For the same reason the sum of both products is rounded only once. `install` wraps the linear method of
+each layer, which is vLLM's extension point, before vLLM compiles the model or captures CUDA graphs. A and B have fixed
+addresses, start at zero, and are overwritten between two decode steps. All requests have the same adapter, so both products are
+plain matrix products, unlike those of vLLM's own LoRA.
 
 vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several of the checkpoint's (q, k and v)
 stacks their A, and holds B as a block-diagonal matrix. This module neither receives weights nor knows versions.
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import (
@@ -28,6 +30,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -46,7 +49,8 @@ Named = tuple[str, Tensor]
 class AdaptedLinearMethod(LinearMethodBase):
     """Adds the low-rank product to the output of the layer's own method, `plain`, which may be a quantised one.
 
-    A: [parts · rank, in], B: [out, parts · rank], both of this tensor-parallel rank.
+    A: [parts · rank, in], B: [out, parts · rank], both of this tensor-parallel rank. Plain 16-bit weights are multiplied here,
+    so that the sum is rounded once. vLLM packs them on a CPU; `unpacked` [in, out] is then a copy of them.
     """
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
@@ -54,6 +58,10 @@ class AdaptedLinearMethod(LinearMethodBase):
         self.in_size, self.out_size = _sizes(layer)
         self.a = like.new_zeros(parts * self.rank, self.in_size)
         self.b = like.new_zeros(self.out_size, parts * self.rank)
+        is_plain = type(plain) is UnquantizedLinearMethod and not envs.VLLM_BATCH_INVARIANT
+        self.rounds_once = is_plain and like.dtype != torch.float32
+        self.unpacked = like.new_empty(self.in_size, self.out_size) if self.rounds_once and not layer.weight.numel() else None
+        self.unpack(layer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["plain"], name)
@@ -64,11 +72,24 @@ class AdaptedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self.plain.process_weights_after_loading(layer)
 
+    @torch.no_grad()
+    def unpack(self, layer: nn.Module) -> None:
+        """Copy packed weights again, after they have changed. Products with the identity matrix are exact."""
+        if self.unpacked is not None:
+            for some in torch.arange(self.in_size).split(1024):
+                rows = torch.zeros(len(some), self.in_size, dtype=self.a.dtype)
+                rows[torch.arange(len(some)), some] = 1
+                self.unpacked[some] = self.plain.apply(layer, rows)
+
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute in the trainer's order of operations: W·x is rounded before the low-rank product is added."""
-        y = self.plain.apply(layer, x, bias)
-        low_rank = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b)
-        return (y + low_rank * self.scaling).to(y.dtype)
+        """Compute in the trainer's order of operations: see `rounded_once` in `services.trainer.learn.lora`."""
+        low_rank = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b) * self.scaling
+        if not self.rounds_once:
+            y = self.plain.apply(layer, x, bias)
+            return (y + low_rank).to(y.dtype)
+        weight = layer.weight.t() if self.unpacked is None else self.unpacked
+        y = torch.addmm(low_rank.flatten(0, -2), x.flatten(0, -2), weight).view_as(low_rank)  # type: ignore[arg-type]
+        return y if bias is None else y + bias
 
 
 def plain_method(method: Any) -> Any:

@@ -124,6 +124,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._base_replaced = True
             for place in self._places.values():
                 place.method.b.zero_()
+                place.method.unpack(place.layer)
 
     def shutdown(self) -> None:
         if self._worker is not None:
