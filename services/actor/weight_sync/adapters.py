@@ -60,7 +60,11 @@ class AdaptedLinearMethod(LinearMethodBase):
         self.b = like.new_zeros(self.out_size, parts * self.rank)
         is_plain = type(plain) is UnquantizedLinearMethod and not envs.VLLM_BATCH_INVARIANT
         self.rounds_once = is_plain and like.dtype != torch.float32
-        self.unpacked = like.new_empty(self.in_size, self.out_size) if self.rounds_once and not layer.weight.numel() else None
+        self.unpacked = (
+            like.new_empty(self.in_size, self.out_size)
+            if self.rounds_once and not layer.get_parameter("weight").numel()
+            else None
+        )
         self.unpack(layer)
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +77,7 @@ class AdaptedLinearMethod(LinearMethodBase):
         self.plain.process_weights_after_loading(layer)
 
     @torch.no_grad()
-    def unpack(self, layer: nn.Module) -> None:
+    def unpack(self, layer: LinearBase) -> None:
         """Copy packed weights again, after they have changed. Products with the identity matrix are exact."""
         if self.unpacked is not None:
             for some in torch.arange(self.in_size).split(1024):
@@ -81,14 +85,14 @@ class AdaptedLinearMethod(LinearMethodBase):
                 rows[torch.arange(len(some)), some] = 1
                 self.unpacked[some] = self.plain.apply(layer, rows)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute in the trainer's order of operations: see `rounded_once` in `services.trainer.learn.lora`."""
         low_rank = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b) * self.scaling
         if not self.rounds_once:
             y = self.plain.apply(layer, x, bias)
             return (y + low_rank).to(y.dtype)
         weight = layer.weight.t() if self.unpacked is None else self.unpacked
-        y = torch.addmm(low_rank.flatten(0, -2), x.flatten(0, -2), weight).view_as(low_rank)  # type: ignore[arg-type]
+        y = torch.addmm(low_rank.flatten(0, -2), x.flatten(0, -2), weight).view_as(low_rank)
         return y if bias is None else y + bias
 
 

@@ -72,7 +72,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
 
 
 @cache
-def rounded_once() -> type[LoraLayer]:
+def rounded_once() -> type[nn.Module]:
     """Return peft's layer for `nn.Linear`, changed to round W·x + s · B·(A·x) once in 16 bits.
 
     peft rounds W·x first. A product below half a unit in its last place then vanishes for every token, although it is most of
@@ -82,12 +82,12 @@ def rounded_once() -> type[LoraLayer]:
 
     class RoundedOnce(lora.Linear):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            base = self.get_base_layer()
+            base: Any = self.get_base_layer()
             if self.disable_adapters or self.merged or x.dtype == torch.float32:
                 whole_sum: Tensor = super().forward(x, *args, **kwargs)
                 return whole_sum
             low_rank = self.lora_B[NAME](self.lora_A[NAME](x)) * self.scaling[NAME]
-            y = torch.addmm(low_rank.flatten(0, -2), x.flatten(0, -2), base.weight.t()).view_as(low_rank)
+            y: Tensor = torch.addmm(low_rank.flatten(0, -2), x.flatten(0, -2), base.weight.t()).view_as(low_rank)
             return y if base.bias is None else y + base.bias
 
     return RoundedOnce
