@@ -241,7 +241,7 @@ async def test_a_release_trains_is_scaled_and_upgraded_and_comes_to_its_end_over
         release.upgrade({**RELEASE, "trainer": {**RELEASE["trainer"], "steps": before + 20}})
         old = await cluster.delete(TRAINER)
         assert old.containers["trainer"].exit_codes == [0]
-        await release.until_logged("incarnation 2 goes on from version")
+        await release.until_logged("incarnation 2 resumes from version")
         assert 'id="live"' in await release.page()
         await release.until_state(phase="Finished", run="arithmetic", policyVersion=str(before + 20), actors="1")
         await cluster.until(
