@@ -223,7 +223,7 @@ async def test_heldout_problems_of_such_a_task_are_episodes_that_come_back_with_
             ActorClient("a", f"127.0.0.1:{port}") as client,
         ):
             answers = {one.id: one async for one in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)}
-            with pytest.raises(ServiceError, match="no episodic tasks"):
+            with pytest.raises(ServiceError, match="not episodic tasks of the recipe"):
                 _ = [one async for one in client.generate([actor_pb2.GeneratePrompt(task="x")], SAMPLING, 1, 60)]
     good, bad = answers["good"], answers["bad"]
     assert (good.failure, good.verdict.sequence_id, good.verdict.reward) == ("", "good", 0.75)
