@@ -160,10 +160,10 @@ def nothing_is_readable_by_others(run_dir: RunDir) -> None:
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in (*secrets, run_dir.nats_store / "nats.conf"))
     assert all(path.stat().st_mode & 0o077 == 0 for path in (run_dir.path, run_dir.path / "secrets", run_dir.nats_store))
     logs = [path.read_bytes() for path in (run_dir.path / "logs").iterdir()]
-    for path in Path("/proc").glob("[0-9]*/*"):
-        if path.name in ("cmdline", "environ"):
+    for process in Path("/proc").glob("[0-9]*"):
+        for name in ("cmdline", "environ"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                logs.append(path.read_bytes())
+                logs.append((process / name).read_bytes())
     assert not [one for one in logs for password in passwords if password.encode() in one]
 
 
