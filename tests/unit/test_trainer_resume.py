@@ -152,6 +152,7 @@ async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> No
     async with streams() as bus:
         async with life(tmp_path, bus) as one:
             await one.train_a_version(answers=3)
+            await one.idle()  # otherwise the feeder may issue a group after the checkpoint
             await one.checkpoint()
             counts = one.tracker.ledger.counts
         async with life(tmp_path, bus) as again:
