@@ -58,7 +58,7 @@ class NoSandbox(PipelineRLError):
 @dataclass(frozen=True)
 class Limits:
     timeout_s: float = 5.0
-    """Wall-clock seconds; CPU seconds are limited accordingly, as the program has one process."""
+    """Wall-clock seconds. The CPU limit follows from them; it counts per process, and the program has only one."""
     memory_mib: int = 512
     """Address space, including the interpreter's."""
     output_bytes: int = 65_536
