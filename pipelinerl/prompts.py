@@ -41,7 +41,7 @@ def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
         if not tokenizer.chat_template:
             fix = "the model has no chat template that could read them; name one with model.chat_template, or leave them out"
             raise FieldError("model.chat_template_kwargs", model.chat_template_kwargs, fix)
-        # Jinja takes Python's literals. The line end goes with the last tag, so that the template begins as it did.
+        # Jinja reads Python's literals. It drops the newline after the last tag (trim_blocks), so the prompt begins as before.
         defaults = "".join(
             f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
             for name, value in model.chat_template_kwargs.items()
@@ -200,7 +200,7 @@ def refusal(
     """Return the error for a prompt that the chat template does not `write`; it blames the system message if the rest is
     accepted."""
     if messages[0]["role"] == "system" and len(messages) > 1:
-        with contextlib.suppress(Exception):  # then the system message is not the cause
+        with contextlib.suppress(Exception):  # if this fails too, the system message is not the cause
             write(messages[1:])
             fix = 'set task.system_prompt: "" and put its text into task.instruction'
             if problem.messages and problem.messages[0]["role"] == "system":

@@ -44,7 +44,7 @@ class RunTotals:
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
     largest_lag: int | None = None
-    """Largest lag by the formula, as of the last step."""
+    """Largest lag that `pipelinerl.rl.throughput.recipe_lag` computed for the last step."""
     ended_by_length: dict[str, list[int]] = field(default_factory=dict)
     """Sequences [trained, dropped as stale], keyed by the upper end of a length bucket."""
     ess: list[float] = field(default_factory=list)

@@ -18,7 +18,7 @@ import ssl
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -29,9 +29,6 @@ from nats.aio.msg import Msg
 from pipelinerl.bus.permissions import inbox_prefix
 from pipelinerl.errors import BusError, FieldError, NotPermitted
 from pipelinerl.service.tls import CA, CERTIFICATE, KEY, check_ca, check_pair, read_file
-
-if TYPE_CHECKING:
-    from pipelinerl.bus.reader import Puller
 
 _log = logging.getLogger(__name__)
 
@@ -179,6 +176,15 @@ _ENDS_NOTHING = ("permissions violation", "stale connection")
 _REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"([^"]*)"', re.IGNORECASE)
 
 
+class Waiting(Protocol):
+    """Part of a client that waits for messages, and whose wait may have to end."""
+
+    def on_reconnect(self) -> None: ...
+
+    def on_refusal(self, lowered: str) -> None:
+        """`lowered`: a subject, in lower case, that the server does not let this user use."""
+
+
 class Connection(Client):
     """nats-py's client, connected within `opened`. It calls `pullers` after reconnections and refusals.
 
@@ -198,7 +204,7 @@ class Connection(Client):
         """Name of the user; empty with a .creds file, and without a login."""
         self._requires_tls = tls_dir is not None or any(server.strip().lower().startswith("tls://") for server in self._urls)
         self.js = self.jetstream(timeout=request_timeout_s)
-        self.pullers: set[Puller] = set()
+        self.pullers: set[Waiting] = set()
         self._connected, self._was_connected, self._last_error = asyncio.Event(), False, ""
         self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # requests by token: subject, answer
         self._tokens = map(str, itertools.count())

@@ -134,7 +134,6 @@ class Puller(ABC):
     async def _on_message(self, message: Msg) -> None: ...
 
     def on_refusal(self, lowered: str) -> None:
-        """`lowered`: a subject, in lower case, that the server does not let this user use."""
         if lowered == self._asked.lower():
             self._error = NotPermitted(self._connection.user, self._asked)
             self._woken.set()

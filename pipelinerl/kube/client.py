@@ -191,9 +191,9 @@ class KubeClient:
 
     @asynccontextmanager
     async def watch_pods(self, selector: str, resource_version: str) -> AsyncIterator[AsyncIterator[PodChange]]:
-        """Yield changes after `resource_version` as they happen. The iterator ends when the server ends the watch. It raises a
-        `KubeError` of status 410 if the server no longer keeps that version: then list again. Both raise `KubeError`; leaving
-        the block closes the connection."""
+        """Yield an iterator over the changes after `resource_version`, which ends when the server ends the watch. Entering the
+        block and the iterator raise `KubeError`, of status 410 if the server no longer keeps that version: then list again.
+        Leaving the block closes the connection."""
         with _as_kube_error(WATCH_PODS):
             async with asyncio.timeout(self._request_s):
                 response = await self._respond(

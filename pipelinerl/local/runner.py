@@ -288,8 +288,7 @@ class LocalRun:
         return service
 
     def _prepare_trainer(self) -> Launch:
-        """Return the launch of a trainer, which continues from the newest checkpoint and waits for the present number of
-        actors."""
+        """Return the launch of a trainer that continues from the newest checkpoint and waits for as many actors as run now."""
         self.run_dir.summary.unlink(missing_ok=True)  # the previous trainer's
         return self._launches.trainer(len(self._actors), self._trainer_address)
 

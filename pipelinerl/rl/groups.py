@@ -73,7 +73,7 @@ def issue_limit(recipe: Recipe, version: int) -> int:
 
 
 EVALUATION_SLOTS = 64
-"""Held-out sequences and probes that an actor's scheduler admits beside its H."""
+"""Number of held-out sequences and probes that an actor's scheduler admits in addition to H training sequences."""
 WAIT_SHARE = 0.02
 """Share of a step's time; a shorter wait for sequences does not change the limit."""
 

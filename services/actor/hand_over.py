@@ -98,7 +98,7 @@ class HeldGroups:
         await self.done_with(group.group_id, [sample_index])
 
     async def done_with(self, group_id: str, samples: Iterable[int]) -> None:
-        """Mark samples as stored or handed over, and acknowledge messages without other samples."""
+        """Mark samples as stored or handed over, and acknowledge messages that wait for no other sample."""
         if held := self._held.get(group_id):
             for sample_index in samples:
                 held.partials.pop(sample_index, None)

@@ -46,7 +46,7 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Number of items in progress, start of the busy time, and seconds before that. Replaced as a whole."""
+        """Number of items in progress, start of the current busy time, and seconds of earlier ones. Replaced as a whole."""
 
     def enter(self) -> None:
         running, since, total_s = self._state

@@ -157,8 +157,7 @@ async def start_engine(
         weights = WeightUpdateClient(
             llm, recompute_kv=recipe.weights.recompute_kv, bind_host=bind_host, staging_buffers=recipe.weights.staging_buffers
         )
-        # vLLM's statistics of each request take a quarter of its time on this event loop. The scheduler's figures of each step
-        # remain.
+        # vLLM's statistics per request take a quarter of its time on this event loop. The scheduler's figures per step stay on.
         llm.log_stats = llm.output_processor.log_stats = False
         warnings = logging.getLogger("vllm.v1.utils")  # of each process that is killed
         level = warnings.level

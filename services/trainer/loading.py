@@ -144,7 +144,7 @@ def rank_device(local_rank: int) -> torch.device:
 
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the longest position of a call, but a part of a row sees only its own positions."""
+"""Rotary embeddings that depend on a row's longest position, which a rank with only a part of the row does not know."""
 
 
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:

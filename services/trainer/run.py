@@ -172,7 +172,7 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Raise `ServiceError` if too few actors register in time. A trainer that lingers warns and waits on."""
+        """Raise `ServiceError` if too few actors register in time. With `linger`, warn and wait on instead."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:

@@ -58,7 +58,7 @@ class NoSandbox(PipelineRLError):
 @dataclass(frozen=True)
 class Limits:
     timeout_s: float = 5.0
-    """Wall-clock seconds; CPU seconds are limited accordingly, as the program has one process."""
+    """Wall-clock seconds. The CPU limit follows from them; it counts per process, and the program has only one."""
     memory_mib: int = 512
     """Address space, including the interpreter's."""
     output_bytes: int = 65_536
@@ -212,7 +212,7 @@ _RIGHTS_BY_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _LEAST, _SCOPED = 3, 6
 """First versions of Landlock in which a readable file cannot be truncated, and in which signals cannot leave the sandbox."""
 _SCOPES = 3
-"""Flags that forbid signals and abstract sockets to processes outside, from version 6 on."""
+"""Flags that forbid signals and abstract sockets to processes outside the sandbox. Landlock has them from version 6 on."""
 
 
 def _call(number: int, *arguments: object) -> int:

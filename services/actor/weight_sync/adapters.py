@@ -125,7 +125,7 @@ class Place:
     name: str
     layer: LinearBase
     rows: int
-    """Outputs over all tensor-parallel ranks."""
+    """Number of output features over all tensor-parallel ranks."""
     part: int = 0
     shard: str | int | None = None
 

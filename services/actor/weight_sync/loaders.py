@@ -407,7 +407,7 @@ class PausedLoader:
         self._tensors: list[Named] = []
 
     def check(self, manifest: Manifest) -> None:
-        """Check nothing: the live model is the only instance, so problems only show when it is loaded."""
+        """Check nothing: no second instance of the model exists, so problems only show when the weights are loaded."""
 
     def load(self, tensors: Iterable[Named]) -> None:
         self.drop()

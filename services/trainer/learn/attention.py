@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,10 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.errors import FieldError
-
-if TYPE_CHECKING:
-    from services.trainer.learn.context_parallel import RowPart
-
 
 VARLEN = "pipelinerl_varlen"
 """Name under which transformers knows the attention of this module."""
@@ -63,6 +59,14 @@ class Slots:
     each token has one slot."""
 
 
+class SharedRow(Protocol):
+    """Exchange between the ranks that share a row: each has a part of its tokens outside attention, and of the heads inside."""
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]: ...
+
+    def to_tokens(self, x: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
     """Boundaries of the sequences in a packed row of T tokens."""
@@ -74,7 +78,7 @@ class PackedLayout:
     longest: int
     places: NDArray[np.int64] | None = None
     """[sum of lengths]: place in the row of each token of each sequence; None if the sequences are consecutive."""
-    part: RowPart | None = None
+    part: SharedRow | None = None
     """Set if ranks share the row: each has its part of the tokens, and attends all of them with a part of the heads."""
 
     @cached_property

@@ -62,8 +62,8 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ, float32[C] in nats, to bool[C], where True is left out. A NaN is never left out, so that it
-leads to a skipped step instead of being hidden."""
+"""Each function maps log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. A NaN is never excluded, so that
+it leads to a skipped step instead of being hidden."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:

@@ -417,7 +417,7 @@ class _Scan:
     log_normaliser: Tensor
     """log p of a word = its logit − this; of its entry in `kept` if the logits are kept."""
     kept: Tensor | None
-    """[C, V] logits if one block holds them all; after `_block_sums`, less the largest of each token."""
+    """Logits [C, V] if there is only one block; `_block_sums` (not `_fused_sums`) subtracts each token's largest from them."""
 
 
 def _scan(head: _Head) -> _Scan:

@@ -100,7 +100,7 @@ class PreparedStep:
     """Positions of the shown sequences' tokens among those of `batches`, branch by branch."""
     actors: tuple[str, ...] = ()
     token_actors: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """[C of the whole step]: index in `actors` of the sender of the token's sequence, in the order of `batches`."""
+    """int64[C] over all `batches` in order: for each token, the index in `actors` of the actor that sent its sequence."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:

@@ -188,7 +188,7 @@ class Recorder:
     # --- its members and weight updates ------------------------------------------------------------------------------
 
     def actor_loads(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
-        """Record the actors' last answers. `measuring`: they are being evaluated."""
+        """Record the states that the actors reported last. `measuring`: an evaluation or a probe is in progress."""
         self._loads.update(loads)
         self._replicas.actors(loads, measuring=measuring)
 

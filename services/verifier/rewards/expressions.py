@@ -209,7 +209,7 @@ _MEANINGS = {
     "infinity": Node("symbol", r"\infty"),
     "all real numbers": Node("group", "()", (Node("neg", "", (Node("symbol", r"\infty"),)), Node("symbol", r"\infty"))),
 }
-"""Mathematical meanings of texts."""
+"""The expression that each of these words or phrases stands for."""
 
 # --- the tree
 

@@ -248,7 +248,7 @@ def _labelled(node: Node) -> tuple[str, Node]:
 def _is_label(node: Node) -> bool:
     if node.kind == "text":
         return not _HEDGE.search(node.name)
-    is_segment = node.kind == "*" and all(part.kind == "*" or part.name.isupper() for part in node.parts)  # AB = 5
+    is_segment = node.kind == "*" and all(part.kind == "*" or part.name.isupper() for part in node.parts)  # as AB in AB = 5
     is_composed = (node.kind == "group" or is_segment) and all(map(_is_label, node.parts))
     return is_composed or (node.kind == "symbol" and node.name not in ("e", "i", r"\pi"))
 
