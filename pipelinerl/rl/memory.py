@@ -230,14 +230,12 @@ _DEVICES = (
 
 
 ACCELERATORS = {one.name: one for one in _DEVICES if one.name}
-"""Those that a plan may be made for."""
+"""Accelerators for which a plan can be made, by name."""
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of matrix products in `dtype` ("bfloat16", "float16") on the device that torch calls `device_name`.
-
-    None for a device or dtype that is not known: there is no utilization to tell.
-    """
+    """Return the peak FLOP/s of matrix products in `dtype` ("bfloat16", "float16") on the device that torch calls `device_name`;
+    None if the device or dtype is unknown."""
     name = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", device_name.strip())
     for device in _DEVICES:
         if dtype in device.dtypes and re.fullmatch(device.devices, name):

@@ -169,7 +169,7 @@ async def _put(folder: Path, url: str) -> None:
         async with asyncio.timeout(TRY_S):
             _, said = await process.communicate()
     except TimeoutError as error:
-        raise ServiceError(f"{url} did not accept it within {TRY_S} s") from error
+        raise ServiceError(f"the upload to {url} did not finish within {TRY_S} s") from error
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):

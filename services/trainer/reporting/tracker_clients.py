@@ -90,7 +90,7 @@ class TensorBoardTracker:
         self._open = SummaryWriter
 
     def start(self, run: TrackedRun) -> None:
-        """If a restart undid steps, readers leave out those after `run.version`."""
+        """Readers leave out the steps after `run.version`, which a restart undid."""
         purged = run.version + 1 if run.incarnation > 1 else None
         self._writer = self._open(str(run.run_dir / "tensorboard"), purge_step=purged)
         rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |" for name, value in run.params.items()]
