@@ -234,7 +234,7 @@ ACCELERATORS = {one.name: one for one in _DEVICES if one.name}
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of matrix products in `dtype` ("bfloat16", "float16") on the device that torch calls `device_name`;
+    """Return the peak FLOP/s of matrix products in `dtype` ("bfloat16" or "float16") on the device with torch's `device_name`;
     None if the device or dtype is unknown."""
     name = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", device_name.strip())
     for device in _DEVICES:

