@@ -49,7 +49,7 @@ class MessageError(PipelineRLError):
 
 
 class BusError(PipelineRLError):
-    """NATS is unreachable, refused something, or a stream is full."""
+    """NATS is unreachable or refused a request, or a stream is full."""
 
 
 class PayloadTooLarge(BusError):
@@ -73,15 +73,15 @@ class NotPermitted(UserError):
 
 
 class TransferError(PipelineRLError):
-    """A weight transfer did not complete: deadline, checksum, manifest mismatch, lost member."""
+    """A weight transfer failed: deadline, checksum, manifest mismatch, lost member."""
 
 
 class ManifestMismatch(TransferError):
-    """The two sides do not describe the same weights."""
+    """The trainer's and an actor's weights have different manifests."""
 
 
 class ServiceError(PipelineRLError):
-    """A service of the run cannot be started, reached, or has died."""
+    """A service of the run cannot be started or reached, or has died."""
 
 
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")

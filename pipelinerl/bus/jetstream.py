@@ -1,8 +1,8 @@
-"""The bus over NATS JetStream.
+"""The streams of a run over NATS JetStream.
 
-Four streams, one durable consumer and one key-value bucket per run, one connection per process. It does not start a server
-(`pipelinerl.local.nats` does) and does not change streams that exist. It neither publishes twice nor drops anything: a stream
-that is full or unreachable raises `BusError`, and the caller keeps what it holds. A message with an id may be repeated.
+A run has four streams, one durable consumer and one key-value bucket; a process has one connection. `pipelinerl.local.nats`
+starts a server. Existing streams are not changed. A stream that is full or unreachable raises `BusError`, and the caller keeps
+its message; publishing a message with an id again stores it once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _FIELD_FRAME_BYTES = len(": \r\n")
 CREATE_WITHIN_S = 60.0
 """Time for the servers of a cluster to find each other and choose a leader."""
 CONNECT_TIMEOUT_S = 30.0
-"""Time for a service to connect: it may start before its NATS does."""
+"""Maximum wait of a service for NATS, which may start later."""
 
 
 @contextlib.asynccontextmanager
@@ -71,11 +71,11 @@ async def connect(
     connect_timeout_s: float = 5.0,
     request_timeout_s: float = 10.0,
 ) -> AsyncIterator[Bus]:
-    """The bus of `run` at `url` (several servers of a cluster: separated by commas).
+    """Connect to the streams of `run` at `url`, which may list several servers of a cluster, separated by commas.
 
-    `name` is shown by NATS's monitoring; `credentials` is a file with `user:password` or a .creds file; `tls_dir` holds
-    ca.crt, and tls.crt and tls.key where the server asks for them. All are read again at each connection.
-    Raises `BusError` naming the url when no server answers in time, `FieldError` for a bad run name or file.
+    NATS's monitoring shows `name`. `credentials` is a file with `user:password`, or a .creds file. `tls_dir` holds ca.crt and,
+    if the server asks for a certificate, tls.crt and tls.key. All files are read again for each connection. Raises `BusError`
+    with the url if no server answers in time, and `FieldError` for a bad run name or file.
     """
     subjects = Subjects(run)
     connection = Connection(url, credentials, tls_dir, request_timeout_s)
@@ -91,8 +91,8 @@ async def connect(
 async def service_bus(
     settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
 ) -> AsyncIterator[Bus]:
-    """Open the bus of a service, waiting for NATS, which may start later. Raises `StartStopped` if `stop` is set meanwhile, and
-    errors that waiting does not heal."""
+    """Connect a service to its run, and wait for NATS, which may start later. Raises `StartStopped` if `stop` is set meanwhile,
+    and errors that waiting does not heal."""
     async with contextlib.AsyncExitStack() as stack:
 
         def opened() -> Awaitable[Bus]:
@@ -112,11 +112,11 @@ async def service_bus(
 
 
 class Bus:
-    """One run's streams. Made by `connect`.
+    """The streams of one run, opened by `connect`.
 
-    Every call is bounded in time and raises `BusError` when the server does not answer, `NotPermitted` when this user may not
-    make it. The iterators are not: they wait, across reconnections, until the context is left. Cancelling a wait (`anext` too)
-    never loses a message.
+    Every call is bounded in time. It raises `BusError` if the server does not answer, and `NotPermitted` if this user may not
+    make it. Iterators wait without a limit, also across reconnections, until their context is left. Cancelling a wait (that of
+    `anext` included) never loses a message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
@@ -127,7 +127,7 @@ class Bus:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Largest message, headers included (a message id costs about 30 bytes more than its length)."""
+        """Size of the largest message, headers included. A message id takes about 30 bytes more than its length."""
         return self.connection.max_payload
 
     async def close(self) -> None:
@@ -135,11 +135,11 @@ class Bus:
         await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
-        """Creates PROMPTS, SEQUENCES, CONTROL, DEAD and the membership bucket; keeps what is there, limits included.
+        """Create PROMPTS, SEQUENCES, CONTROL, DEAD and the membership bucket. Those that exist keep their contents and limits.
 
-        `fresh`: raises `FieldError`, and creates nothing, when anything was ever published to one of the first three.
-        Ids start again with each run, so that another run's messages would be taken for this one's. A cluster of servers that
-        has no leader yet is waited for, `CREATE_WITHIN_S` at most.
+        Raises `FieldError` with `fresh`, and creates nothing, if anything was ever published to one of the first three: each
+        run counts its ids from the start, so messages of an earlier run would be taken for this one's. Waits up to
+        `CREATE_WITHIN_S` for a cluster of servers that has no leader yet.
         """
         deadline = time.monotonic() + CREATE_WITHIN_S
         await retry_forever(
@@ -176,18 +176,21 @@ class Bus:
                 await self.connection.js.delete_stream(stream)
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Position in the queue once stored; a repeated `msg_id` within the window is stored once (a group that is
-        handed over is a new message and needs a new id). Raises `PayloadTooLarge`, `BusError`."""
+        """Publish a prompt group and return its position in the queue. A `msg_id` that is repeated within the window is stored
+        once; a group that is handed over is a new message and needs a new id. Raises `PayloadTooLarge`, `BusError`."""
         return await self._store_once(self._subjects.prompts_stream, self._subjects.prompts, payload, msg_id, headers)
 
     async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
-        """Next group of the work queue, or None when none came within `timeout_s` (> 0). Raises `BusError` when there
-        is no connection or the streams do not exist."""
+        """Take the next group from the work queue; None if none came within `timeout_s` (> 0). Raises `BusError` without a
+        connection or without streams."""
         return await self._queue.next(timeout_s)
 
     async def pending_prompts(self) -> dict[str, int]:
-        """Positions of all messages of the queue, by their ids and in order, delivered or not: groups that nobody has finished.
-        Takes none. One that is acknowledged or published meanwhile may be in it or not."""
+        """Return the positions of all unfinished groups of the queue by message id, in order, whether or not they are
+        delivered.
+
+        Nothing is taken. A group that is acknowledged or published meanwhile may be missing.
+        """
         found = await stored_messages(self.connection, self._subjects.prompts_stream, self._subjects.prompts)
         return {(message.headers or {}).get(MSG_ID, ""): message.seq or 0 for message in found}
 
@@ -196,14 +199,14 @@ class Bus:
         return await stream_info(self.connection, self._subjects.prompts_stream)
 
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Position in the log once stored; a repeated `msg_id` within the window is stored once.
+        """Publish a sequence and return its position in the log. A `msg_id` that is repeated within the window is stored once.
         Raises `PayloadTooLarge`, `BusError`."""
         stream, subject = self._subjects.sequences_stream, self._subjects.sequences
         return await self._store_once(stream, subject, payload, msg_id, headers)
 
     def read_sequences(self, from_position: int) -> OrderedReader[LogEntry]:
-        """The log from `from_position` (>= 1) on, waiting at its end for more, within `async with`. Positions that were purged
-        are left out."""
+        """Iterate over the log from `from_position` (>= 1), in an `async with` block. At its end, wait for more. Purged
+        positions are left out."""
         stream = self._subjects.sequences_stream
         return OrderedReader(self.connection, stream, _log_entry, from_position=max(1, from_position))
 
@@ -220,8 +223,8 @@ class Bus:
         return await stream_info(self.connection, self._subjects.sequences_stream)
 
     async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
-        """Keeps a message that was given up; a repeated `msg_id` within the window is stored once.
-        Raises `PayloadTooLarge`, `BusError`."""
+        """Store a message that was given up. A `msg_id` that is repeated within the window is stored once. Raises
+        `PayloadTooLarge`, `BusError`."""
         await self._store_once(self._subjects.dead_stream, self._subjects.dead, payload, msg_id)
 
     async def dead_letters(self) -> list[bytes]:
@@ -230,15 +233,17 @@ class Bus:
         return [message.data or b"" for message in found]
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Replaces the last message of this kind (and actor): a watcher that is slower than two publishes may see only
-        the second. Raises `BusError`."""
+        """Publish a control message, which replaces the last one of this kind (and actor): a slow watcher may only see the
+        newest. Raises `BusError`."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
     def watch_control(self, kinds: Sequence[str], actor: str = "") -> OrderedReader[ControlMessage]:
-        """The last message of each matching subject, then every new one, in stream order, within `async with`.
-        An answer kind (`staged`) matches the answers of all actors; an order (`commit`) matches those to all, and those
-        to `actor` alone (`EVERY_ACTOR`: to any one)."""
+        """Iterate over the last message of each matching subject, then over new ones in stream order, in an `async with` block.
+
+        An answer kind (such as `staged`) matches the answers of all actors. An order kind (such as `commit`) matches orders to
+        all actors, and orders to `actor` alone; `EVERY_ACTOR` matches those to any one.
+        """
         prefix = self._subjects.control("")
 
         def control_message(message: Msg, ack: AckSubject) -> ControlMessage:
@@ -249,15 +254,15 @@ class Bus:
         return OrderedReader(self.connection, self._subjects.control_stream, control_message, subjects=subjects)
 
     async def put_member(self, actor: str, payload: bytes) -> None:
-        """Registers or refreshes; the entry expires after `member_ttl_s`."""
+        """Register a member, or renew its registration, which expires after `member_ttl_s`."""
         await self._store(self._subjects.member(check_actor_name(actor)), payload, {})
 
     async def remove_member(self, actor: str) -> None:
         await self._store(self._subjects.member(check_actor_name(actor)), b"", {"KV-Operation": "DEL"})
 
     def watch_members(self) -> MemberWatch:
-        """Present members first, then every put and removal, expiry included, within `async with`. Heartbeats arrive as puts; a
-        removal comes once."""
+        """Iterate over the present members, then over every renewal, removal and expiry, in an `async with` block. A removal is
+        reported once."""
         return MemberWatch(self.connection, self._subjects, self.limits.member_ttl_s)
 
     async def _store_once(self, stream: str, subject: str, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
@@ -269,8 +274,8 @@ class Bus:
             raise
 
     async def _store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
-        """Position in the stream, once acknowledged. Raises `PayloadTooLarge`, `NotPermitted`, and `BusError` when it is not
-        acknowledged in time."""
+        """Publish a message, wait until it is stored, and return its position. Raises `PayloadTooLarge`, `NotPermitted`, and
+        `BusError` if the server does not acknowledge it in time."""
         size = len(payload) + (_HEADER_FRAME_BYTES if headers else 0)
         size += sum(len(key) + len(value.encode()) + _FIELD_FRAME_BYTES for key, value in headers.items())
         if size > self.max_payload_bytes:
@@ -283,7 +288,7 @@ class Bus:
             return int(acknowledgement["seq"])
 
     async def _limits_of(self, stream: str) -> str:
-        """Describe a stream's limits in the server, which are those of its creation. They never change, so it asks once."""
+        """Describe a stream's limits, which never change after its creation, so that the server is asked once."""
         if stream not in self._limit_texts:
             with bus_errors(f"looking at {stream} at {self.connection.url}"):
                 config = (await self.connection.js.stream_info(stream)).config
@@ -330,16 +335,17 @@ def _log_entry(message: Msg, ack: AckSubject) -> LogEntry:
 _UNLIMITED = -1
 _SHORTEST_NOTICE_S = 1.0
 _MAX_ACTORS = 16_384
-"""Actors that may wait for a prompt group at once, and that may follow the control channel, each by a consumer of its own.
-The server's defaults are 512 waiting pulls and, from 2.15 on, 1,000 consumers of a stream."""
+"""Maximum number of actors. Each waits for a prompt group, and follows the control channel by its own consumer. The server's
+defaults are 512 waiting pulls and, from 2.15 on, 1,000 consumers of a stream."""
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfig]:
-    """PROMPTS, SEQUENCES, CONTROL and DEAD.
+    """Return the configurations of PROMPTS, SEQUENCES, CONTROL and DEAD.
 
-    PROMPTS is a work queue: a message leaves when it is acknowledged. The others are logs: SEQUENCES keeps messages until they
-    are purged, CONTROL the last one of each subject, DEAD the newest for people. When full, all but DEAD refuse the next one
-    instead of dropping the oldest; CONTROL still takes a message that is no longer than what it replaces.
+    PROMPTS is a work queue: an acknowledged message is removed. The others are logs: SEQUENCES keeps messages until they are
+    purged, CONTROL keeps the last one of each subject, DEAD the newest ones, for people. A full stream refuses the next
+    message, except DEAD, which drops its oldest one. A full CONTROL still takes a message that is no longer than the one it
+    replaces.
     """
 
     def config(name: str, subject: str, discard: DiscardPolicy, **more: Any) -> StreamConfig:
@@ -388,7 +394,8 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
 
 
 def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
-    """Deliveries are not bounded by the server: it would keep the group for ever and tell nobody."""
+    """Return the consumer that all actors share. It has no limit of deliveries, because the server would keep a group beyond
+    the limit forever, and report it to nobody."""
     return ConsumerConfig(
         durable_name=ACTORS,
         ack_policy=AckPolicy.EXPLICIT,
@@ -400,7 +407,7 @@ def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
 
 
 def members_bucket(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
-    """A bucket whose entries expire, with a notice to watchers when they do (nats-server 2.11)."""
+    """Return a bucket whose entries expire, with a notice to watchers when they do (nats-server 2.11)."""
     return KeyValueConfig(
         bucket=subjects.members_bucket,
         history=1,

@@ -1,9 +1,9 @@
-"""One connection to NATS: it opens, reconnects, and raises failures as `BusError`.
+"""One connection to NATS, which opens, reconnects, and raises failures as `BusError`.
 
-It adds to nats-py's client: refusals reach the waiting task, requests end with the connection, and logins and certificates are
-read again for each connection. A file that cannot be read is an error at the start; later the previous content is used and a
-warning logged, so a half-renewed file does no harm. A password is never shown, and never sent to a server without TLS if TLS
-was asked for. The module knows nothing about runs, streams or sequences.
+It adds to nats-py's client: a refusal reaches the waiting task, a lost connection ends open requests, and logins and
+certificates are read again for each connection. An unreadable file is an error at the start; later it is a warning, and the
+previous content is used, so that a half-renewed file does no harm. A password is never shown, and never sent to a server
+without TLS if TLS was asked for. This module knows nothing about runs, streams or sequences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CREDENTIALS, _TLS_DIR = "nats_credentials", "nats_tls_dir"
 
 
 def read_login(credentials: Path | None) -> dict[str, str]:
-    """nats-py's options for a file with `user:password` or a NATS .creds file. Raises `FieldError` on `nats_credentials`."""
+    """Return nats-py's options for a file with `user:password` or a .creds file. Raises `FieldError` on `nats_credentials`."""
     if credentials is None:
         return {}
     text = read_file(credentials, _CREDENTIALS).decode(errors="replace").strip()
@@ -81,7 +81,7 @@ _BEFORE_SCHEME = re.compile(r",(?=\s*[a-z]+://)", re.IGNORECASE)
 
 
 class AckSubject(NamedTuple):
-    """Positions that JetStream writes into a delivered message's reply subject."""
+    """Positions that JetStream writes into the reply subject of a delivered message."""
 
     num_deliveries: int
     stream_position: int
@@ -89,7 +89,7 @@ class AckSubject(NamedTuple):
 
     @classmethod
     def parse(cls, reply: str) -> AckSubject:
-        """Raises `BusError` when `reply` is not of a JetStream delivery."""
+        """Parse a reply subject. Raises `BusError` if it is not that of a delivery."""
         tokens = reply.split(".")
         first = 4 if len(tokens) == 9 else 6  # newer servers put a domain and an account hash before the stream
         if not reply.startswith("$JS.ACK.") or len(tokens) < first + 4:
@@ -177,12 +177,12 @@ _REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"
 
 
 class Waiting(Protocol):
-    """Part of a client that waits for messages, and whose wait may have to end."""
+    """Interface of an object that waits for messages, and may have to stop waiting."""
 
     def on_reconnect(self) -> None: ...
 
     def on_refusal(self, lowered: str) -> None:
-        """`lowered`: a subject, in lower case, that the server does not let this user use."""
+        """Handle the refusal of a subject, given in lower case, that this user may not use."""
 
 
 class Connection(Client):
@@ -195,13 +195,13 @@ class Connection(Client):
     def __init__(
         self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0
     ) -> None:
-        """`url`: one server or several, separated by commas. Raises `FieldError` when a file cannot be used."""
+        """Take one server, or several separated by commas. Raises `FieldError` if a file cannot be used."""
         super().__init__()
         self.url, self.request_timeout_s = redacted(url), request_timeout_s
         self._urls, self._credentials, self._tls_dir = url.split(","), credentials, tls_dir
         self._login, self._context = read_login(credentials), tls_context(tls_dir)
         self.user = self._login.get("user") or _user_in(url)
-        """Name of the user; empty with a .creds file, and without a login."""
+        """Name of the user; empty with a .creds file and without a login."""
         self._requires_tls = tls_dir is not None or any(server.strip().lower().startswith("tls://") for server in self._urls)
         self.js = self.jetstream(timeout=request_timeout_s)
         self.pullers: set[Waiting] = set()
@@ -213,10 +213,10 @@ class Connection(Client):
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
-        """Connects, and reconnects for as long as the context lasts.
+        """Connect, and reconnect as long as the context lasts.
 
-        Raises `BusError` naming the url when no server answers within `timeout_s`, the login or a certificate is refused,
-        `NotPermitted` when this user may not have answers.
+        Raises `BusError` with the url if no server answers within `timeout_s`, or refuses the login or a certificate;
+        `NotPermitted` if this user may not receive answers.
         """
         with _no_notice_of_tls_ends():
             try:
@@ -233,7 +233,7 @@ class Connection(Client):
         return self._max_payload
 
     async def wait_connected(self, timeout_s: float | None = None) -> None:
-        """Raises `BusError` when there is no connection within `timeout_s`, by default `request_timeout_s`."""
+        """Wait for a connection. Raises `BusError` if there is none within `timeout_s`, by default `request_timeout_s`."""
         if self._connected.is_set():
             return
         try:

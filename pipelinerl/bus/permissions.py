@@ -26,7 +26,7 @@ _API = "$JS.API"
 
 
 Permissions = dict[str, list[str]]
-"""Subjects that may be `publish`ed to and `subscribe`d to, in a fixed order; everything else is refused."""
+"""Subjects that a user may `publish` to and `subscribe` to, in a fixed order. All others are refused."""
 
 
 def inbox_prefix(user: str) -> str:
@@ -46,10 +46,8 @@ def permissions(run: str) -> dict[str, Permissions]:
 
 
 def authorization(run: str, passwords: Mapping[str, str]) -> dict[str, Any]:
-    """The `authorization` block of nats-server's configuration, as data: JSON is valid configuration.
-
-    `passwords`: by user; users without one are left out.
-    """
+    """Return the `authorization` block of nats-server's configuration as data, since JSON is valid configuration. Users without
+    an entry in `passwords` are left out."""
     return {
         "users": [
             {"user": user, "password": passwords[user], "permissions": allowed}
@@ -60,7 +58,7 @@ def authorization(run: str, passwords: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _trainer(subjects: Subjects) -> list[str]:
-    """Makes the run's streams, issues prompts, gives orders, reads everything, purges what it has consumed."""
+    """Allow the trainer to make the streams, publish prompts and orders, read everything, and purge what it has consumed."""
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
         subjects.prompts,
@@ -81,7 +79,7 @@ def _trainer(subjects: Subjects) -> list[str]:
 
 
 def _actor(subjects: Subjects) -> list[str]:
-    """Takes prompt groups, publishes sequences, answers and what it gives up or hands over, follows the orders."""
+    """Allow an actor to take prompt groups, follow orders, and publish sequences, answers, hand-overs and dead letters."""
     filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.dead_stream)
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
@@ -99,12 +97,12 @@ def _actor(subjects: Subjects) -> list[str]:
 
 
 def _reading(stream: str) -> tuple[str, ...]:
-    """An ephemeral consumer of its own, as `OrderedReader` makes it."""
+    """Allow an ephemeral consumer, as `OrderedReader` makes it."""
     return (f"{_API}.CONSUMER.CREATE.{stream}", f"{_API}.CONSUMER.MSG.NEXT.{stream}.*", f"{_API}.CONSUMER.DELETE.{stream}.*")
 
 
 def main() -> int:
-    """Prints an `authorization` block for nats-server, with a placeholder for each password."""
+    """Print an `authorization` block for nats-server, with a placeholder for each password."""
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.bus.permissions", description=main.__doc__)
     parser.add_argument("run", metavar="RUN", help="name of the run")
     run = parser.parse_args().run

@@ -1,6 +1,6 @@
 """Names of a run's streams and subjects, their limits, and the messages on them. Pure.
 
-`jetstream.Bus` reads and writes them. Payloads are opaque bytes here: `pipelinerl.messages` makes and reads them.
+`jetstream.Bus` reads and writes the messages. Their payloads are opaque bytes here; `pipelinerl.messages` encodes them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _LEAST_BOUND_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Bounds of a run's streams, fixed when they are created. Full means a `BusError` that names the limit, never a
-    dropped message, dead letters excepted."""
+    """Limits of a run's streams, fixed at their creation. A full stream raises `BusError` with the limit; only dead letters are
+    dropped."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3
     sequences_max_messages: int = 10_000_000
     dead_max_messages: int = 10_000
-    """Dead letters are for people: beyond it the oldest one is dropped, and nothing waits."""
+    """Number of dead letters, which only people read, above which the oldest is dropped."""
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
-    """After so many deliveries an actor should `terminate` a group and publish its samples as failed. The bus itself
-    delivers for ever: a server that stopped delivering would lose the group silently."""
+    """Deliveries of a group after which an actor should `terminate` it and publish its samples as failed. The bus itself has no
+    limit: a server that stopped delivering would lose the group silently."""
     member_ttl_s: float = 10.0
     replicas: int = 1
     in_memory: bool = False
@@ -48,7 +48,7 @@ class StreamLimits:
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One message of the SEQUENCES log. `position` starts at 1 and only grows."""
+    """One message of SEQUENCES. `position` starts at 1 and only grows."""
 
     position: int
     payload: bytes
@@ -58,19 +58,19 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class StreamInfo:
-    """`first_position` is `last_position + 1` when the stream is empty."""
+    """State of a stream. `first_position` is `last_position + 1` if the stream is empty."""
 
     messages: int
     bytes: int
     first_position: int
     last_position: int
     first_at_s: float | None = None
-    """Server's wall-clock time at which the oldest message was published, Unix seconds; None when the stream is empty."""
+    """Unix time in seconds, by the server's clock, at which the oldest message was published; None if the stream is empty."""
 
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """`kind` and `actor` are the last tokens of the subject (actor is "" for the trainer's messages)."""
+    """A control message. `kind` and `actor` are the last tokens of its subject; the trainer's messages to all have no actor."""
 
     kind: str
     actor: str
@@ -81,7 +81,7 @@ class ControlMessage:
 
 @dataclass(frozen=True)
 class MemberEvent:
-    """A registration was put (`payload` set) or removed / expired (`payload` None)."""
+    """A registration was made or renewed (`payload` set), or was removed or expired (`payload` None)."""
 
     actor: str
     payload: bytes | None
@@ -92,7 +92,7 @@ RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
 def check_run_name(run: str, field: str = "run") -> str:
-    """Returns `run`; raises `FieldError` on `field` when it cannot be part of a subject and a Kubernetes label."""
+    """Return `run`. Raises `FieldError` on `field` if it cannot be part of a subject and a Kubernetes label."""
     if not RUN_NAME.fullmatch(run):
         raise FieldError(field, run, "use 1-40 lowercase letters, digits and inner dashes")
     return run
@@ -103,19 +103,19 @@ ACTOR_NAME = re.compile(r"[A-Za-z0-9_-]{1,253}")
 
 
 def check_actor_name(actor: str) -> str:
-    """Returns `actor`; raises `FieldError` when it cannot be one token of a subject."""
+    """Return `actor`. Raises `FieldError` if it cannot be one token of a subject."""
     if not ACTOR_NAME.fullmatch(actor):
         raise FieldError("actor", actor, "use 1-253 letters, digits, dashes and underscores")
     return actor
 
 
 def group_id_of(msg_id: str) -> str:
-    """The group that a message id on PROMPTS names: `g12` when it was issued, `g12/...` when it was published again."""
+    """Return the group in a message id on PROMPTS: `g12` when it is issued, `g12/...` when it is published again."""
     return msg_id.partition("/")[0]
 
 
 ACTORS = "actors"
-"""The durable consumer of PROMPTS that all actors share."""
+"""Name of the durable consumer of PROMPTS that all actors share."""
 
 
 class Subjects:
@@ -138,7 +138,8 @@ class Subjects:
         )
 
     def control(self, kind: str, actor: str = "") -> str:
-        """Subject of one kind of control message; an answer, or an order to one actor, ends with the actor's name."""
+        """Return the subject of one kind of control message. That of an answer, or of an order to one actor, ends with the
+        actor's name."""
         return f"{self.run}.control.{kind}.{actor}" if actor else f"{self.run}.control.{kind}"
 
     def member(self, actor: str) -> str:
@@ -153,16 +154,18 @@ EVERY_ACTOR = "*"
 
 
 def watched(kinds: Sequence[str], actor: str) -> list[tuple[str, str]]:
-    """Return the (kind, actor) pairs that a watcher of `kinds` sees: answers of all, orders to all and those to `actor`.
+    """Return the (kind, actor) pairs that a watcher of `kinds` sees: the answers of all actors, orders to all, and orders to
+    `actor`.
 
-    `actor` empty: no order to a single one; `EVERY_ACTOR`: to any. `EVERY_ACTOR` in a pair matches any name.
+    With an empty `actor`, orders to a single one are left out; with `EVERY_ACTOR`, orders to any one are included.
+    `EVERY_ACTOR` in a pair matches any name.
     """
     pairs = [(kind, EVERY_ACTOR if kind in FROM_ACTOR else "") for kind in kinds]
     return pairs + [(kind, actor) for kind in kinds if actor and kind in TO_ONE_ACTOR]
 
 
 def check_control(kind: str, actor: str) -> None:
-    """Raises `FieldError` unless `kind` is an order to all (`actor` empty) or to one, or an actor's answer."""
+    """Raise `FieldError` unless `kind` is an order to all actors (`actor` empty), an order to one, or an actor's answer."""
     if kind not in FROM_TRAINER + FROM_ACTOR:
         raise FieldError("kind", kind, f"use one of {', '.join(FROM_TRAINER + FROM_ACTOR)}")
     if kind in FROM_ACTOR or (actor and kind in TO_ONE_ACTOR):

@@ -1,13 +1,13 @@
-"""Reading streams: all that one holds, the messages of one in order, the members of a run, and its work queue.
+"""Read streams: the messages of one in order, all stored messages, the members of a run, and the work queue.
 
 `OrderedReader` reads a stream from a position, or from the last message of each subject, without losing any. An ephemeral pull
-consumer without acknowledgements delivers; when it is lost (reconnection, restart of the server, silence, a gap) another one
-continues after the last message received. Reading ahead is bounded. nats-py's own ordered consumer is a push consumer that
-answers flow control every 250 ms and drops what it cannot buffer; hence this one.
+consumer without acknowledgements delivers the messages. If it is lost (reconnection, restart of the server, silence, a gap),
+another one continues after the last message received. Reading ahead is bounded. nats-py's own ordered consumer is not used: it
+is a push consumer that answers flow control every 250 ms and drops messages that it cannot buffer.
 
-`PromptQueue` takes prompt groups, one at a time, through the durable consumer that all actors share. `stored_messages` needs no
-consumer: a work queue has its one consumer already and refuses another. Nothing here decodes payloads, bounds redeliveries or
-keeps a position beyond its own life.
+`PromptQueue` takes prompt groups, one at a time, through the durable consumer that all actors share. `stored_messages` reads
+without a consumer, because a work queue refuses a second one. This module decodes no payloads, does not limit redeliveries, and
+stores no positions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Item = TypeVar("_Item")
 MSG_ID = "Nats-Msg-Id"
 _NS = 1_000_000_000
 _WALKS = 64
-"""Gets in flight at once: bounded, since a payload comes with each."""
+"""Maximum number of simultaneous reads, since each returns a payload."""
 _MESSAGE_NOT_FOUND = 10037
 
 
@@ -65,7 +65,7 @@ async def stream_info(connection: Connection, stream: str) -> StreamInfo:
 async def stored_messages(connection: Connection, stream: str, subject: str) -> list[RawStreamMsg]:
     """Return the messages of `subject` in order. Raises `BusError`.
 
-    Each message costs one round trip, and gaps cost nothing. A message that is removed or added meanwhile may be missing.
+    Each message costs one round trip; gaps cost nothing. A message that is removed or added meanwhile may be missing.
     """
     info = await stream_info(connection, stream)
     first, end = info.first_position, info.last_position + 1
@@ -102,7 +102,7 @@ async def _walk(connection: Connection, stream: str, subject: str, start: int, e
 
 
 def headers_given(message: Msg) -> Headers:
-    """Return the publisher's headers, without the server's and the bus's own."""
+    """Return the publisher's headers, without those that the server and the bus added."""
     given = {name: value for name, value in (message.headers or {}).items() if not name.startswith("Nats-")}
     return given or NO_HEADERS
 
@@ -114,10 +114,9 @@ def _status(message: Msg) -> tuple[str, str]:
 
 
 class Puller(ABC):
-    """Asks a consumer of a stream for messages, which arrive in an inbox, and waits for them.
+    """Request messages from a consumer of a stream, which arrive in an inbox, and wait for them.
 
-    Waiting ends when no message will come: a lost connection ends open requests, and the server refuses users without
-    permission.
+    Waiting ends if no message can come: the connection was lost, or the server refused a user without permission.
     """
 
     def __init__(self, connection: Connection, stream: str, consumer: str = "") -> None:
@@ -152,7 +151,8 @@ class Puller(ABC):
         await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
 
     async def _wait(self, timeout_s: float) -> bool:
-        """Return whether anything happened in time. Raises `BusError` or `NotPermitted` if it was an error."""
+        """Wait until something happens, and return False after the timeout. Raises `BusError` or `NotPermitted` if it was an
+        error."""
         self._woken.clear()
         if self._error is None:
             with contextlib.suppress(TimeoutError):
@@ -172,9 +172,9 @@ class Puller(ABC):
 
 
 BATCH = 256
-"""Messages read ahead at most."""
+"""Maximum number of messages to read ahead."""
 _PULL_BYTES = 65 * 1024**2
-"""Bytes asked for at once: one message of NATS's largest size always fits."""
+"""Bytes to request at once. One message of NATS's largest size always fits."""
 _PULL_EXPIRES_S = 30.0
 _HEARTBEAT_S = 5.0
 _SILENCE_S = 2 * _HEARTBEAT_S + 1.0
@@ -185,10 +185,10 @@ _PULL_ENDED = ("408", "409")
 
 
 class OrderedReader(Puller, Generic[_Item]):
-    """Async iterator over what `convert` makes of each message. Cancelling `anext` loses nothing.
+    """Async iterator over the converted messages of one stream. Cancelling `anext` loses nothing.
 
-    Consumes one stream; waits for messages, which publishers supply; ends by leaving its `async with`.
-    Raises `BusError` when the stream does not exist (any more), `NotPermitted` when this user may not read it.
+    It waits for messages from publishers, and ends when its `async with` block is left. Raises `BusError` if the stream does
+    not exist or was deleted, and `NotPermitted` if this user may not read it.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class OrderedReader(Puller, Generic[_Item]):
         subjects: tuple[str, ...] = (),
         from_position: int = 0,
     ) -> None:
-        """`from_position` 0: the last message of each subject, then every new one."""
+        """With `from_position` 0, read the last message of each subject, then every new one."""
         super().__init__(connection, stream)
         self._convert, self._subjects, self._next_position = convert, subjects, from_position
         self._buffer: deque[tuple[_Item, int]] = deque()  # with its bytes
@@ -240,7 +240,7 @@ class OrderedReader(Puller, Generic[_Item]):
         return item
 
     def on_reconnect(self) -> None:
-        """Make another consumer before waiting for the next message. Received messages are kept."""
+        """Make another consumer before waiting for the next message. Messages that were received are kept."""
         self._lost = True
         self._woken.set()
 
@@ -320,7 +320,8 @@ class OrderedReader(Puller, Generic[_Item]):
         self._buffer.append((self._convert(message, ack), len(message.data)))
 
     def _on_status(self, message: Msg) -> None:
-        """Heartbeats only wake the waiting reader. Any end of a pull that is not an ordinary one is a loss."""
+        """Handle a status. A heartbeat only wakes the waiting reader. The consumer counts as lost unless the pull ended
+        normally."""
         status, description = _status(message)
         if status == _HEARTBEAT:
             return
@@ -336,10 +337,10 @@ _DOUBT_AFTER_TTLS = 2.0
 
 
 class MemberWatch(OrderedReader[MemberEvent]):
-    """Async iterator over `MemberEvent`. Consumes the bucket of registrations; waits for heartbeats, which actors send.
+    """Async iterator over membership events: registrations, heartbeats and removals, as entries of the membership bucket.
 
-    The server announces an expiry with a marker (nats-server 2.11). A client that was disconnected or busy may miss it, so the
-    bucket is asked about each member that has sent no heartbeat for two TTLs.
+    The server announces an expiry with a marker (nats-server 2.11). A client that was disconnected or busy may miss it, so this
+    iterator asks the bucket about each member without a heartbeat for two TTLs.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, ttl_s: float) -> None:
@@ -388,17 +389,17 @@ def _member_event(message: Msg, ack: AckSubject) -> MemberEvent:
 
 _SHORTEST_QUESTION_S = 0.001
 _REFUSED_S = 0.2
-"""Before asking again when the server refused for a reason that passes."""
+"""Delay before the next request after the server refused one for a temporary reason."""
 _NOBODY_THERE = "503"
 _TIME_OVER = ("404", "408")
 
 
 class PromptDelivery:
-    """A prompt group in an actor's hands. Unacknowledged for `ack_wait_s` it goes to somebody else.
+    """A prompt group that was delivered to this actor. It is delivered to another one after `ack_wait_s` without
+    acknowledgement.
 
-    `position` of the message in the queue is the same at each of its deliveries. `num_deliveries` is 1 the first time and
-    counts hand-backs as well as expired deadlines. Answers return once the server has confirmed them, but for `in_progress`;
-    all raise `BusError`.
+    `position` in the queue is the same for each delivery. `num_deliveries` is 1 at first, and counts hand-backs and expired
+    deadlines. All methods raise `BusError`; all but `in_progress` wait for the server's confirmation.
     """
 
     def __init__(self, connection: Connection, message: Msg) -> None:
@@ -410,20 +411,20 @@ class PromptDelivery:
         self.position, self.num_deliveries = ack.stream_position, ack.num_deliveries
 
     async def ack(self) -> None:
-        """The group is done."""
+        """Remove the finished group from the queue."""
         await self._answer(b"+ACK")
 
     async def in_progress(self) -> None:
-        """Extends the deadline by another `ack_wait_s`."""
+        """Extend the deadline by another `ack_wait_s`."""
         with bus_errors("extending the deadline of a prompt group"):
             await self._connection.publish(self._reply, b"+WPI")
 
     async def give_back(self) -> None:
-        """Hands it back for immediate redelivery."""
+        """Hand the group back for immediate redelivery."""
         await self._answer(b"-NAK")
 
     async def terminate(self, reason: str) -> None:
-        """Never deliver it again (it does not parse, or was delivered too often)."""
+        """End the deliveries of a group that does not parse, or was delivered too often."""
         await self._answer(b"+TERM " + " ".join(reason.split()).encode())
 
     async def _answer(self, word: bytes) -> None:
@@ -433,10 +434,10 @@ class PromptDelivery:
 
 
 class PromptQueue(Puller):
-    """Consumes PROMPTS; waits for a group, which the feeder publishes or the server redelivers.
+    """Take prompt groups from PROMPTS, which the feeder publishes or the server redelivers.
 
-    Each wait asks the server for one message, with the same timeout. A cancelled wait leaves its request open for the next one,
-    which therefore neither loses a group nor takes a second.
+    Each wait requests one message from the server, with the same timeout. The request of a cancelled wait stays open for the
+    next wait, so that no group is lost and no second one is taken.
     """
 
     def __init__(self, connection: Connection, stream: str) -> None:
@@ -447,7 +448,7 @@ class PromptQueue(Puller):
         self._one_at_a_time = asyncio.Lock()
 
     async def next(self, timeout_s: float) -> PromptDelivery | None:
-        """The next group, or None when none came in time. Raises `BusError` without connection or stream."""
+        """Return the next group; None if none came in time. Raises `BusError` without a connection or a stream."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         async with self._one_at_a_time:
@@ -480,7 +481,7 @@ class PromptQueue(Puller):
             _log.warning("a prompt group was not handed back: %s", error)
 
     def on_reconnect(self) -> None:
-        """The server forgets open questions with the connection."""
+        """Request again, since the server forgets open requests when a connection ends."""
         self._question_ends = 0.0
         self._woken.set()
 

@@ -53,7 +53,7 @@ class LedgerCounts:
 
     @property
     def discrepancy(self) -> int:
-        """Issued sequences minus all others; anything but 0 is a defect."""
+        """Return issued sequences minus all others. Anything but 0 is a defect."""
         ended = self.trained + self.dropped_stale + self.dropped_filtered + self.failed
         return self.issued - ended - self.in_flight
 
@@ -67,7 +67,7 @@ class Ledger:
         self._reasons = {outcome: Counter[str]() for outcome in Outcome}
 
     def issue(self, sequence_ids: Iterable[str]) -> None:
-        """Counts sequences as issued and in flight. Raises `LedgerViolation` for one that is in flight already."""
+        """Count sequences as issued and in flight. Raises `LedgerViolation` for one that is in flight already."""
         ids = list(sequence_ids)
         for sequence_id in ids:
             if sequence_id in self._in_flight:
@@ -76,9 +76,9 @@ class Ledger:
         self._count("issued", len(ids))
 
     def close(self, sequence_ids: Iterable[str], outcome: Outcome, reason: str = "") -> None:
-        """Ends sequences. A failure needs a reason; reasons are counted, so keep them short and few.
+        """End sequences. A failure needs a reason; reasons are counted, so keep them short and few.
 
-        Raises `LedgerViolation` when one of them is not in flight.
+        Raises `LedgerViolation` if one of them is not in flight.
         """
         ids = list(sequence_ids)
         for sequence_id in ids:
@@ -96,7 +96,7 @@ class Ledger:
         return sequence_id in self._in_flight
 
     def in_flight(self) -> tuple[str, ...]:
-        """Ids in order of issue."""
+        """Return the ids in order of issue."""
         return tuple(self._in_flight)
 
     def reasons(self, outcome: Outcome) -> dict[str, int]:

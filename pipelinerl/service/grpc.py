@@ -1,7 +1,7 @@
-"""gRPC for every service: servers with health, reflection and an error boundary, and channels with certificates.
+"""gRPC for every service: servers with health checks, reflection and an error boundary, and channels with certificates.
 
-A server decides when a port is taken and what an error looks like to a caller. A channel keeps the certificate it was opened
-with. Nothing here makes a call or waits for one.
+A server reports a port that is in use, and defines which errors callers see. A channel keeps the certificate that it was opened
+with. This module makes no calls.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 256 * 1024**2
 STOP_GRACE_S = 5.0
 CONNECTION_AGE_S = 300.0
-"""Seconds until a client is asked to connect again, without a call being cut. It then looks the name up again, which finds
-added servers, and both sides show renewed certificates."""
+"""Seconds after which a client has to connect again, without a call being cut off. It then resolves the name again, which finds
+new servers, and both sides show renewed certificates."""
 _DETAILS_CHARACTERS = 300
 
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
@@ -43,9 +43,10 @@ Options = Sequence[tuple[str, Any]]
 
 
 class ErrorBoundary(aio.ServerInterceptor):
-    """`UserError` becomes INVALID_ARGUMENT, any other error INTERNAL, with the error's name and the start of its text.
+    """Convert errors of handlers to statuses: `UserError` to INVALID_ARGUMENT, all others to INTERNAL with name and start of
+    the text.
 
-    A handler's own abort passes unchanged, and so do the library's own services.
+    A handler's own abort passes unchanged, and so do services of the grpc library.
     """
 
     async def intercept_service(
@@ -99,11 +100,11 @@ async def serve_grpc(
     credentials: grpc.ServerCredentials | None = None,
     connection_age_s: float = CONNECTION_AGE_S,
 ) -> AsyncIterator[int]:
-    """Serves what `register` adds, on `port` (0 = any free one), and yields the bound port.
+    """Serve what `register` adds on `port` (0 = any free one), and yield the port.
 
-    At the end health says NOT_SERVING, no new call is taken, and those in progress get `stop_grace_s`.
-    `service_names`: full names (`pipelinerl.v1.VerifierService`), for health and reflection.
-    Raises `ServiceError` naming the port when it cannot be bound.
+    At the end, health checks answer NOT_SERVING, new calls are refused, and calls in progress get `stop_grace_s`.
+    `service_names` are the full names for health and reflection, such as `pipelinerl.v1.VerifierService`. Raises `ServiceError`
+    with the port if nothing can listen there.
     """
     age = ("grpc.max_connection_age_ms", round(connection_age_s * 1000))
     server = aio.server(interceptors=[ErrorBoundary()], options=[*_SERVER_OPTIONS, age])
@@ -129,10 +130,10 @@ async def serve_grpc(
 
 
 def open_channel(target: str, tls: Path | Certificates | None, name_override: str = "", options: Options = ()) -> aio.Channel:
-    """A channel to `target` (host:port, or dns:///name:port), with certificates or those in a folder; None = plain text.
+    """Return a channel to `target` (host:port, or dns:///name:port), with certificates or those in a folder; None = plain text.
 
-    `name_override`: the name that the server's certificate must hold, where `target` is an address.
-    Raises `FieldError` on `tls_dir` when the folder's files cannot be used.
+    `name_override`: the name in the server's certificate, if `target` is an address. Raises `FieldError` on `tls_dir` if the
+    folder's files cannot be used.
     """
     every = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0), *options]
     if tls is None:

@@ -1,14 +1,14 @@
-"""HTTP for every service: /healthz, /readyz and /metrics, served by uvicorn inside a process that has other things to do.
+"""HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that has other work.
 
-The server runs on a thread with a loop of its own, which still answers while the caller's is blocked. It installs no signal
-handlers and writes no access log. A service adds its own routes to the returned application.
+The server has its own thread and event loop, so that it answers even if the process's loop is blocked. It installs no signal
+handlers and writes no access log. A service may add routes to the returned application.
 
-On a loopback interface a request is answered only if its Host header names this service. A browser lets a site read answers
-from the site's own name, and that name may be made to lead to this machine (DNS rebinding); a site cannot have one of the names
-accepted here. This is not a login: a program that reaches the port may send any Host.
+On a loopback interface, a request is only answered if its Host header names this service. Browsers let a site read answers from
+its own name, and its owner may point that name at this machine (DNS rebinding); but no site can have a name that is accepted
+here. This is not a login: a program that reaches the port may send any Host header.
 
-The head of a request is bounded. The time that a request takes to arrive is not, since uvicorn has no setting for it: a client
-that sends nothing holds a connection until the process ends.
+The size of a request's head is limited. The time that a request takes to arrive is not, since uvicorn has no setting for it: a
+client that sends nothing holds a connection until the process ends.
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ from pipelinerl.service.settings import host_port
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEALTH = "/healthz"
 PROBED = (HEALTH, "/readyz", "/metrics")
-"""Paths that a cluster asks for by a pod's address. They show no training data."""
+"""Paths that a cluster requests by a pod's address. They show no training data."""
 BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Longer than most clients keep a connection: a request on one that is just being closed has to be made again."""
+"""Longer than most clients keep an idle connection, because a request on one that the server is closing has to be repeated."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
-    """`names`: hosts that are answered, with any port; an IPv6 address in brackets. Paths in `open_paths` take any Host."""
+    """Only answer requests whose Host header is in `names`, with any port, or whose path is in `open_paths`.
+
+    An IPv6 address in `names` has brackets.
+    """
     known = frozenset(name.lower() for name in names)
     asked_for = ", ".join(sorted(known))
     refusal = f"refused: the Host of this request names another server; ask for this one as one of: {asked_for}\n"
@@ -78,8 +81,10 @@ def is_loopback(host: str) -> bool:
 
 
 def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch: Callable[[], float] = lambda: 0.0) -> FastAPI:
-    """`/healthz`: 503 when the watched loop has not run for `BLOCKED_AFTER_S`, else 200. `/readyz`: 503 with the reason
-    until ready. `/metrics`: the registry, in the text format that every scraper takes.
+    """Return an app with three routes.
+
+    `/healthz`: 503 if the watched loop has not run for `BLOCKED_AFTER_S`, else 200. `/readyz`: 503 with the reason until the
+    process is ready. `/metrics`: the registry, in the text format that every scraper reads.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -147,7 +152,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that leaves the process's signals alone and tells the caller's loop when it is up."""
+    """A uvicorn server that leaves the process's signals alone, and notifies the caller's loop when it has started."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(

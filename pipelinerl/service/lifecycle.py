@@ -1,8 +1,8 @@
-"""From start to exit code: signals become one event, errors become exit codes, and /readyz and /healthz have their answers.
+"""The life of a service process: signals become one event, errors become exit codes, /readyz and /healthz get their answers.
 
-`Readiness` says whether a process can do its work now, and if not, why. `watch_loop` makes a blocked event loop visible from
-another thread; it neither interrupts what blocks nor restarts anything: the cluster's liveness probe does. Nothing here knows
-what a process serves, and no handler is installed outside `run_service` and `stop_event`.
+`Readiness` says whether a process can work now, and if not, why. `watch_loop` makes a blocked event loop visible to another
+thread, so that the cluster's liveness probe can restart the process. This module does not know what a process serves. Signal
+handlers are only installed inside `run_service` and `stop_event`.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ MISTAKE = "error: "
 """Beginning of the line that reports a user's mistake."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MARK_EVERY_S = 0.25
-"""Seconds between two marks by which a watched loop shows that it runs."""
+"""Seconds between two signs of life of a watched event loop."""
 
 
 @dataclass
 class Readiness:
-    """A process's ability to do its work. Any thread may read and write it: each attribute is replaced as a whole."""
+    """Whether a process can do its work. Any thread may read and write it, since each attribute is replaced as a whole."""
 
     reason: str = "starting"
-    """Why it is not ready; empty when it is, as far as its parts are."""
+    """Why the process itself is not ready; empty if it is."""
     parts: tuple[Readiness, ...] = ()
 
     def part(self, reason: str) -> Readiness:
-        """Add a part that the process needs, which is not ready for this reason at first."""
+        """Add a part that the process needs, not ready at first for this reason."""
         self.parts = (*self.parts, part := Readiness(reason))
         return part
 
     @property
     def why_not(self) -> str:
-        """Its own reason and those of its parts; empty when it is ready."""
+        """Return the process's reason and those of its parts; empty if it is ready."""
         return "; ".join(filter(None, (self.reason, *(part.why_not for part in self.parts))))
 
 
@@ -76,7 +76,7 @@ _Result = TypeVar("_Result")
 
 
 class StartStopped(PipelineRLError):
-    """The process was told to stop before it was up."""
+    """The process was stopped before it was ready."""
 
 
 async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event) -> _Result:
@@ -95,14 +95,14 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
-"""Serves until the event is set, then ends in order. The context takes the policy version when there is one."""
+"""Function that serves until the event is set, then ends. It sets the context's policy version, if it has one."""
 
 
 def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:
-    """Read the settings, run `main` to its end and return the exit code: 0 fine, 2 the user's mistake, 1 anything else.
+    """Read the settings, run `main` to its end and return the exit code: 0 success, 2 a user's mistake, 1 any other failure.
 
-    SIGTERM or SIGINT sets the event; a second one cancels `main`. A process that is still there `stop_within_s` after the first
-    signal is ended with code 1, even if it hangs; None = no limit.
+    SIGTERM or SIGINT sets the event; a second one cancels `main`. A process that still exists `stop_within_s` after the first
+    signal ends with code 1, even if it hangs; None sets no limit.
     """
 
     def end_at_once() -> None:

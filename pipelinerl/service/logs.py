@@ -1,8 +1,8 @@
-"""Structured logs on the standard library: one line per event, text for a person, JSON for a cluster.
+"""Structured logs on the standard library: one line per event, as text for people or as JSON for a cluster.
 
-Every line carries run, service, instance and, once bound, the policy version; what a call passes as `extra={...}`
-becomes fields of the line. It rotates no files and ships nothing: the runner or the cluster takes what is written. In text,
-control characters are escaped: model output and what users' code says may be part of a line.
+Every line has run, service, instance and, once known, the policy version. The items of a call's `extra={...}` become fields of
+the line. Text has its control characters escaped, since it may quote model output and users' code. Rotating and collecting logs
+is left to the runner or the cluster.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """The text with control characters, which could steer a terminal, as `\\x1b`; tabs and line ends stay. Pure."""
+    """Return the text with control characters, which could steer a terminal, as `\\x1b`. Tabs and line ends stay. Pure."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 @dataclass
 class LogContext:
-    """The process that writes. If its policy version changes, it assigns `policy_version`; the next line carries it."""
+    """The process that writes the log. It sets `policy_version` when its policy changes, for all later lines."""
 
     run: str
     service: str
@@ -50,7 +50,7 @@ class LogContext:
 
 
 def configure_logging(context: LogContext, *, log_format: Literal["text", "json"] = "text", level: str = "info") -> None:
-    """Sends the root logger to standard error in one format, replacing its handlers."""
+    """Send all logs to standard error in one format, and replace the root logger's handlers."""
     handler = logging.StreamHandler()
     handler.addFilter(RepetitionFilter())
     handler.setFormatter(ContextFormatter(context, log_format))
@@ -61,13 +61,15 @@ def configure_logging(context: LogContext, *, log_format: Literal["text", "json"
 
 
 AGGREGATED = {"aggregated": True}
-"""`extra` of a line that others can cause as often as they like."""
+"""`extra` of a line that other parties can cause at will."""
 AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Passes one line of a kind every `AGGREGATE_S`, for lines that others can cause: bad HTTP requests, and `AGGREGATED`.
-    The next one that passes says how many were left out. A kind is a logger and its text before values are filled in."""
+    """Pass one line of a kind every `AGGREGATE_S`, for lines that other parties can cause: bad HTTP requests, and `AGGREGATED`.
+
+    The next line says how many were left out. A kind is a logger and its message before values are filled in.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +88,9 @@ class RepetitionFilter(logging.Filter):
 
 
 def take_over(*libraries: str) -> None:
-    """Sends the lines of imported libraries that made handlers of their own to the root logger's alone.
+    """Make imported libraries log only through the root logger, without handlers of their own.
 
-    Their levels stay. Loggers that a library makes later are not touched.
+    Their levels stay. Loggers that a library makes later are not changed.
     """
     for name in (*libraries, *logging.root.manager.loggerDict):
         if name.partition(".")[0] in libraries:
@@ -98,8 +100,11 @@ def take_over(*libraries: str) -> None:
 
 
 class ContextFormatter(logging.Formatter):
-    """One line per record, in JSON, where a context field wins over an extra of the same name; or as text:
-    `10:45:01.123 INFO run verifier/verifier-0 v8 logger: message key=value`, with a traceback on the lines below."""
+    """Format a record as one line of JSON, where a context field wins over an extra of the same name; or as text.
+
+    Text looks like `10:45:01.123 INFO run verifier/verifier-0 v8 logger: message key=value`; a traceback follows on separate
+    lines.
+    """
 
     def __init__(self, context: LogContext, log_format: Literal["text", "json"]) -> None:
         super().__init__()
@@ -136,14 +141,14 @@ class ContextFormatter(logging.Formatter):
 
 
 def _json_value(value: Any) -> Any:
-    """JSON has no NaN and no infinity; a line that holds one must still parse."""
+    """Return NaN and infinities as text, since JSON has neither."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _ADDRESS = re.compile(r"UR[IL]S?$", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)\S+@")
-"""Up to the last @: a password may have / and @ in it."""
+"""A login extends to the last @, since a password may contain / and @."""
 _LONGEST = 400
 
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 """Seconds between two log lines with the same reason for waiting."""
 MOST_REASONS = 8
-"""Most reasons that are logged in that time: texts may differ each time, by a port or a duration."""
+"""Maximum number of different reasons logged in that time, since texts may contain a port or a duration."""
 
 _Result = TypeVar("_Result")
 

@@ -1,10 +1,9 @@
 """Settings of a run's processes: addresses, ports and folders. Only this module reads the environment.
 
-In a container every field is an environment variable `PIPELINERL_<FIELD>`; the local runner sets the same ones. An error names
-each variable that is missing or wrong. The recipe, a file whose path is one of these fields, says what is trained.
+In a container, every field is an environment variable `PIPELINERL_<FIELD>`; the local runner sets the same ones. An error names
+each missing or wrong variable. One field is the path of the recipe, which describes the training.
 
-The module also reads and writes `host:port` texts and the address file, by which a process started on port 0 tells its runner
-where it listens.
+This module also reads and writes `host:port` texts, and the address file, in which a process reports the ports that it got.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class TrainerSettings(PolicySettings):
 
 
 class RankSettings(BaseSettings):
-    """A rank's place, from torchrun's variables; a process that torchrun did not start is the only rank."""
+    """A rank's place, from torchrun's variables. A process that torchrun did not start is the only rank."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
 
@@ -162,7 +161,7 @@ class VerifierSettings(ServiceSettings):
 
 
 class StreamsSettings(BaseSettings):
-    """Defaults for commands that read a run's streams: in a pod of the run they are those of its service."""
+    """Defaults for commands that read a run's streams. In a pod of the run, they are the settings of its service."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 
@@ -174,7 +173,7 @@ class StreamsSettings(BaseSettings):
 
 @dataclass(frozen=True)
 class ServiceAddress:
-    """`grpc` and `http` are `host:port`; `pid` is the process that listens there."""
+    """Addresses of a service: `grpc` and `http` are `host:port`, and `pid` is the process that listens there."""
 
     grpc: str
     http: str
@@ -193,7 +192,8 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def announce(settings: ServiceSettings, grpc_port: int, http_port: int) -> ServiceAddress:
-    """Return the addresses at which others reach this process, and write them to the address file if the settings name one."""
+    """Return the addresses at which others reach this process, and write them to the address file if there is one in the
+    settings."""
     host = settings.advertise_host
     address = ServiceAddress(host_port(host, grpc_port), host_port(host, http_port), os.getpid())
     if settings.address_file is not None:
@@ -202,7 +202,7 @@ def announce(settings: ServiceSettings, grpc_port: int, http_port: int) -> Servi
 
 
 def read_address(path: Path) -> ServiceAddress:
-    """Raises `ServiceError` when the file is absent or is not an address file."""
+    """Read an address file. Raises `ServiceError` if it is absent or invalid."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         return ServiceAddress(grpc=str(data["grpc"]), http=str(data["http"]), pid=int(data["pid"]))

@@ -1,7 +1,8 @@
-"""A folder with a certificate, its key and its CA, in cert-manager's shape: read, checked before use, read again when renewed.
+"""A folder with a certificate, its key and its CA, as cert-manager writes it: read, checked before use, read again after
+renewal.
 
-A gRPC server shows the certificate and asks its callers for one of the same CA; every certificate of the CA is let in. Nothing
-here opens a connection or writes a file.
+A gRPC server shows the certificate, and accepts callers with any certificate of the same CA. This module opens no connection
+and writes no file.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 _MOST_HANDSHAKE_TURNS = 10
-"""Bound of the turns of a handshake with oneself, which takes three."""
+"""Maximum number of turns of a handshake in memory, which takes three."""
 Role = Literal["client", "server"]
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """Contents of the three files, PEM."""
+    """Contents of the three files, in PEM."""
 
     certificate: bytes
     key: bytes
@@ -38,10 +39,10 @@ class Certificates:
 
 
 def read_certificates(folder: Path, role: Role, field: str = "tls_dir") -> Certificates:
-    """Reads and checks the files in `folder`, as a process uses them in `role`.
+    """Read the files in `folder` and check them for `role`.
 
-    Raises `FieldError` on `field`, naming the file, when one cannot be read, the key is not the certificate's, or the
-    certificate is expired or not of that CA.
+    Raises `FieldError` on `field` with the file's name if one cannot be read, the key does not belong to the certificate, or
+    the certificate is expired or not signed by that CA.
     """
     found = Certificates(*(read_file(folder / name, field) for name in (CERTIFICATE, KEY, CA)))
     check_pair(folder, field)
@@ -56,7 +57,7 @@ def read_certificates(folder: Path, role: Role, field: str = "tls_dir") -> Certi
 
 
 def read_file(file: Path, field: str) -> bytes:
-    """Raises `FieldError` on `field` when it cannot be read."""
+    """Read a file. Raises `FieldError` on `field`."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -64,7 +65,7 @@ def read_file(file: Path, field: str) -> bytes:
 
 
 def check_ca(folder: Path, field: str) -> None:
-    """Raises `FieldError` unless ca.crt holds certificates."""
+    """Raise `FieldError` unless ca.crt holds certificates."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(folder / CA)
     except OSError as error:
@@ -73,7 +74,7 @@ def check_ca(folder: Path, field: str) -> None:
 
 
 def check_pair(folder: Path, field: str) -> None:
-    """Raises `FieldError` unless tls.key is the key of tls.crt."""
+    """Raise `FieldError` unless tls.key is the key of tls.crt."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
     except (OSError, ValueError) as error:  # TLS errors are OSErrors; so is a file that went while it was looked at
@@ -85,7 +86,7 @@ class RenewedCertificates:
     """The newest usable certificates of a folder."""
 
     def __init__(self, folder: Path, role: Role) -> None:
-        """Raises `FieldError` as `read_certificates` does."""
+        """Read the folder. Raises `FieldError` as `read_certificates` does."""
         self.folder, self._role = folder, role
         self._seen = _stamps(folder)
         self.certificates = read_certificates(folder, role)
@@ -107,7 +108,7 @@ class RenewedCertificates:
 
 
 def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
-    """Changes with every renewal: a Secret's files are replaced, not rewritten."""
+    """Return values that change with every renewal, since a Secret's files are replaced, not rewritten."""
     stamps = []
     for name in (CERTIFICATE, KEY, CA):
         with contextlib.suppress(OSError):
@@ -121,7 +122,7 @@ def _no_password() -> str:
 
 
 def _shake_hands(folder: Path, role: Role) -> None:
-    """A TLS handshake with oneself, in memory. Raises `ssl.SSLCertVerificationError` as a peer would refuse."""
+    """Perform a TLS handshake in memory, with both ends here. Raises `ssl.SSLCertVerificationError` as a peer would."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_REQUIRED if role == "server" else ssl.CERT_NONE

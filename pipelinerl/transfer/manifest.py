@@ -57,7 +57,7 @@ class WrongChunk(TransferError):
 
 
 class TransferAborted(TransferError):
-    """This side gave the transfer up on request."""
+    """This side gave the transfer up, as it was asked to."""
 
 
 class NothingStaged(TransferError):
