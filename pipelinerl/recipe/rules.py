@@ -95,6 +95,8 @@ def _model(recipe: Recipe) -> Broken:
         yield "model.name", problem
     if model.source == "package" and model.name not in PACKAGED:
         yield "model.name", f"no small model of this package has this name; use {one_of([*PACKAGED])}"
+    if model.source == "hub" and model.name in PACKAGED:  # left by --set model.source=hub
+        yield "model.name", "is a small model of this package, not of the hub; give a Hugging Face id"
 
 
 def _tasks(recipe: Recipe) -> Broken:

@@ -268,6 +268,7 @@ def test_a_missing_field_says_what_to_give() -> None:
         ("task.source=jsonl", "task.path", "is empty: task.source = 'jsonl' needs"),
         ("model={source: path}", "model.name", "is empty: model.source = 'path' needs a folder"),
         ("model={source: hub}", "model.name", "is empty: model.source = 'hub' needs a Hugging Face id"),
+        ("model={source: hub, name: guess}", "model.name", "is a small model of this package, not of the hub"),
         ("model={source: package, name: x}", "model.name", "no small model of this package has this name; use"),
         ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: trainer.schedule = 'wsd' needs 1 to 20 here"),
         (
