@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
+from pipelinerl.figures import ON_PAGE
 from pipelinerl.rl.groups import LAG_BUCKETS
 from pipelinerl.rl.ledger import MEANINGS
 from pipelinerl.run_summary import add_ended, stale_shares
@@ -27,12 +28,6 @@ _MAX_TEXT = 4000
 _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
 """Limits of a shown episode: branches, turns and observations of a branch, characters of each of these."""
 _DIGITS = 6
-_SHOWN = (
-    "step", "time_s", "reward_mean", "entropy", "grad_norm", "clipped", "ess", "lag", "lag_histogram", "largest_lag",
-    "max_lag_too_small", "mismatch_kl", "tokens_generated_per_s", "tokens_trained_per_s", "weight_update", "stall_s",
-    "actor_busy_fraction", "trainer_busy_fraction", "completion_tokens_mean", "truncated_fraction",
-    "step_s", "tasks", "reported",
-)  # fmt: skip
 
 
 class ThinnedSeries(Generic[Item]):
@@ -84,7 +79,7 @@ class RunHistory:
 
     def add(self, record: Record, samples: Iterable[Record] = ()) -> dict[str, Any]:
         """Add a step and the samples since the previous step. Return the update for pages that have all earlier data."""
-        shown = {key: _short(record[key]) for key in _SHOWN if key in record}
+        shown = {key: _short(record[key]) for key in ON_PAGE if key in record}
         self._records.add(shown)
         self._times_s[record.get("step", 0)] = record.get("time_s")
         if len(self._times_s) > _TIMES_KEPT:

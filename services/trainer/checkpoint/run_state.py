@@ -109,7 +109,7 @@ def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
 
 
 GROUP_KEY = "group-key.json"
-FORMAT = 2
+FORMAT = 3
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
 
 

@@ -17,12 +17,13 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from pipelinerl.bus.protocol import StreamInfo
+from pipelinerl.figures import FIGURES, Figure, plain
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
-from pipelinerl.rl.groups import LAG_BUCKETS, StaleReason
+from pipelinerl.rl.groups import StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.run_summary import StepRecord
-from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet
+from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
@@ -45,69 +46,13 @@ def rank_orders(registry: CollectorRegistry) -> Counter:
     )
 
 
-OF_STEP: dict[str, tuple[str, ...]] = {
-    "reward_mean": ("reward_mean", "Mean reward of the batch.", "reward"),
-    "reward_std": ("reward_std", "Standard deviation of the batch's rewards.", "reward"),
-    "group_reward_std": ("group_reward_std", "Standard deviation of rewards inside a group, mean over groups.", "reward"),
-    "equal_reward_groups": ("equal_reward_groups_ratio", "Share of the batch's groups whose rewards are all equal: no signal."),
-    "ess": ("ess_ratio", "Effective sample size of the tokens, from unclamped weights."),
-    "clip_fraction": ("clip_ratio", "Share of tokens whose weight the loss bounded."),
-    "mask_fraction": ("mask_ratio", "Share of tokens that algorithm.mask left out of the loss."),
-    "entropy": ("entropy_nats", "Mean entropy of the policy at the sampled positions."),
-    "reference_kl": ("reference_kl_nats", "KL estimate to the initial policy; with algorithm.kl_coefficient only."),
-    "grad_norm": ("gradient_norm", "L2 norm of the gradient before clipping.", "none"),
-    "loss": ("loss", "Loss of the batch.", "none"),
-    "value_loss": ("value_loss", "Loss of the learned baseline, before its coefficient; with a baseline only.", "none"),
-    "learning_rate": ("learning_rate", "Learning rate of the step.", "none"),
-    "completion_tokens_mean": ("completion_length_tokens", "Mean sampled tokens of the batch's sequences."),
-    "turns_mean": ("episode_turns", "Mean turns of the batch's episodes; with episodes only.", "turns"),
-    "branches_mean": ("episode_branches", "Mean branches of the batch's episodes; with episodes only.", "branches"),
-    "observed_fraction": (
-        "observed_ratio",
-        "Share of the tokens after the prompts that environments added, without training on them; with episodes only.",
-    ),
-    "multi_version_fraction": ("multi_version_ratio", "Share of the batch's sequences that more than one version sampled."),
-    "truncated_fraction": ("truncated_ratio", "Share of the batch's sequences that were cut at their length limit."),
-    "packing_fill": ("packing_fill_ratio", "Tokens over token budget of the step's micro-batches."),
-    "mfu": ("mfu_ratio", "Model FLOPs utilization of the step; of known devices only."),
-    "imbalance": ("imbalance_ratio", "Share of the ranks' compute time spent waiting for each other."),
-    "actor_busy_fraction": (
-        "actor_busy_ratio",
-        "Share of all actors' time, since their engines were up, in which they generated.",
-    ),
-    "trainer_busy_fraction": ("trainer_busy_ratio", "Share of the trainer's time spent on steps."),
-}
-"""Key of a step's record: the metric's name, its text, and its unit unless the name ends with it. A figure that the step lacks
-has no series."""
 OF_TASK: dict[str, tuple[str, ...]] = {
     "sequences": ("task_sequences", "Sequences of the batch"),
     "reward_mean": ("task_reward_mean", "Mean reward of the sequences", "reward"),
     "completion_tokens_mean": ("task_completion_length_tokens", "Mean sampled tokens of the sequences"),
     "truncated_fraction": ("task_truncated_ratio", "Share, cut at their length limit, of the sequences"),
 }
-"""The same for one task, with `tasks` in the recipe."""
-NOW_AND_THEN: dict[str, tuple[str, ...]] = {
-    "heldout_accuracy": ("heldout_accuracy_ratio", "Held-out accuracy, last evaluation."),
-    "heldout_accuracy_lower_bound": (
-        "heldout_accuracy_lower_bound_ratio",
-        "Held-out accuracy with problems without a verdict as wrong answers, last evaluation.",
-    ),
-    "heldout_unanswered": ("heldout_unanswered_problems", "Held-out problems without a verdict, last evaluation.", "problems"),
-    "mismatch_kl": (
-        "mismatch_kl_nats",
-        "KL estimate between actor and trainer over tokens of lag 0, last step with such tokens.",
-    ),
-    "logprob_mismatch": (
-        "logprob_mismatch_nats",
-        "Largest log-probability difference of the last probe that could be compared.",
-    ),
-    "explained_variance": (
-        "explained_variance_ratio",
-        "1 - Var(R - v) / Var(R) over tokens, of a learned baseline v; last step with unequal returns.",
-    ),
-}
-"""Figures that not every step has; the newest value stays."""
-BY_LAG = {"lag": LAG_BUCKETS}
+"""Key of a task's object in a step's record: the metric's name, its text, and its unit unless the name ends with it."""
 GIB = 1024**3
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
 """Bucket edges, from a model of a million parameters on a CPU to an hour."""
@@ -117,101 +62,53 @@ STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
 
-class StepMetrics:
-    """Figures of an optimizer step: learning progress, token lag, and time by phase."""
+class FigureMetrics:
+    """Gauges and counters of `pipelinerl.figures`."""
 
     def __init__(self, metrics: MetricSet) -> None:
-        self._of_step, self._now_and_then = (
-            {key: metrics.reading(name, text, unit="".join(unit)) for key, (name, text, *unit) in table.items()}
-            for table in (OF_STEP, NOW_AND_THEN)
-        )
-        self._each = {
-            "ess_by_lag": metrics.reading(
-                "ess_by_lag_ratio", "Effective sample size of the tokens of one lag; of lags in the step.", BY_LAG
-            ),
-            "clip_fraction_by_lag": metrics.reading(
-                "clip_by_lag_ratio", "Share of tokens of one lag that the loss bounded; of lags in the step.", BY_LAG
-            ),
-            "tokens_per_s": metrics.reading(
-                "tokens_per_second",
-                "Tokens over compute time of the last step: sampled ones that were trained, or all that were computed.",
-                {"tokens": ("trained", "computed")},
-            ),
-        }
-        task = {"task": "one of the recipe's tasks"}
+        self._readings, self._counters = list[tuple[Figure, Reading]](), list[tuple[Figure, Counter]]()
+        for figure in FIGURES:
+            text = plain(figure.help or figure.text)
+            if figure.metric.endswith("_total"):
+                self._counters.append((figure, metrics.counter(figure.metric, text, unit=figure.unit)))
+            elif figure.metric:
+                reading = metrics.reading(figure.metric, text, figure.labels, unit=figure.unit)
+                self._readings.append((figure, reading))
+
+    def observe(self, record: StepRecord) -> None:
+        for figure, reading in self._readings:
+            value = record.get(figure.key)
+            if figure.labels:
+                reading.set_each(value or {})
+            elif value is not None or not figure.stays:
+                reading.set(value)
+        for figure, counter in self._counters:
+            value = record[figure.key]
+            counter.inc(bool(value) if isinstance(value, str) else value or 0)
+
+
+class TaskMetrics:
+    """Figures of a step by task, and of evaluations by set of problems."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
+        reported = {"figure": f"a term of a reward, a metric of an environment, or turns; the first {MOST_REASONS} of them"}
         of_tasks = "of one of several tasks; of those in the step."
         self._of_task = {
             key: metrics.reading(name, f"{text} {of_tasks}", task, unit="".join(unit))
             for key, (name, text, *unit) in OF_TASK.items()
         }
-        sets = {"set": "the name of a task, or of one of evaluation.sets"}
-        self._accuracy = metrics.reading(
-            "heldout_set_accuracy_ratio", "Held-out accuracy of one set of problems, last evaluation.", sets
-        )
-        self._passed = metrics.reading(
-            "heldout_set_pass_ratio", "pass@k of one set, k = evaluation.samples, last evaluation; where k > 1.", sets
-        )
-        reported = {"figure": f"a term of a reward, a metric of an environment, or turns; the first {MOST_REASONS} of them"}
-        self._reported = metrics.reading(
-            "task_reported_mean",
-            "Mean of a number that rewards and environments report of a task's sequences; of tasks in the step.",
-            {**task, **reported},
-            unit="as reported",
-        )
-        self._heldout_reported = metrics.reading(
-            "heldout_set_reported_mean",
-            "The same for the answers to one set of problems, last evaluation.",
-            {**sets, **reported},
-            unit="as reported",
-        )
+        text = "Mean of a number that rewards and environments report of a task's sequences; of tasks in the step."
+        self._reported = metrics.reading("task_reported_mean", text, {**task, **reported}, unit="as reported")
+        text = "Held-out accuracy of one set of problems, last evaluation."
+        self._accuracy = metrics.reading("heldout_set_accuracy_ratio", text, sets)
+        text = "pass@k of one set, k = evaluation.samples, last evaluation; where k > 1."
+        self._passed = metrics.reading("heldout_set_pass_ratio", text, sets)
+        text = "Mean of a reported number over the answers to one set of problems, last evaluation."
+        self._heldout_reported = metrics.reading("heldout_set_reported_mean", text, {**sets, **reported}, unit="as reported")
         self._names = BoundedLabels()
-        self._parity_failures = metrics.counter(
-            "parity_failures_total",
-            "Probe answers that are too far off the trainer's, or could not be compared.",
-            unit="answers",
-        )
-        self._heldout_tokens = metrics.counter(
-            "heldout_tokens_total", "Completion tokens of held-out evaluations.", unit="tokens"
-        )
-        self._commits_held = metrics.counter(
-            "commits_held_seconds_total", "Time of evaluations and probes, during which no later version was committed."
-        )
-        self._skipped = metrics.counter("steps_skipped_total", "Optimizer steps that changed no weight.", unit="steps")
-        self._clipped = metrics.counter(
-            "steps_clipped_total", "Optimizer steps whose gradient was clipped to the bound of its norm.", unit="steps"
-        )
-        name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
-        self._lags = metrics.histogram_of(name, text, LAG_EDGES, TokenLagHistogram)
-        self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
-        self.lag_bound = metrics.reading(
-            "token_lag_bound_steps", "algorithm.max_lag; no series without one, or where it bounds a mean."
-        )
-        self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
-        self._phases = metrics.histogram(
-            "step_phase_seconds", "Parts of a step, one after the other.", PHASE_SECONDS, {"phase": STEP_PHASES}
-        )
-        self._compute = metrics.histogram(
-            "compute_phase_seconds",
-            "Parts of a step's compute; plan and build run during the previous step.",
-            PHASE_SECONDS,
-            {"phase": COMPUTE_PHASES},
-        )
-        self._idle = metrics.histogram(
-            "update_idle_seconds", "Time of a step in which compute waited for sending weights.", PHASE_SECONDS
-        )
-        self._memory = metrics.reading(
-            "memory_peak_bytes", "Peak memory of tensors on a GPU since the previous step, else of the process since its start."
-        )
 
     def observe(self, record: StepRecord) -> None:
-        """Record one step, as in metrics.jsonl."""
-        for key, reading in self._of_step.items():
-            reading.set(record.get(key))
-        for key, reading in self._now_and_then.items():
-            if record.get(key) is not None:
-                reading.set(record[key])
-        for key, reading in self._each.items():
-            reading.set_each(record.get(key, {}))
         for key, reading in self._of_task.items():
             reading.set_each({name: figures[key] for name, figures in record.get("tasks", {}).items()})
         self._reported.set_each(self._named(record.get("reported", {})))
@@ -220,11 +117,35 @@ class StepMetrics:
             self._accuracy.set_each({name: one["accuracy"]["value"] for name, one in sets.items()})
             largest_k = {name: [*one["pass_at"].values()][-1] for name, one in sets.items() if one["pass_at"]}
             self._passed.set_each({name: passed["value"] for name, passed in largest_k.items()})
-        self._parity_failures.inc(record["parity_failures"])
-        self._heldout_tokens.inc(record["heldout_tokens"] or 0)
-        self._commits_held.inc(record["commits_held_s"])
-        self._skipped.inc(bool(record["skipped"]))
-        self._clipped.inc(record["clipped"])
+
+    def _named(self, reported: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, ...], float]:
+        each = {(of, self._names.of(name)): value for of, own in reported.items() for name, value in own.items()}
+        return {labels: value for labels, value in each.items() if OTHER not in labels}
+
+
+class StepMetrics:
+    """All metrics of an optimizer step: its figures, token lag, time by phase, and memory."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._figures, self._tasks = FigureMetrics(metrics), TaskMetrics(metrics)
+        self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
+        self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
+        text = "algorithm.max_lag; no series without one, or where it bounds a mean."
+        self.lag_bound = metrics.reading("token_lag_bound_steps", text)
+        self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
+        text = "Parts of a step, one after the other."
+        self._phases = metrics.histogram("step_phase_seconds", text, PHASE_SECONDS, {"phase": STEP_PHASES})
+        text = "Parts of a step's compute; plan and build run during the previous step."
+        self._compute = metrics.histogram("compute_phase_seconds", text, PHASE_SECONDS, {"phase": COMPUTE_PHASES})
+        text = "Time of a step in which compute waited for sending weights."
+        self._idle = metrics.histogram("update_idle_seconds", text, PHASE_SECONDS)
+        text = "Peak memory of tensors on a GPU since the previous step, else of the process since its start."
+        self._memory = metrics.reading("memory_peak_bytes", text)
+
+    def observe(self, record: StepRecord) -> None:
+        """Record one step, as in metrics.jsonl."""
+        self._figures.observe(record)
+        self._tasks.observe(record)
         self._lags.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
         self._lag_max.set(record.get("lag", {}).get("max"))
         for phase, spent_s in record["step_s"].items():
@@ -235,10 +156,6 @@ class StepMetrics:
             self._idle.observe(record["idle_s"])
         gib = record.get("memory_peak_gib")
         self._memory.set(None if gib is None else gib * GIB)
-
-    def _named(self, reported: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, ...], float]:
-        each = {(of, self._names.of(name)): value for of, own in reported.items() for name, value in own.items()}
-        return {labels: value for labels, value in each.items() if OTHER not in labels}
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

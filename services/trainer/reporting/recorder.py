@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipelinerl.figures import no_events
 from pipelinerl.messages.sequences import FinishReason, Sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import means_of
@@ -82,7 +83,7 @@ class Recorder:
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
         self._started_at = self._last_step_at = time.monotonic()
-        self._arrived = _nothing_arrived()
+        self._arrived = no_events()
         self._loads: dict[str, ActorState] = {}
         """The newest answer of each actor by name; an actor that left keeps its last."""
         self.totals = RunTotals()
@@ -123,7 +124,7 @@ class Recorder:
         """Record one optimizer step on `batch`: complete its record, pass it to every sink and return it. `figures`: from the
         learner and the loop. Those under SAMPLED_WEIGHTS are for samples, and not part of the record."""
         record = self._complete(figures, batch, tokens_arrived)
-        self._arrived = _nothing_arrived()
+        self._arrived = no_events()
         self.totals.add_step(record)
         record["max_lag_too_small"] = self._max_lag_too_small(record)
         record["clip_range_cut"] = self._clip_range_cut(record)
@@ -143,32 +144,30 @@ class Recorder:
         return record
 
     def heldout(self, result: HeldoutResult) -> None:
-        sets = {name: accuracy.to_json() for name, accuracy in result.sets.items()}
-        self._arrived |= {
+        figures = {
             "heldout_accuracy": result.accuracy,
             "heldout_accuracy_lower_bound": result.lower_bound,
             "heldout_version": result.version,
             "heldout_unanswered": result.num_unanswered,
             "heldout_tokens": result.num_tokens,
-            "heldout_sets": sets,
+            "heldout_sets": {name: accuracy.to_json() for name, accuracy in result.sets.items()},
         }
-        self.totals.heldout_tokens += result.num_tokens
-        self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered, result.lower_bound, sets))
+        self._arrived |= figures
+        self.totals.add_events(figures)
         for sample in result.samples:
             self._sample(heldout_sample(result.version, sample, self._tokenizer))
         self._trackers.heldout(result)
 
     def parity(self, parity: Parity) -> None:
         self._arrived["parity_failures"] += len(parity.problems)
-        self.totals.parity_failures += len(parity.problems)
         if parity.mismatch is not None:
             self._arrived["logprob_mismatch"] = max(self._arrived["logprob_mismatch"] or 0.0, parity.mismatch)
-            self.totals.logprob_mismatch.append(parity.mismatch)
+        self.totals.add_events({"parity_failures": len(parity.problems), "logprob_mismatch": parity.mismatch})
 
     def commits_held(self, seconds: float) -> None:
         """Record that a measurement has ended, during which no later version was committed."""
         self._arrived["commits_held_s"] += seconds
-        self.totals.commits_held_s += seconds
+        self.totals.add_events({"commits_held_s": seconds})
 
     def checkpoint_written(self, written: WrittenCheckpoint) -> None:
         self.metrics.checkpoints.written(written)
@@ -389,24 +388,6 @@ class Recorder:
         }
         self._files.write_summary(summary)
         return summary
-
-
-def _nothing_arrived() -> StepRecord:
-    """Return the empty values of events between two steps, which go into the next step's record."""
-    return {
-        "heldout_accuracy": None,
-        "heldout_accuracy_lower_bound": None,
-        "heldout_version": None,
-        "heldout_unanswered": None,
-        "heldout_tokens": None,
-        "heldout_sets": None,
-        "commits_held_s": 0.0,
-        "weight_update": None,
-        "stall_s": None,
-        "joins": [],
-        "logprob_mismatch": None,
-        "parity_failures": 0,
-    }
 
 
 def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
