@@ -25,7 +25,7 @@ from pipelinerl.kube.completion import complete, run_goes_on
 from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.ledger import SequenceTracker
+from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
@@ -39,6 +39,7 @@ from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.loop import OptimizerLoop
 from services.trainer.reporting.recorder import Recorder
+from services.trainer.reporting.run_view import RunView
 from services.trainer.resume import Resume
 from services.trainer.server import TrainerService
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -98,12 +99,40 @@ class TrainingRun:
         self.loop = OptimizerLoop(
             recipe, policy, self.intake, self.feeder, tracker, traces, updater, self.evaluator, recorder, self.resume
         )
-        recorder.watch(self)
+        recorder.watch(self.view)
 
     def add_to_server(self, server: aio.Server) -> None:
         source = model_source(self._recipe, self._settings)
         service = TrainerService(self.recorder.feed, self.recorder.status, self.loop.request_checkpoint, self._recipe, source)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
+
+    def view(self) -> RunView:
+        """Return the present state. May be called on any thread."""
+        loop, updater, feeder, intake, ledger = self.loop, self.updater, self.feeder, self.intake, self.tracker.ledger
+        return RunView(
+            version=loop.version,
+            waiting_for=loop.waiting_for,
+            served_version=updater.served_version if updater.served_version >= 0 else None,
+            epoch=updater.epoch,
+            num_members=len(updater.members),
+            states=updater.states,
+            serving=updater.serving.keys(),
+            evictions=updater.evictions,
+            counts=ledger.counts,
+            reasons={outcome: ledger.reasons(outcome) for outcome in Outcome},
+            tokens=dict(self.tracker.tokens),
+            tokens_arrived=intake.tokens_arrived_here,
+            position=intake.position,
+            bad_messages=intake.bad_messages + updater.bad_messages,
+            failures={**intake.failures, **feeder.refused},
+            quarantined=len(intake.quarantine.actors),
+            ready_groups=intake.num_ready,
+            allowance_by_version=feeder.allowance_by_version,
+            in_flight=feeder.in_flight,
+            in_flight_limit=feeder.in_flight_limit,
+            holds_actors_back=feeder.bounds.holds_actors_back,
+            upload_waiting_s=self.uploads.waiting_s,
+        )
 
     # --- from start to end -------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
         said, offer, updater = list[tuple[int, str]](), one.run.updater.offer, cast("Any", one.run.updater)
 
         async def offered(version: int, snapshot: object) -> None:
-            said.append((one.run.recorder.phase, one.loop.waiting_for))
+            said.append((one.run.recorder.status().phase, one.loop.waiting_for))
             await offer(version, snapshot)  # type: ignore[arg-type]
 
         updater.offer = offered

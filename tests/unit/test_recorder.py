@@ -22,11 +22,10 @@ from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
 from services.trainer.weight_sync.coordinator import EvictionCause, Member
-from services.trainer.weight_sync.membership import MemberChange
-from services.trainer.weight_sync.updater import UpdateRecord
+from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
 from tests.support.learner import letters_tokenizer
 from tests.unit.builders import make_episode, make_group, make_recipe, make_sequence
-from tests.unit.trainer_fakes import parts_of_a_run, step_figures
+from tests.unit.trainer_fakes import run_view, step_figures
 
 TWO_VERSIONS = (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2))
 
@@ -57,7 +56,7 @@ class Desk:
         return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
 
     def summary(self) -> dict[str, Any]:
-        self.recorder.watch(parts_of_a_run(version=self.taken))
+        self.recorder.watch(lambda: run_view(version=self.taken))
         self.recorder.write_summary(finished=True)
         return json.loads((self.run_dir / "summary.json").read_text())
 
@@ -233,7 +232,7 @@ def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:
 
 def test_each_arrival_and_departure_of_an_actor_is_logged(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    desk.recorder.watch(parts_of_a_run(version=3))
+    desk.recorder.watch(run_view)
     member = Member("actor-1", "p")
     for change in (
         MemberChange("joined", member, 4, 3),

@@ -36,6 +36,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
+from services.trainer.reporting.run_view import RunView
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -228,21 +229,32 @@ class FakeSender:
     manifest = build_manifest([("w", (4,), "float32")])
 
 
-def parts_of_a_run(tracker: SequenceTracker | None = None, version: int = 3) -> Any:
-    """What metrics, page and summary read of a `TrainingRun`."""
-    return SimpleNamespace(
-        loop=SimpleNamespace(version=version, waiting_for=""),
-        updater=SimpleNamespace(
-            served_version=-1, member_states={"serving": 4}, members={}, serving={}, epoch=2, bad_messages=1, evictions=0
-        ),
-        feeder=SimpleNamespace(
-            allowance_by_version=5, in_flight=7, in_flight_limit=12, bounds=SimpleNamespace(holds_actors_back=True)
-        ),
-        intake=SimpleNamespace(
-            position=7, num_ready=3, tokens_arrived_here=12, bad_messages=0, quarantine=SimpleNamespace(actors={"bad"})
-        ),
-        tracker=tracker or SequenceTracker(),
-        uploads=SimpleNamespace(waiting_s=None),
+def run_view(version: int = 3, tracker: SequenceTracker | None = None) -> RunView:
+    """A run of four actors in epoch 2, before the first version is served."""
+    tracker = tracker or SequenceTracker()
+    return RunView(
+        version=version,
+        waiting_for="",
+        served_version=None,
+        epoch=2,
+        num_members=0,
+        states={f"actor-{number}": "serving" for number in range(4)},
+        serving=(),
+        evictions=0,
+        counts=tracker.ledger.counts,
+        reasons={outcome: tracker.ledger.reasons(outcome) for outcome in Outcome},
+        tokens=tracker.tokens,
+        tokens_arrived=12,
+        position=7,
+        bad_messages=1,
+        failures={},
+        quarantined=1,
+        ready_groups=3,
+        allowance_by_version=5,
+        in_flight=7,
+        in_flight_limit=12,
+        holds_actors_back=True,
+        upload_waiting_s=None,
     )
 
 
@@ -253,7 +265,8 @@ class FakeUpdater:
         self.members: dict[str, Any] = {}
         self.served_version = -1
         self.num_present = 1
-        self.bad_messages = 0
+        self.bad_messages = self.evictions = self.epoch = 0
+        self.states: dict[str, str] = {}
         self.offered: list[int] = []
         self._free = asyncio.Event()
         self._free.set()

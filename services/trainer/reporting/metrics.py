@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import HistogramMetricFamily
@@ -28,11 +27,9 @@ from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.step import TRAIN
+from services.trainer.reporting.run_view import RunView
 from services.trainer.weight_sync.coordinator import EvictionCause
-from services.trainer.weight_sync.updater import MEMBER_STATES, UpdateRecord
-
-if TYPE_CHECKING:
-    from services.trainer.run import TrainingRun
+from services.trainer.weight_sync.membership import MEMBER_STATES, UpdateRecord
 
 PREFIX = "pipelinerl_trainer"
 ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
@@ -352,7 +349,7 @@ class TrainerMetrics:
     def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
         metrics = MetricSet(PREFIX, registry)
         self.registry = registry
-        self._run: TrainingRun | None = None
+        self._view: Callable[[], RunView] | None = None
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
         self.checkpoints = CheckpointMetrics(metrics, clock_s)
         self.uploads = UploadMetrics(metrics, clock_s)
@@ -361,108 +358,104 @@ class TrainerMetrics:
         self.membership = MembershipMetrics(metrics)
         self._read_states(metrics)
 
-    def watch(self, run: TrainingRun, phase: Callable[[], int]) -> None:
-        self._run, self._phase = run, phase
+    def watch(self, view: Callable[[], RunView], phase: Callable[[], int]) -> None:
+        self._view, self._phase = view, phase
 
     def _read_states(self, metrics: MetricSet) -> None:
         """Register the values that are read at each scrape, on the HTTP thread. Until `watch`, only the phase `loading` is
         exported."""
 
-        def read(name: str, text: str, value: Callable[[TrainingRun], float | None], unit: str = "") -> None:
-            metrics.reading(name, text, unit=unit).read(lambda: value(self._run) if self._run else None)
+        def read(name: str, text: str, value: Callable[[RunView], float | None], unit: str = "") -> None:
+            metrics.reading(name, text, unit=unit).read(lambda: value(self._view()) if self._view else None)
 
         def read_each(
-            name: str, text: str, labels: Labels, values: Callable[[TrainingRun], Mapping[str, float]], unit: str = ""
+            name: str, text: str, labels: Labels, values: Callable[[RunView], Mapping[str, float]], unit: str = ""
         ) -> None:
             reading = metrics.reading(name, text, labels, unit=unit)
-            reading.read_each(lambda: values(self._run) if self._run else {})
+            reading.read_each(lambda: values(self._view()) if self._view else {})
 
         phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
         phase.read_state(PHASES, lambda: phase_name(self._phase()))
-        read("policy_version", "Optimizer steps taken.", lambda run: run.loop.version)
+        read("policy_version", "Optimizer steps taken.", lambda run: run.version)
         read(
-            "served_version",
-            "Newest version that every member serves; none before the first.",
-            lambda run: run.updater.served_version if run.updater.served_version >= 0 else None,
+            "served_version", "Newest version that every member serves; none before the first.", lambda run: run.served_version
         )
-        read_each(
-            "members", "Registered actors by state.", {"state": MEMBER_STATES}, lambda run: run.updater.member_states, "actors"
-        )
-        read("epoch", "Number of the weight-transfer group's membership.", lambda run: run.updater.epoch, "epoch")
+        read_each("members", "Registered actors by state.", {"state": MEMBER_STATES}, lambda run: run.member_states, "actors")
+        read("epoch", "Number of the weight-transfer group's membership.", lambda run: run.epoch, "epoch")
         read_each(
             "ledger_sequences",
             "Sequences of the whole run: issued, and by outcome.",
             {"state": STATES},
-            lambda run: run.tracker.ledger.counts.as_dict(),
+            lambda run: run.counts.as_dict(),
         )
         read(
             "ledger_discrepancy_sequences",
             "Issued sequences less those of all other states: 0, or a defect.",
-            lambda run: run.tracker.ledger.counts.discrepancy,
+            lambda run: run.counts.discrepancy,
         )
         read_each(
             "failed_sequences",
             "Failed sequences by reason.",
             {"reason": "see docs/errors.md; (other) sums up the less frequent ones"},
-            lambda run: bounded(run.tracker.ledger.reasons(Outcome.FAILED)),
+            lambda run: bounded(run.reasons[Outcome.FAILED]),
         )
         read_each(
             "dropped_stale_sequences",
             "Sequences too old when their turn came, by reason.",
             {"reason": tuple(_NONE_STALE)},
-            lambda run: {**_NONE_STALE, **run.tracker.ledger.reasons(Outcome.DROPPED_STALE)},
+            lambda run: {**_NONE_STALE, **run.reasons[Outcome.DROPPED_STALE]},
         )
         read_each(
             "tokens_total",
             "Completion tokens by outcome of their sequence, since this start.",
             {"outcome": OUTCOMES},
-            lambda run: dict(run.tracker.tokens),
+            lambda run: run.tokens,
         )
         read(
             "tokens_arrived_total",
             "Completion tokens that reached the trainer, since this start.",
-            lambda run: run.intake.tokens_arrived_here,
+            lambda run: run.tokens_arrived,
             "tokens",
         )
         read(
             "bad_messages",
             "Messages set aside: sequences since the run began, others since this start.",
-            lambda run: run.intake.bad_messages + run.updater.bad_messages,
+            lambda run: run.bad_messages,
             "messages",
         )
         read(
             "quarantined_actors",
             "Actors whose log-probabilities are not those of the policy that they name (weights.verify_logprobs).",
-            lambda run: len(run.intake.quarantine.actors),
+            lambda run: run.quarantined,
             "actors",
         )
         read(
             "checkpoint_upload_waiting_seconds",
             "Time that a checkpoint has been waiting for its upload; no series without uploads.",
-            lambda run: run.uploads.waiting_s,
+            lambda run: run.upload_waiting_s,
         )
         read("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
-        read("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready)
+        read("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.ready_groups)
         read(
             "feeder_allowance_groups",
             "Groups that the staleness bound alone allows the feeder to issue now; without a bound, up to the run's end.",
-            lambda run: run.feeder.allowance_by_version,
+            lambda run: run.allowance_by_version,
         )
         read(
             "in_flight_sequences",
             "Sequences in progress, and those in complete groups whose step has not begun.",
-            lambda run: run.feeder.in_flight,
+            lambda run: run.in_flight,
         )
         read(
             "in_flight_limit_sequences",
             "Maximum of in_flight_sequences by the freshness limit now; none in conventional mode.",
-            lambda run: run.feeder.in_flight_limit,
+            lambda run: run.in_flight_limit,
         )
 
-    def _unread(self, run: TrainingRun) -> int | None:
+    def _unread(self, run: RunView) -> int | None:
         """Return the unread messages as of the last check of the stream; messages read since then are subtracted."""
         log = self.streams.seen.get("sequences")
-        return None if log is None else max(0, log.last_position - run.intake.position)
+        return None if log is None else max(0, log.last_position - run.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:

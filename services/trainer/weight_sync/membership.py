@@ -8,7 +8,7 @@ until then it cannot delay others. `coordinator.py` steps the transfer itself, a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pipelinerl.kube.client import PodEnd
@@ -33,6 +33,23 @@ class MemberChange:
     reason: str = ""
     cause: EvictionCause | None = None
 
+
+@dataclass
+class UpdateRecord:
+    """Figures of one version's update, in seconds and bytes."""
+
+    version: int
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    round_trip_s: float = 0.0
+    receive_s: dict[str, float] = field(default_factory=dict)
+    prepare_s: dict[str, float] = field(default_factory=dict)
+    stall_s: dict[str, float] = field(default_factory=dict)
+
+
+MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
+"""`waiting`: the actor serves no version, or an older one, and its turn is still to come. `leaving`: it was told to end, and is
+still registered."""
 
 MOST_AT_ONCE = 4
 """Maximum number of side groups at a time: each sends the whole version over the trainer's uplink."""

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import child, headers_of, root, trace_in, trace_of
 from pipelinerl.transfer.manifest import RanksMissing
 from services.trainer.weight_sync import coordinator as c
-from services.trainer.weight_sync.membership import MemberChange, Roster
+from services.trainer.weight_sync.membership import MemberChange, Roster, UpdateRecord
 
 if TYPE_CHECKING:
     from services.trainer.reporting.recorder import Recorder
@@ -56,9 +56,6 @@ the phase's deadline, which would blame all members that it kept waiting."""
 PATIENCE_S = 3.0
 """Maximum wait for the next rank once one has come, in a meeting of members that have met before. It reveals a member that has
 just died long before its registration expires. A slow member is left out, too, and returns through a side group."""
-MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""`waiting`: the actor serves no version, or an older one, and its turn is still to come. `leaving`: it was told to end, and is
-still registered."""
 MOST_REASONS = 16
 """Maximum number of actors whose last reason is remembered, since names may keep changing."""
 
@@ -70,19 +67,6 @@ class TransferResult:
     checksum: int
     num_bytes: int
     seconds: float
-
-
-@dataclass
-class UpdateRecord:
-    """Figures of one version's update, in seconds and bytes."""
-
-    version: int
-    num_bytes: int = 0
-    transfer_s: float = 0.0
-    round_trip_s: float = 0.0
-    receive_s: dict[str, float] = field(default_factory=dict)
-    prepare_s: dict[str, float] = field(default_factory=dict)
-    stall_s: dict[str, float] = field(default_factory=dict)
 
 
 class TransferSession:
@@ -317,12 +301,6 @@ class WeightUpdater:
             for name in list(self._main.coordinator.present)
         }
         return states | dict.fromkeys(set(self._draining) - states.keys(), "leaving")
-
-    @property
-    def member_states(self) -> dict[str, int]:
-        """Return the number of registered actors by state, for each of `MEMBER_STATES`. May be read on any thread."""
-        states = list(self.states.values())
-        return {state: states.count(state) for state in MEMBER_STATES}
 
     @property
     def epoch(self) -> int:
