@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Literal
@@ -54,14 +54,13 @@ _LAG, _COMPUTE = {"lag": LAG_BUCKETS}, "step_s.compute"
 FIGURES = (
     Figure("step", "Optimizer steps taken, from 1.", on_page=True),
     Figure("policy_version", "Version that this step made: the same number."),
-    Figure("served_version", "Newest version that every member serves when the line is written; `policy_version` − "
-           "`served_version` is how far sending trails the optimizer."),
+    Figure("served_version", "Newest version that every member serves when the line is written."),
     Figure("time_s", "Seconds since the trainer was ready.", on_page=True),
     Figure("loss", "Loss of the whole batch, normalised as the recipe says.", "loss", "none"),
     Figure("skipped", "Reason why the step changed no weight: `loss not finite`, `gradient not finite`; else empty.",
            "steps_skipped_total", "steps", help="Optimizer steps that changed no weight."),
-    Figure("grad_norm", "L2 norm of the policy's gradient before clipping; a value head is not part of it.", "gradient_norm",
-           "none", on_page=True),
+    Figure("grad_norm", "L2 norm of the policy's gradient, without a value head, before clipping.", "gradient_norm", "none",
+           on_page=True),
     Figure("clipped", "True if the gradient was clipped to [the bound of its norm](learning.md#the-optimizer).",
            "steps_clipped_total", "steps", help="Optimizer steps whose gradient was clipped to the bound of its norm.",
            on_page=True, summary={"steps_clipped": "ones"}, trained=True),
@@ -80,11 +79,10 @@ FIGURES = (
            "unless `algorithm.advantage` is `value`.", "value_loss", "none"),
     Figure("explained_variance", "1 − Var(R − v) / Var(R) over tokens, for the returns R and a learned baseline v; null "
            "without a baseline, and if all returns are equal.", "explained_variance_ratio", stays=True),
-    Figure("mask_fraction", "Share of the tokens that `algorithm.mask` left out of the policy loss; 0 without a mask.",
-           "mask_ratio"),
+    Figure("mask_fraction", "Share of the tokens that `algorithm.mask` left out of the policy loss.", "mask_ratio"),
     Figure("mismatch_kl", "KL estimate between actor and trainer, nats: mean of w − 1 − log w over tokens of lag 0; null if "
            "there are none.", "mismatch_kl_nats", stays=True, on_page=True, summary={"mismatch_kl_mean": "mean"}, trained=True),
-    Figure("reference_kl", "KL estimate to the initial policy, weighted as the loss; null without `algorithm.kl_coefficient`.",
+    Figure("reference_kl", "KL estimate to the initial policy, weighted as the loss; with `algorithm.kl_coefficient` only.",
            "reference_kl_nats"),
     Figure("log_weight_abs_max", "Largest |log π − log μ| of a token, nats."),
     Figure("lag", "`mean`, `p95` and `max` of the lag over the step's tokens.", on_page=True),
@@ -107,8 +105,7 @@ FIGURES = (
            "report (terms of the reward, `metrics` of an [environment](episodes.md#an-environment)), over the sequences that "
            "have it, and of an episode's `turns`; the 24 most frequent names. Under one name, a term precedes a metric, and a "
            "metric `turns`.", on_page=True),
-    Figure("group_reward_std", "Standard deviation of rewards inside a group, mean over the step's groups.", "group_reward_std",
-           "reward"),
+    Figure("group_reward_std", "Standard deviation of rewards inside a group, mean over groups.", "group_reward_std", "reward"),
     Figure("equal_reward_groups", "Share of the step's groups whose rewards are all equal, so that they have no signal.",
            "equal_reward_groups_ratio", summary={"steps_equal_rewards": "ones"}),
     Figure("heldout_accuracy", "Held-out accuracy of the last evaluation.", "heldout_accuracy_ratio", stays=True,
@@ -126,17 +123,15 @@ FIGURES = (
     Figure("commits_held_s", "Seconds of evaluations and probes, in which [no later version was "
            "committed](weight-updates.md#holding-a-version-still).", "commits_held_seconds_total", event=float,
            summary={"commits_held_s": "sum"}),
-    Figure("sequences_trained", "Sequences of the step; fewer than B if some of a group failed or were too old; 0 for a "
-           "skipped step."),
+    Figure("sequences_trained", "Sequences of the step, without failed and stale ones of a group; 0 for a skipped step."),
     Figure("tokens_trained", "Sampled tokens of the step; 0 for a skipped step.",
            summary={"tokens_trained": "sum", "tokens_per_s.trained": "rate"}, weight=_COMPUTE),
     Figure("tokens_computed", "Tokens that went through the model: a prompt that sequences of a micro-batch share once, and "
            "completions without their last token.", summary={"tokens_per_s.computed": "rate"}, weight=_COMPUTE),
     Figure("microbatches", "Forward passes of the step; those of advantage 0 alone have no backward pass."),
-    Figure("packing_fill", "`tokens_computed` / (`microbatches` × `trainer.tokens_per_microbatch`); low if a batch is smaller "
-           "than the budget.", "packing_fill_ratio"),
-    Figure("completion_tokens_mean", "Mean sampled tokens of the step's sequences; of an episode, over all its turns and "
-           "branches.", "completion_length_tokens", on_page=True),
+    Figure("packing_fill", "`tokens_computed` / (`microbatches` × `trainer.tokens_per_microbatch`).", "packing_fill_ratio"),
+    Figure("completion_tokens_mean", "Mean sampled tokens of the step's sequences, over all turns and branches.",
+           "completion_length_tokens", on_page=True),
     Figure("turns_mean", "Mean turns of the step's [episodes](episodes.md#what-is-trained); only with episodes.",
            "episode_turns", "turns"),
     Figure("branches_mean", "Mean branches of the step's episodes; only with episodes.", "episode_branches", "branches"),
@@ -150,11 +145,9 @@ FIGURES = (
     Figure("tokens_generated", "Sampled tokens that have reached the trainer since the start of the run."),
     Figure("tokens_generated_per_s", "The same per second since the previous step.", on_page=True),
     Figure("tokens_trained_per_s", "Trained tokens per second since the previous step.", on_page=True),
-    Figure("in_flight", "Sequences in progress, or complete and not used by a step that has begun. Samples that wait for "
-           "others of their group do not count."),
+    Figure("in_flight", "Sequences in progress, or in complete groups whose step has not begun."),
     Figure("in_flight_limit", "Freshness limit on `in_flight`; null in conventional mode."),
-    Figure("sequences", "Ledger after the step: `issued`, `trained`, `dropped_stale`, `dropped_filtered`, `failed`, "
-           "`in_flight`."),
+    Figure("sequences", "Ledger after the step: `issued`, `in_flight`, and the outcomes, from `trained` to `failed`."),
     Figure("step_s", "Seconds by phase: `wait` (for a batch), `compute`, `snapshot`, `send` (waiting for the previous version "
            "to be served, until sending began), `checkpoint`, and `total`.", on_page=True),
     Figure("compute_s", "Seconds by phase: `plan` and `build` (packing the micro-batches, during the previous step), then of "
@@ -167,10 +160,10 @@ FIGURES = (
            labels={"tokens": ("trained", "computed")}),
     Figure("mfu", "[Model FLOPs utilization](#model-flops-utilization) of the step's computation; null if the device's peak is "
            "unknown, as on a CPU.", "mfu_ratio", summary={"mfu_mean": "mean"}, weight=_COMPUTE),
-    Figure("imbalance", "Share of the ranks' compute time in which they wait for the slowest of their micro-batches, by the "
-           "costs that the plan assumes; 0 with one rank.", "imbalance_ratio"),
-    Figure("memory_peak_gib", "On a GPU, peak GiB of tensors since the previous step, its sending included; on a CPU, peak "
-           "resident memory of the trainer's process since its start.", summary={"memory_peak_gib": "largest"}),
+    Figure("imbalance", "Share of the ranks' compute time spent waiting for each other, by the costs that the plan assumes.",
+           "imbalance_ratio"),
+    Figure("memory_peak_gib", "Peak GiB of tensors on a GPU since the previous step, else of the process since its start.",
+           summary={"memory_peak_gib": "largest"}),
     Figure("weight_update", "Newest update that was served; see below.", on_page=True, event=NoneType),
     Figure("stall_s", "Longest stall of that update over its members, seconds.", on_page=True, event=NoneType),
     Figure("joins", "Actors that side groups brought to the served version: `actor`, `version`, `join_s` from the beginning to "
@@ -201,6 +194,12 @@ def plain(text: str) -> str:
     return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text).replace("`", "")
 
 
+RUN_FIGURES = {key: (reduction, figure) for figure in FIGURES for key, reduction in figure.summary.items()}
+"""Figures of the run by their key in summary.json."""
+
+Reduced = dict[str, list[float]]
+"""By key in summary.json: the combined value, and the sum of the weights."""
+
 _COMBINED: Mapping[Reduction, Callable[[float, float, float], float]] = {
     "sum": lambda total, value, weight: total + value,
     "rate": lambda total, value, weight: total + value,
@@ -210,47 +209,27 @@ _COMBINED: Mapping[Reduction, Callable[[float, float, float], float]] = {
     "smallest": lambda total, value, weight: min(total, value),
     "largest": lambda total, value, weight: max(total, value),
 }
-_BEFORE: Mapping[Reduction, float] = {"smallest": math.inf, "largest": -math.inf}
-
-Reduced = dict[str, list[float]]
-"""By key in summary.json: the combined value, and the sum of the weights."""
 
 
 def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) -> None:
     """Add one record to `reduced`: the figures of events, or all others. Numbers that are not finite are left out."""
-    for figure in FIGURES:
-        value = record.get(figure.key)
-        left_out = figure.trained and record.get("skipped")
-        if (figure.event is not None) is not events or value is None or left_out:
+    for key, (reduction, figure) in RUN_FIGURES.items():
+        value, is_event = record.get(figure.key), figure.event is not None
+        if is_event is not events or value is None or not math.isfinite(value) or (figure.trained and record.get("skipped")):
             continue
-        weight = _weight(record, figure.weight)
-        for key, reduction in figure.summary.items():
-            if math.isfinite(value):
-                total, weights = reduced.get(key, (_BEFORE.get(reduction, 0), 0))
-                reduced[key] = [_COMBINED[reduction](total, value, weight), weights + weight]
-
-
-def _weight(record: Mapping[str, Any], path: str) -> float:
-    outer, _, inner = path.partition(".")
-    weight = record.get(outer, 1)
-    return float(weight[inner]) if inner else weight
-
-
-def reductions() -> Iterator[tuple[str, Reduction, Figure]]:
-    """Yield the keys of summary.json that follow from figures, each with its reduction and figure."""
-    return ((key, reduction, figure) for figure in FIGURES for key, reduction in figure.summary.items())
+        outer, _, inner = figure.weight.partition(".")
+        weight = record.get(outer, 1)[inner] if inner else record.get(outer, 1)
+        total, weights = reduced.get(key, (value if reduction in ("smallest", "largest") else 0, 0))
+        reduced[key] = [_COMBINED[reduction](total, value, weight), weights + weight]
 
 
 def run_figures(reduced: Reduced) -> dict[str, Any]:
     """Return the part of summary.json that follows from figures. Without a step, counts are 0 and all others None."""
     found: dict[str, Any] = {}
-    for key, reduction, _ in reductions():
+    for key, (reduction, _) in RUN_FIGURES.items():
         total, weights = reduced.get(key, (0 if reduction in ("sum", "ones") else None, 0))
-        if reduction in ("mean", "rate"):
-            total = total / weights if total is not None and weights else None
+        if total is not None and reduction in ("mean", "rate"):
+            total = total / weights if weights else None
         outer, _, inner = key.partition(".")
-        if inner:
-            found.setdefault(outer, {})[inner] = total
-        else:
-            found[outer] = total
+        found |= {outer: {**found.get(outer, {}), inner: total}} if inner else {outer: total}
     return found

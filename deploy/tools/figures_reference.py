@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from deploy.tools.generated import GeneratedPart, row
-from pipelinerl.figures import FIGURES, Figure, Reduction, reductions
+from pipelinerl.figures import FIGURES, RUN_FIGURES, Figure, Reduction
 
 _HEAD = "| key | meaning |\n|---|---|"
 _WORDS: dict[Reduction, str] = {
@@ -31,7 +31,7 @@ def of_steps() -> str:
 def of_the_run() -> str:
     """Return the table of the keys of summary.json that follow from figures; the parts of an object share a row."""
     rows: dict[str, list[str]] = defaultdict(list)
-    for key, reduction, figure in reductions():
+    for key, (reduction, figure) in RUN_FIGURES.items():
         outer, _, inner = key.partition(".")
         rows[outer].append((f"`{inner}`: " if inner else "") + _meaning(reduction, figure))
     return "\n".join([_HEAD, *(row((f"`{key}`", "; ".join(meanings))) for key, meanings in rows.items())])

@@ -130,10 +130,9 @@ class RunHistory:
         if record.get("heldout_accuracy") is None:
             return None
         version = record.get("heldout_version", record.get("step"))
-        time_s = self._times_s.get(version, record.get("time_s"))
-        accuracy, lower_bound = record["heldout_accuracy"], record.get("heldout_accuracy_lower_bound")
-        sets = record.get("heldout_sets") or {}
-        return {"step": version, "time_s": time_s, "accuracy": accuracy, "lower_bound": lower_bound, "sets": sets}
+        figures = {key: record.get(f"heldout_{key}") for key in ("accuracy", "sets")}
+        bound = record.get("heldout_accuracy_lower_bound")
+        return evaluation(version, self._times_s.get(version, record.get("time_s")), {**figures, "lower_bound": bound})
 
     def _add_sample(self, sample: Record) -> dict[str, Any]:
         shown = shown_sample(sample)
@@ -142,6 +141,12 @@ class RunHistory:
             self._early.append(shown)
         self._late[bool(shown["heldout"])].append(shown)
         return shown
+
+
+def evaluation(version: int, time_s: float | None, figures: Record) -> dict[str, Any]:
+    """Return an evaluation as the views draw it, at the policy version that was measured."""
+    accuracy = {"accuracy": figures["accuracy"], "lower_bound": figures.get("lower_bound")}
+    return {"step": version, "time_s": time_s, **accuracy, "sets": figures.get("sets") or {}}
 
 
 def report_data(
@@ -153,16 +158,8 @@ def report_data(
     for record in records:
         history.add(record)
     times_s = {0: 0.0, **{record["step"]: record.get("time_s") for record in records if "step" in record}}
-    heldout = [  # at the policy version that was measured; the last evaluation ends after the last record
-        {
-            "step": one["version"],
-            "time_s": times_s.get(one["version"]),
-            "accuracy": one["accuracy"],
-            "lower_bound": one.get("lower_bound"),
-            "sets": one.get("sets") or {},
-        }
-        for one in summary.get("heldout") or []
-    ]
+    measured = summary.get("heldout") or []  # the last evaluation ends after the last record
+    heldout = [evaluation(one["version"], times_s.get(one["version"]), one) for one in measured]
     data = {**history.data(), "heldout": heldout}
     about = {"run": run, "description": description, "recipe": recipe_text, "meanings": MEANINGS}
     return {**about, "summary": dict(summary), **data}

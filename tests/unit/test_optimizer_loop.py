@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import FieldError, ServiceError
-from pipelinerl.figures import run_figures
+from pipelinerl.figures import FIGURES, run_figures
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.run_dir import resumable
 from pipelinerl.v1 import trainer_pb2
@@ -102,6 +102,7 @@ async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
         assert one.policy.calls == [*steps, "snapshot 4"]
         assert one.policy.threads == {"compute"}
         assert [record["step"] for record in one.records] == [1, 2, 3, 4]
+        assert one.records[0].keys() <= {figure.key for figure in FIGURES}
         assert one.totals.heldout == [(0, 0.5, 0, 0.5, {}), (4, 0.5, 0, 0.5, {})]
         assert one.tracker.ledger.counts.trained == 8
         for record in one.records:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import HistogramMetricFamily
@@ -43,13 +45,8 @@ def rank_orders(registry: CollectorRegistry) -> Counter:
     )
 
 
-OF_TASK: dict[str, tuple[str, ...]] = {
-    "sequences": ("task_sequences", "Sequences of the batch"),
-    "reward_mean": ("task_reward_mean", "Mean reward of the sequences", "reward"),
-    "completion_tokens_mean": ("task_completion_length_tokens", "Mean sampled tokens of the sequences"),
-    "truncated_fraction": ("task_truncated_ratio", "Share, cut at their length limit, of the sequences"),
-}
-"""Key of a task's object in a step's record: the metric's name, its text, and its unit unless the name ends with it."""
+OF_TASK = ("reward_mean", "completion_tokens_mean", "truncated_fraction")
+"""Figures of a step that it has for each task as well."""
 GIB = 1024**3
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
 """Bucket edges, from a model of a million parameters on a CPU to an hour."""
@@ -90,11 +87,10 @@ class TaskMetrics:
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
         reported = {"figure": f"a term of a reward, a metric of an environment, or turns; the first {MOST_REASONS} of them"}
-        of_tasks = "of one of several tasks; of those in the step."
-        self._of_task = {
-            key: metrics.reading(name, f"{text} {of_tasks}", task, unit="".join(unit))
-            for key, (name, text, *unit) in OF_TASK.items()
-        }
+        self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences of one of several tasks in the step.", task)}
+        for figure in (figure for figure in FIGURES if figure.key in OF_TASK):
+            text = f"Of one of several tasks: {plain(figure.text)}"
+            self._of_task[figure.key] = metrics.reading(f"task_{figure.metric}", text, task, unit=figure.unit)
         text = "Mean of a number that rewards and environments report of a task's sequences; of tasks in the step."
         self._reported = metrics.reading("task_reported_mean", text, {**task, **reported}, unit="as reported")
         text = "Held-out accuracy of one set of problems, last evaluation."
@@ -163,33 +159,20 @@ class MembershipMetrics:
     """Joins and departures of members, and the weight updates that reach them."""
 
     def __init__(self, metrics: MetricSet) -> None:
-        self.regroups = metrics.counter(
-            "regroups_total", "Regroupings: the group of all members was formed again.", unit="groups of members"
-        )
-        self.evictions = metrics.counter(
-            "evictions_total",
-            "Actors that were put out of an epoch without being told to leave.",
-            {"reason": tuple(cause.value for cause in EvictionCause)},
-            unit="actors",
-        )
-        self.joins = metrics.counter(
-            "joins_total", "Arrivals: an actor began to serve, in an epoch or on a side group.", unit="actors"
-        )
-        self.join_seconds = metrics.histogram(
-            "join_seconds", "Bringing one actor to the served version on a side group.", SECONDS
-        )
-        self.updates = metrics.counter(
-            "weight_updates_total",
-            "Versions that all members serve, and transfers that were started again.",
-            {"outcome": ("served", "aborted")},
-            unit="updates",
-        )
-        self._transfer = metrics.histogram(
-            "weight_update_transfer_seconds", "First to last byte of a version, at the trainer.", SECONDS
-        )
-        self._round_trip = metrics.histogram(
-            "weight_update_round_trip_seconds", "From the offer of a version until the last member serves it.", SECONDS
-        )
+        text = "Regroupings: the group of all members was formed again."
+        self.regroups = metrics.counter("regroups_total", text, unit="groups of members")
+        text, causes = "Actors that were put out of an epoch without being told to leave.", tuple(EvictionCause)
+        self.evictions = metrics.counter("evictions_total", text, {"reason": causes}, unit="actors")
+        text = "Arrivals: an actor began to serve, in an epoch or on a side group."
+        self.joins = metrics.counter("joins_total", text, unit="actors")
+        text = "Bringing one actor to the served version on a side group."
+        self.join_seconds = metrics.histogram("join_seconds", text, SECONDS)
+        text, outcomes = "Versions that all members serve, and transfers that were started again.", ("served", "aborted")
+        self.updates = metrics.counter("weight_updates_total", text, {"outcome": outcomes}, unit="updates")
+        text = "First to last byte of a version, at the trainer."
+        self._transfer = metrics.histogram("weight_update_transfer_seconds", text, SECONDS)
+        text = "From the offer of a version until the last member serves it."
+        self._round_trip = metrics.histogram("weight_update_round_trip_seconds", text, SECONDS)
         self._bytes = metrics.counter("weight_update_bytes_total", "Bytes of the versions that all members serve.")
 
     def served(self, update: UpdateRecord) -> None:
@@ -230,10 +213,8 @@ class CheckpointMetrics:
         self._clock_s, self._has_begun = clock_s, False
         self._planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
         self._version = metrics.reading("checkpoint_version", "Version of the newest checkpoint; none before the first.")
-        self._at = metrics.reading(
-            "checkpoint_timestamp_seconds",
-            "When the newest checkpoint was written, by this trainer or one before it; before the first, when training began.",
-        )
+        text = "When the newest checkpoint was written, by this or an earlier trainer; before the first, when training began."
+        self._at = metrics.reading("checkpoint_timestamp_seconds", text)
         self._seconds = metrics.histogram("checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS)
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
@@ -262,14 +243,12 @@ class UploadMetrics:
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
-        self._tries = metrics.counter(
-            "checkpoint_uploads_total", "Attempts to upload a checkpoint.", {"outcome": ("uploaded", "failed")}, unit="tries"
-        )
+        text, outcomes = "Attempts to upload a checkpoint.", ("uploaded", "failed")
+        self._tries = metrics.counter("checkpoint_uploads_total", text, {"outcome": outcomes}, unit="tries")
         self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
         self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
-        self._seconds = metrics.histogram(
-            "checkpoint_upload_seconds", "Uploading and verifying one checkpoint, beside training.", CHECKPOINT_SECONDS
-        )
+        text = "Uploading and verifying one checkpoint, beside training."
+        self._seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
 
     def took_over(self, version: int, at_s: float) -> None:
         """Restore the last upload of an earlier trainer of the run."""
@@ -297,9 +276,8 @@ class StreamMetrics:
         self.seen: dict[str, StreamInfo] = {}
         self._messages = metrics.reading("stream_messages", "Messages that the stream holds.", BY_STREAM)
         self._bytes = metrics.reading("stream_bytes", "Bytes that the stream holds.", BY_STREAM)
-        self._oldest = metrics.reading(
-            "stream_oldest_seconds", "Age of the stream's oldest message; 0 when it is empty.", BY_STREAM
-        )
+        text = "Age of the stream's oldest message; 0 when it is empty."
+        self._oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
 
     def saw(self, stream: str, info: StreamInfo) -> None:
         """Record the present state of one of `STREAMS`."""
@@ -343,8 +321,52 @@ class TokenLagHistogram(Collector):
         yield HistogramMetricFamily(self._name, self.TEXT, buckets=buckets, sum_value=float(total))
 
 
+class RunState(NamedTuple):
+    """A metric of the run's present state. With `labels`, `read` returns a mapping by label value."""
+
+    name: str
+    text: str
+    read: Callable[[RunView], float | Mapping[str, float] | None]
+    unit: str = ""
+    labels: Labels | None = None
+
+
+RUN_STATES = (
+    RunState("policy_version", "Optimizer steps taken.", lambda run: run.version),
+    RunState("served_version", "Newest version that every member serves; none before it.", lambda run: run.served_version),
+    RunState("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
+    RunState("epoch", "Number of the weight-transfer group's membership.", lambda run: run.epoch, "epoch"),
+    RunState("ledger_sequences", "Sequences of the whole run: issued, and by outcome.", lambda run: run.counts.as_dict(),
+             labels={"state": STATES}),
+    RunState("ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect.",
+             lambda run: run.counts.discrepancy),
+    RunState("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.reasons[Outcome.FAILED]),
+             labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
+    RunState("dropped_stale_sequences", "Sequences too old when their turn came, by reason.",
+             lambda run: {**_NONE_STALE, **run.reasons[Outcome.DROPPED_STALE]}, labels={"reason": tuple(_NONE_STALE)}),
+    RunState("tokens_total", "Completion tokens by outcome of their sequence, since this start.", lambda run: run.tokens,
+             labels={"outcome": OUTCOMES}),
+    RunState("tokens_arrived_total", "Completion tokens that reached the trainer, since this start.",
+             lambda run: run.tokens_arrived, "tokens"),
+    RunState("bad_messages", "Messages set aside: sequences since the run began, others since this start.",
+             lambda run: run.bad_messages),
+    RunState("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
+             "(weights.verify_logprobs).", lambda run: run.quarantined, "actors"),
+    RunState("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series without "
+             "uploads.", lambda run: run.upload_waiting_s),
+    RunState("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.ready_groups),
+    RunState("feeder_allowance_groups", "Groups that the staleness bound alone allows the feeder to issue now; without a "
+             "bound, up to the run's end.", lambda run: run.allowance_by_version),
+    RunState("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
+             lambda run: run.in_flight),
+    RunState("in_flight_limit_sequences", "Maximum of in_flight_sequences by the freshness limit now; none in conventional "
+             "mode.", lambda run: run.in_flight_limit),
+)  # fmt: skip
+
+
 class TrainerMetrics:
-    """All groups of metrics, on one registry."""
+    """All groups of metrics, on one registry. States are read at each scrape, on the HTTP thread; until `watch`, only the phase
+    `loading` is exported."""
 
     def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
         metrics = MetricSet(PREFIX, registry)
@@ -356,101 +378,19 @@ class TrainerMetrics:
         self.steps = StepMetrics(metrics)
         self.streams = StreamMetrics(metrics, clock_s)
         self.membership = MembershipMetrics(metrics)
-        self._read_states(metrics)
+        phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
+        phase.read_state(PHASES, lambda: phase_name(self._phase()))
+        unread = RunState("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
+        for state in (*RUN_STATES, unread):
+            reading = metrics.reading(state.name, state.text, state.labels, unit=state.unit)
+            reading.read_each(partial(self._read, state))
 
     def watch(self, view: Callable[[], RunView], phase: Callable[[], int]) -> None:
         self._view, self._phase = view, phase
 
-    def _read_states(self, metrics: MetricSet) -> None:
-        """Register the values that are read at each scrape, on the HTTP thread. Until `watch`, only the phase `loading` is
-        exported."""
-
-        def read(name: str, text: str, value: Callable[[RunView], float | None], unit: str = "") -> None:
-            metrics.reading(name, text, unit=unit).read(lambda: value(self._view()) if self._view else None)
-
-        def read_each(
-            name: str, text: str, labels: Labels, values: Callable[[RunView], Mapping[str, float]], unit: str = ""
-        ) -> None:
-            reading = metrics.reading(name, text, labels, unit=unit)
-            reading.read_each(lambda: values(self._view()) if self._view else {})
-
-        phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
-        phase.read_state(PHASES, lambda: phase_name(self._phase()))
-        read("policy_version", "Optimizer steps taken.", lambda run: run.version)
-        read(
-            "served_version", "Newest version that every member serves; none before the first.", lambda run: run.served_version
-        )
-        read_each("members", "Registered actors by state.", {"state": MEMBER_STATES}, lambda run: run.member_states, "actors")
-        read("epoch", "Number of the weight-transfer group's membership.", lambda run: run.epoch, "epoch")
-        read_each(
-            "ledger_sequences",
-            "Sequences of the whole run: issued, and by outcome.",
-            {"state": STATES},
-            lambda run: run.counts.as_dict(),
-        )
-        read(
-            "ledger_discrepancy_sequences",
-            "Issued sequences less those of all other states: 0, or a defect.",
-            lambda run: run.counts.discrepancy,
-        )
-        read_each(
-            "failed_sequences",
-            "Failed sequences by reason.",
-            {"reason": "see docs/errors.md; (other) sums up the less frequent ones"},
-            lambda run: bounded(run.reasons[Outcome.FAILED]),
-        )
-        read_each(
-            "dropped_stale_sequences",
-            "Sequences too old when their turn came, by reason.",
-            {"reason": tuple(_NONE_STALE)},
-            lambda run: {**_NONE_STALE, **run.reasons[Outcome.DROPPED_STALE]},
-        )
-        read_each(
-            "tokens_total",
-            "Completion tokens by outcome of their sequence, since this start.",
-            {"outcome": OUTCOMES},
-            lambda run: run.tokens,
-        )
-        read(
-            "tokens_arrived_total",
-            "Completion tokens that reached the trainer, since this start.",
-            lambda run: run.tokens_arrived,
-            "tokens",
-        )
-        read(
-            "bad_messages",
-            "Messages set aside: sequences since the run began, others since this start.",
-            lambda run: run.bad_messages,
-            "messages",
-        )
-        read(
-            "quarantined_actors",
-            "Actors whose log-probabilities are not those of the policy that they name (weights.verify_logprobs).",
-            lambda run: run.quarantined,
-            "actors",
-        )
-        read(
-            "checkpoint_upload_waiting_seconds",
-            "Time that a checkpoint has been waiting for its upload; no series without uploads.",
-            lambda run: run.upload_waiting_s,
-        )
-        read("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
-        read("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.ready_groups)
-        read(
-            "feeder_allowance_groups",
-            "Groups that the staleness bound alone allows the feeder to issue now; without a bound, up to the run's end.",
-            lambda run: run.allowance_by_version,
-        )
-        read(
-            "in_flight_sequences",
-            "Sequences in progress, and those in complete groups whose step has not begun.",
-            lambda run: run.in_flight,
-        )
-        read(
-            "in_flight_limit_sequences",
-            "Maximum of in_flight_sequences by the freshness limit now; none in conventional mode.",
-            lambda run: run.in_flight_limit,
-        )
+    def _read(self, state: RunState) -> Mapping[str, float | None]:
+        value = state.read(self._view()) if self._view else None
+        return value if isinstance(value, Mapping) else {"": value}
 
     def _unread(self, run: RunView) -> int | None:
         """Return the unread messages as of the last check of the stream; messages read since then are subtracted."""
