@@ -49,7 +49,7 @@ class Life:
         write_lineage(run_dir, RUN, self.start.lineage, recipe)
         self.run = make_run(self.stack, run_dir, bus, recipe, self.start)
         self.tracker, self.feeder, self.intake = self.run.tracker, self.run.feeder, self.run.intake
-        self.loop, self.journal = self.run.loop, self.run.resume.journal
+        self.loop, self.journal = self.run.loop, self.run.takeover.journal
         self.run.updater.served_version = self.loop.version
         self.tasks: list[asyncio.Task[None]] = []
         self.published_again = 0
@@ -59,7 +59,7 @@ class Life:
         return self.loop.version
 
     async def begin(self) -> None:
-        self.published_again = await self.run.resume.begin()
+        self.published_again = await self.run.takeover.begin(self.loop.checkpoints)
         self.tasks = [asyncio.create_task(self.feeder.run()), asyncio.create_task(self.intake.run())]
 
     async def idle(self) -> None:
@@ -82,7 +82,8 @@ class Life:
                 await taking
             return []
         self.feeder.begin_step(wait_share=0.0, for_max_lag=False)
-        self.loop._conclude({"skipped": ""}, taking.result())
+        self.loop.version += 1
+        self.intake.close(taking.result(), self.version, skipped=False)
         self.loop._policy.version = self.run.updater.served_version = self.version  # type: ignore[attr-defined]
         self.feeder.look_again()
         return [group.sequences[0].group_id for group in taking.result()]

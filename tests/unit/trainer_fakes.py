@@ -492,11 +492,7 @@ async def desk(
             one = Desk(make_run(stack, Path(folder), bus, make_recipe(**sections)), bus)
             if problems is not None:
                 one.feeder._problems = problems
-            works = {
-                "feeder": one.feeder.run,
-                "intake": one.intake.run,
-                "upkeep": lambda: one.run.resume.keep_streams(one.run.loop),
-            }
+            works = {"feeder": one.feeder.run, "intake": one.intake.run, "upkeep": one.run.upkeep.run}
             tasks = [asyncio.create_task(works[part]()) for part in parts or ("feeder", "intake")]
             try:
                 yield one
