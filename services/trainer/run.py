@@ -1,6 +1,6 @@
 """A training run: its parts, how they are connected, and the order from start to end.
 
-Start: take over from an earlier trainer (`resume.py`), wait for actors, and send them the first version before any prompt is
+Start: take over from an earlier trainer (`takeover.py`), wait for actors, and send them the first version before any prompt is
 issued. End: last evaluation, checkpoint, summary, `end` on the control channel. An early stop ends the running step and writes
 a checkpoint, if both fit within `stop_checkpoint_s`; the summary is written before and after that.
 """
@@ -40,8 +40,9 @@ from services.trainer.data.traces import SequenceTraces
 from services.trainer.loop import OptimizerLoop
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.run_view import RunView
-from services.trainer.resume import Resume
 from services.trainer.server import TrainerService
+from services.trainer.stream_upkeep import StreamUpkeep
+from services.trainer.takeover import Takeover
 from services.trainer.weight_sync.updater import WeightUpdater
 
 if TYPE_CHECKING:
@@ -86,19 +87,17 @@ class TrainingRun:
             incarnation=self._incarnation,
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
-            on_change=lambda: self.feeder.look_again(),  # after a change of the version or the number of actors
         )
         problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
         vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker
         self.feeder = Feeder(bus, recipe, problems, tracker, traces, self.updater, journal)
         self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
-        self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder)
-        self.resume = Resume(run_dir, recipe, bus, journal, start, tracker, self.feeder, self.intake, recorder, self.uploads)
+        self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder.metrics.uploads)
+        self.takeover = Takeover(run_dir, recipe, bus, journal, start, self.feeder, self.intake, recorder, self.uploads)
         self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client)
-        self.loop = OptimizerLoop(
-            recipe, policy, self.intake, self.feeder, tracker, traces, updater, self.evaluator, recorder, self.resume
-        )
+        self.loop = OptimizerLoop(recipe, policy, self.intake, self.feeder, updater, self.evaluator, recorder, self.takeover)
+        self.upkeep = StreamUpkeep(bus, tracker, self.intake, recorder, self.loop.checkpoints)
         recorder.watch(self.view)
 
     def add_to_server(self, server: aio.Server) -> None:
@@ -147,7 +146,7 @@ class TrainingRun:
             finished = await self._train(stop)
         finally:
             summary = self.recorder.write_summary(finished=finished)
-            self.resume.end(self.loop.version, finished=finished)
+            self.takeover.end(self.loop.version, finished=finished)
             self.recorder.end(summary, finished=finished)
             try:
                 await self._say_end(finished)
@@ -162,7 +161,7 @@ class TrainingRun:
     async def _train(self, stop: asyncio.Event) -> bool:
         """Return True when the run came to its own end."""
         try:
-            await unless_stopped(self.resume.begin(), stop)
+            await unless_stopped(self.takeover.begin(self.loop.checkpoints), stop)
         except StartStopped:  # stopped early, perhaps while NATS was away
             return False
         async with asyncio.TaskGroup() as tasks:
@@ -171,7 +170,7 @@ class TrainingRun:
                 for part in (
                     self.updater.run(),
                     self.intake.run(),
-                    self.resume.keep_streams(self.loop),
+                    self.upkeep.run(),
                     self._poll_actors(),
                     watch_actor_pods(self._settings, self.updater),
                     self.loop.heartbeat(),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import grpc
@@ -355,15 +355,15 @@ def make_run(
     *,
     board: PageBoard | None = None,
     updater: type = FakeUpdater,
+    policy: FakePolicy | None = None,
     **settings: Any,
 ) -> TrainingRun:
     """A run that has not begun. Its files are open as long as `stack`; `start`: that of a new run when None."""
-    start = start or Start()
+    start, policy = start or Start(), policy or FakePolicy(run_dir)
     given = TrainerSettings(
         run=RUN, recipe=run_dir / "recipe.yaml", instance="trainer", verifier="nowhere:1", run_dir=run_dir, **settings
     )
     files, journal = stack.enter_context(RunFiles(run_dir)), stack.enter_context(Journal(run_dir / JOURNAL))
-    policy: Any = FakePolicy(run_dir)
     policy.version = start.version
     verifier: Any = FakeVerifier()
     recorder = Recorder(
@@ -375,10 +375,10 @@ def make_run(
         context=LogContext(RUN, "trainer", "trainer"),
         run=RUN,
         start=start,
-        tokenizer=policy.tokenizer,
+        tokenizer=policy.tokenizer,  # type: ignore[arg-type]
     )
     with patch("services.trainer.run.WeightUpdater", updater):
-        return TrainingRun(given, recipe, policy, bus, verifier, journal, start, recorder)
+        return TrainingRun(given, recipe, cast("Any", policy), bus, verifier, journal, start, recorder)
 
 
 @asynccontextmanager
@@ -395,8 +395,8 @@ async def training_run(
     async with MemoryBus(RUN) as bus, AsyncExitStack() as stack:
         await bus.create_streams()
         recipe = make_recipe(**{"task": TASK, **sections})
-        run = make_run(stack, run_dir, bus, recipe, start, board=board, updater=updater, **settings)
-        policy: FakePolicy = run.loop._policy  # type: ignore[assignment]
+        policy = FakePolicy(run_dir)
+        run = make_run(stack, run_dir, bus, recipe, start, board=board, updater=updater, policy=policy, **settings)
         try:
             yield run, policy
         finally:
@@ -492,11 +492,7 @@ async def desk(
             one = Desk(make_run(stack, Path(folder), bus, make_recipe(**sections)), bus)
             if problems is not None:
                 one.feeder._problems = problems
-            works = {
-                "feeder": one.feeder.run,
-                "intake": one.intake.run,
-                "upkeep": lambda: one.run.resume.keep_streams(one.run.loop),
-            }
+            works = {"feeder": one.feeder.run, "intake": one.intake.run, "upkeep": one.run.upkeep.run}
             tasks = [asyncio.create_task(works[part]()) for part in parts or ("feeder", "intake")]
             try:
                 yield one

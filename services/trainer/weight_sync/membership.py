@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from pipelinerl.kube.client import PodEnd
 from services.trainer.weight_sync.coordinator import Evicted, EvictionCause, Member, MembersLeaving
@@ -45,6 +45,20 @@ class UpdateRecord:
     receive_s: dict[str, float] = field(default_factory=dict)
     prepare_s: dict[str, float] = field(default_factory=dict)
     stall_s: dict[str, float] = field(default_factory=dict)
+
+
+class UpdateObserver(Protocol):
+    """Takes the events of weight updates; the run's recorder is one."""
+
+    def served(self, update: UpdateRecord) -> None: ...
+
+    def joined(self, actor: str, update: UpdateRecord) -> None: ...
+
+    def update_aborted(self) -> None: ...
+
+    def member_changed(self, change: MemberChange) -> None: ...
+
+    def regrouped(self) -> None: ...
 
 
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
