@@ -34,8 +34,8 @@ class RunTotals:
     """Totals over the whole run that the summary needs. Figures of trained data count only steps that changed weights."""
 
     reduced: Reduced = field(default_factory=dict)
-    heldout: list[tuple[int, float, int | None, float | None, Mapping[str, Any] | None]] = field(default_factory=list)
-    """(version, accuracy, answers without a verdict, accuracy if these count as wrong, `heldout_sets`) of each evaluation."""
+    heldout: list[dict[str, Any]] = field(default_factory=list)
+    """Evaluations, as in summary.json."""
     tokens_generated: int = 0
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
@@ -59,9 +59,8 @@ class RunTotals:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
         """Restore what `to_state` returned, possibly after a JSON round trip."""
-        heldout = [tuple(one) for one in state["heldout"]]
         lags = {int(lag): tokens for lag, tokens in state["lag_histogram"].items()}
-        return cls(**{**state, "heldout": heldout, "lag_histogram": lags})
+        return cls(**{**state, "lag_histogram": lags})
 
     def add_step(self, record: Record) -> None:
         """Add a step's own work and training data. A key that the record lacks adds nothing."""
@@ -77,11 +76,8 @@ class RunTotals:
     def add_events(self, record: Record) -> None:
         """Add figures of events: the trainer adds those of each event, the runner all of a step's record."""
         reduce_step(self.reduced, record, events=True)
-        if record.get("heldout_accuracy") is not None:
-            version = record.get("heldout_version", record.get("step"))
-            unanswered, lower_bound = record.get("heldout_unanswered"), record.get("heldout_accuracy_lower_bound")
-            sets = record.get("heldout_sets")
-            self.heldout.append((version, record["heldout_accuracy"], unanswered, lower_bound, sets))
+        if evaluation := evaluation_of(record):
+            self.heldout.append(evaluation)
         if update := record.get("weight_update"):
             stall_s = update.get("stall_s")
             self.add_update(update.get("bytes") or 0, update["transfer_s"], [] if stall_s is None else [stall_s])
@@ -107,12 +103,9 @@ class RunTotals:
             "policy_version": None,
             "interrupted": False,
             "wall_s": None,
-            "heldout_accuracy_first": self.heldout[0][1] if self.heldout else None,
-            "heldout_accuracy_last": self.heldout[-1][1] if self.heldout else None,
-            "heldout": [
-                {"version": version, "accuracy": accuracy, "unanswered": missing, "lower_bound": lower_bound, "sets": sets}
-                for version, accuracy, missing, lower_bound, sets in self.heldout
-            ],
+            "heldout_accuracy_first": self.heldout[0]["accuracy"] if self.heldout else None,
+            "heldout_accuracy_last": self.heldout[-1]["accuracy"] if self.heldout else None,
+            "heldout": self.heldout,
             "tokens_generated": self.tokens_generated,
             "sequences": {name: sequences.get(name, 0) for name in _SEQUENCES},
             "sequence_reasons": None,
@@ -140,6 +133,15 @@ def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[
     return totals.summary(recipe, last.get("sequences") or {}) | {
         key: last.get(key) for key in ("policy_version", "actor_busy_fraction", "trainer_busy_fraction")
     }
+
+
+def evaluation_of(record: Record) -> dict[str, Any] | None:
+    """Return a record's evaluation as in summary.json; None without one."""
+    if record.get("heldout_accuracy") is None:
+        return None
+    keys = {"accuracy": "accuracy", "unanswered": "unanswered", "lower_bound": "accuracy_lower_bound", "sets": "sets"}
+    version = record.get("heldout_version", record.get("step"))
+    return {"version": version, **{name: record.get(f"heldout_{key}") for name, key in keys.items()}}
 
 
 def add_ended(ended: dict[str, list[int]], record: Record) -> None:

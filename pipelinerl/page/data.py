@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from pipelinerl.figures import ON_PAGE
 from pipelinerl.rl.groups import LAG_BUCKETS
 from pipelinerl.rl.ledger import MEANINGS
-from pipelinerl.run_summary import add_ended, stale_shares
+from pipelinerl.run_summary import add_ended, evaluation_of, stale_shares
 
 Item = TypeVar("Item")
 Record = Mapping[str, Any]
@@ -127,12 +127,8 @@ class RunHistory:
 
     def _heldout_point(self, record: Record) -> dict[str, Any] | None:
         """Return a record's evaluation at the policy version that was measured, not at the step in which it ended."""
-        if record.get("heldout_accuracy") is None:
-            return None
-        version = record.get("heldout_version", record.get("step"))
-        figures = {key: record.get(f"heldout_{key}") for key in ("accuracy", "sets")}
-        bound = record.get("heldout_accuracy_lower_bound")
-        return evaluation(version, self._times_s.get(version, record.get("time_s")), {**figures, "lower_bound": bound})
+        one = evaluation_of(record)
+        return one and shown_evaluation(one, self._times_s.get(one["version"], record.get("time_s")))
 
     def _add_sample(self, sample: Record) -> dict[str, Any]:
         shown = shown_sample(sample)
@@ -143,10 +139,10 @@ class RunHistory:
         return shown
 
 
-def evaluation(version: int, time_s: float | None, figures: Record) -> dict[str, Any]:
-    """Return an evaluation as the views draw it, at the policy version that was measured."""
-    accuracy = {"accuracy": figures["accuracy"], "lower_bound": figures.get("lower_bound")}
-    return {"step": version, "time_s": time_s, **accuracy, "sets": figures.get("sets") or {}}
+def shown_evaluation(one: Record, time_s: float | None) -> dict[str, Any]:
+    """Return one of the evaluations in summary.json as the views draw it, at the policy version that was measured."""
+    accuracy = {"accuracy": one["accuracy"], "lower_bound": one.get("lower_bound")}
+    return {"step": one["version"], "time_s": time_s, **accuracy, "sets": one.get("sets") or {}}
 
 
 def report_data(
@@ -159,7 +155,7 @@ def report_data(
         history.add(record)
     times_s = {0: 0.0, **{record["step"]: record.get("time_s") for record in records if "step" in record}}
     measured = summary.get("heldout") or []  # the last evaluation ends after the last record
-    heldout = [evaluation(one["version"], times_s.get(one["version"]), one) for one in measured]
+    heldout = [shown_evaluation(one, times_s.get(one["version"])) for one in measured]
     data = {**history.data(), "heldout": heldout}
     about = {"run": run, "description": description, "recipe": recipe_text, "meanings": MEANINGS}
     return {**about, "summary": dict(summary), **data}

@@ -103,7 +103,7 @@ async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
         assert one.policy.threads == {"compute"}
         assert [record["step"] for record in one.records] == [1, 2, 3, 4]
         assert one.records[0].keys() <= {figure.key for figure in FIGURES}
-        assert one.totals.heldout == [(0, 0.5, 0, 0.5, {}), (4, 0.5, 0, 0.5, {})]
+        assert [(told["version"], told["accuracy"]) for told in one.totals.heldout] == [(0, 0.5), (4, 0.5)]
         assert one.tracker.ledger.counts.trained == 8
         for record in one.records:
             assert record["idle_s"] == record["step_s"]["snapshot"] + record["step_s"]["send"] > 0
@@ -158,7 +158,7 @@ async def test_a_long_evaluation_stops_no_step_and_actors_get_the_newest_version
         allowed.set()
         await running
         assert updater.offered == [0, 1, 3, 4]
-        assert one.totals.heldout == [(0, 0.5, 0, 0.5, {}), (4, 0.5, 0, 0.5, {})]
+        assert [(told["version"], told["accuracy"]) for told in one.totals.heldout] == [(0, 0.5), (4, 0.5)]
         assert one.figure("commits_held_s") == sum(record["commits_held_s"] for record in one.records) > 0
 
 

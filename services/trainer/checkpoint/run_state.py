@@ -266,4 +266,4 @@ def evaluates_first(start: Start, recipe: Recipe) -> bool:
     every, version = recipe.evaluation.every_steps, start.version
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
     due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)
-    return due and not any(heldout[0] == version for heldout in known)
+    return due and not any(heldout["version"] == version for heldout in known)

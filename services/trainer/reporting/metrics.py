@@ -24,7 +24,7 @@ from pipelinerl.rl.autoscaling import ReplicasWanted
 from pipelinerl.rl.groups import StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.run_summary import StepRecord
-from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading
+from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading, Values
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
@@ -72,9 +72,7 @@ class FigureMetrics:
     def observe(self, record: StepRecord) -> None:
         for figure, reading in self._readings:
             value = record.get(figure.key)
-            if figure.labels:
-                reading.set_each(value or {})
-            elif value is not None or not figure.stays:
+            if value is not None or not figure.stays:
                 reading.set(value)
         for figure, counter in self._counters:
             value = record[figure.key]
@@ -103,13 +101,13 @@ class TaskMetrics:
 
     def observe(self, record: StepRecord) -> None:
         for key, reading in self._of_task.items():
-            reading.set_each({name: figures[key] for name, figures in record.get("tasks", {}).items()})
-        self._reported.set_each(self._named(record.get("reported", {})))
+            reading.set({name: figures[key] for name, figures in record.get("tasks", {}).items()})
+        self._reported.set(self._named(record.get("reported", {})))
         if sets := record.get("heldout_sets"):
-            self._heldout_reported.set_each(self._named({name: one["reported"] for name, one in sets.items()}))
-            self._accuracy.set_each({name: one["accuracy"]["value"] for name, one in sets.items()})
+            self._heldout_reported.set(self._named({name: one["reported"] for name, one in sets.items()}))
+            self._accuracy.set({name: one["accuracy"]["value"] for name, one in sets.items()})
             largest_k = {name: [*one["pass_at"].values()][-1] for name, one in sets.items() if one["pass_at"]}
-            self._passed.set_each({name: passed["value"] for name, passed in largest_k.items()})
+            self._passed.set({name: passed["value"] for name, passed in largest_k.items()})
 
     def _named(self, reported: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, ...], float]:
         each = {(of, self._names.of(name)): value for of, own in reported.items() for name, value in own.items()}
@@ -283,10 +281,10 @@ class StreamMetrics:
         """Record the present state of one of `STREAMS`."""
         self.seen = seen = {**self.seen, stream: info}
         now_s = self._clock_s()
-        self._messages.set_each({name: one.messages for name, one in seen.items()})
-        self._bytes.set_each({name: one.bytes for name, one in seen.items()})
+        self._messages.set({name: one.messages for name, one in seen.items()})
+        self._bytes.set({name: one.bytes for name, one in seen.items()})
         ages_s = {name: now_s - one.first_at_s for name, one in seen.items() if one.messages and one.first_at_s}
-        self._oldest.set_each({name: max(0.0, ages_s.get(name, 0.0)) for name in seen})  # clocks may disagree
+        self._oldest.set({name: max(0.0, ages_s.get(name, 0.0)) for name in seen})  # clocks may disagree
 
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -326,7 +324,7 @@ class RunState(NamedTuple):
 
     name: str
     text: str
-    read: Callable[[RunView], float | Mapping[str, float] | None]
+    read: Callable[[RunView], Values]
     unit: str = ""
     labels: Labels | None = None
 
@@ -383,14 +381,13 @@ class TrainerMetrics:
         unread = RunState("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
         for state in (*RUN_STATES, unread):
             reading = metrics.reading(state.name, state.text, state.labels, unit=state.unit)
-            reading.read_each(partial(self._read, state))
+            reading.read(partial(self._read, state))
 
     def watch(self, view: Callable[[], RunView], phase: Callable[[], int]) -> None:
         self._view, self._phase = view, phase
 
-    def _read(self, state: RunState) -> Mapping[str, float | None]:
-        value = state.read(self._view()) if self._view else None
-        return value if isinstance(value, Mapping) else {"": value}
+    def _read(self, state: RunState) -> Values:
+        return state.read(self._view()) if self._view else None
 
     def _unread(self, run: RunView) -> int | None:
         """Return the unread messages as of the last check of the stream; messages read since then are subtracted."""
