@@ -22,9 +22,9 @@ from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore
-from services.trainer.weight_sync.membership import MemberChange
+from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
 from services.trainer.weight_sync.sender import WeightSender
-from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
+from services.trainer.weight_sync.updater import WeightUpdater
 
 RUN = "light"
 WITHIN_S = 300.0

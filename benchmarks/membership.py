@@ -35,7 +35,8 @@ from benchmarks.simulated_members import RUN, Crowd, NoBytesSender, cpu_seconds,
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.services import available_cores
-from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
+from services.trainer.weight_sync.membership import UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater
 
 RESULTS = Path(__file__).parent / "results"
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

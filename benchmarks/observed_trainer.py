@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.loops_in_turn import Timing, Timings
@@ -28,7 +27,7 @@ from benchmarks.trainer_cases import Case
 from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.rl.ledger import Ledger, LedgerCounts
+from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
@@ -38,6 +37,7 @@ from services.trainer.learn.step import Learner
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import PageBoard, add_page
 from services.trainer.reporting.recorder import Recorder
+from services.trainer.reporting.run_view import RunView
 
 GOAL = 0.99
 SCRAPE_EVERY_S = 15.0
@@ -114,21 +114,13 @@ class Observed:
     def _watch(self, recorder: Recorder) -> None:
         """What is read at a scrape and for the page, of a run with `MEMBERS` actors."""
         names = [f"actor-{number}" for number in range(MEMBERS)]
-        parts: dict[str, Any] = {
-            "loop": SimpleNamespace(version=1, waiting_for=""),
-            "updater": SimpleNamespace(
-                member_states={"serving": MEMBERS, "joining": 0}, members=dict.fromkeys(names), epoch=3, served_version=1,
-                bad_messages=0, states=dict.fromkeys(names, "serving"),
-            ),
-            "feeder": SimpleNamespace(
-                allowance_by_version=1, in_flight=1, in_flight_limit=1, bounds=SimpleNamespace(holds_actors_back=False)
-            ),
-            "intake": SimpleNamespace(
-                tokens_arrived_here=1, bad_messages=0, position=1, num_ready=1, quarantine=SimpleNamespace(actors=())
-            ),
-            "tracker": SimpleNamespace(tokens={"trained": 1}, ledger=Ledger()),
-        }  # fmt: skip
-        recorder.watch(SimpleNamespace(**parts))  # type: ignore[arg-type]
+        run = RunView(
+            version=1, waiting_for="", served_version=1, epoch=3, num_members=MEMBERS, states=dict.fromkeys(names, "serving"),
+            serving=names, evictions=0, counts=LedgerCounts(), reasons={outcome: {} for outcome in Outcome},
+            tokens={"trained": 1}, tokens_arrived=1, position=1, bad_messages=0, failures={}, quarantined=0, ready_groups=1,
+            allowance_by_version=1, in_flight=1, in_flight_limit=1, holds_actors_back=False, upload_waiting_s=None,
+        )  # fmt: skip
+        recorder.watch(lambda: run)
         recorder.training_begins()
 
 

@@ -29,10 +29,9 @@ from pipelinerl.messages.control import (
     decode_control,
 )
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.manifest import Manifest, build_manifest
+from pipelinerl.transfer.manifest import Manifest, TransferResult, build_manifest
 from services.actor.app import Heartbeat
 from services.actor.generation import ServingGate
-from services.trainer.weight_sync.updater import TransferResult
 
 RUN = "simulated"
 MANIFEST: Manifest = build_manifest([("w", (4,), "float32")])

@@ -1,9 +1,9 @@
 """Compute a run's figures from its steps: from records of metrics.jsonl to the keys of summary.json (docs/run-directory.md).
 
-The trainer adds up its steps as they happen and writes the summary at its end. If it could not, the runner adds up the records
-of metrics.jsonl; figures that these do not contain are None. `RunFiles`
-flushes each line that it writes, so a killed run is complete up to its last step. The rest is pure, except for the functions
-that read files.
+`pipelinerl.figures` lists the figures that are sums, means and the like of the steps'. The trainer adds up its steps as they
+happen and writes the summary at its end. If it could not, the runner adds up the records of metrics.jsonl; figures that these
+do not contain are None. `RunFiles` flushes each line that it writes, so a killed run is complete up to its last step. The rest
+is pure, except for the functions that read files.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelinerl.figures import Reduced, reduce_step, run_figures
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.run_dir import write_json
 
@@ -32,44 +33,22 @@ _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed"
 class RunTotals:
     """Totals over the whole run that the summary needs. Figures of trained data count only steps that changed weights."""
 
-    heldout: list[tuple[int, float, int | None, float | None, Mapping[str, Any] | None]] = field(default_factory=list)
-    """(version, accuracy, answers without a verdict, accuracy if these count as wrong, `heldout_sets`) of each evaluation."""
-    heldout_tokens: int = 0
-    commits_held_s: float = 0.0
+    reduced: Reduced = field(default_factory=dict)
+    heldout: list[dict[str, Any]] = field(default_factory=list)
+    """Evaluations, as in summary.json."""
     tokens_generated: int = 0
-    tokens_trained: int = 0
-    sequences_trained: int = 0
-    sequences_multi_version: float = 0
-    sequences_truncated: float = 0
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
-    largest_lag: int | None = None
-    """Largest lag that `pipelinerl.rl.throughput.recipe_lag` computed for the last step."""
     ended_by_length: dict[str, list[int]] = field(default_factory=dict)
     """Sequences [trained, dropped as stale], keyed by the upper end of a length bucket."""
-    ess: list[float] = field(default_factory=list)
-    mismatch_kl: list[float] = field(default_factory=list)
-    logprob_mismatch: list[float] = field(default_factory=list)
-    """Nats, for probes that could be compared."""
-    parity_failures: int = 0
     update_bytes: int = 0
     transfer_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
     join_s: list[float] = field(default_factory=list)
     """Seconds in which a side group brought an actor to the served version."""
     compute_s: float = 0.0
-    tokens_computed: int = 0
-    known_s: float = 0.0
-    """Compute seconds of the steps whose MFU is known."""
-    utilized_s: float = 0.0
-    """Σ MFU · compute seconds: the mean MFU is weighted by compute time, not by steps."""
-    idle_s: float = 0.0
-    idle_steps: int = 0
-    memory_peak_gib: float | None = None
     steps: int = 0
     steps_skipped: int = 0
-    steps_clipped: int = 0
-    steps_equal_rewards: int = 0
 
     def to_state(self) -> dict[str, Any]:
         """Return a JSON-able state. Lists are copied as wholes: they grow with the run, and copying element by element would be
@@ -80,60 +59,25 @@ class RunTotals:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
         """Restore what `to_state` returned, possibly after a JSON round trip."""
-        heldout = [tuple(one) for one in state["heldout"]]
         lags = {int(lag): tokens for lag, tokens in state["lag_histogram"].items()}
-        return cls(**{**state, "heldout": heldout, "lag_histogram": lags})
+        return cls(**{**state, "lag_histogram": lags})
 
     def add_step(self, record: Record) -> None:
-        """Add a step's own work and training data. A key that the record lacks adds 0."""
+        """Add a step's own work and training data. A key that the record lacks adds nothing."""
         self.steps += 1
+        self.steps_skipped += bool(record.get("skipped"))
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
-        self._add_work(record)
+        self.compute_s += (record.get("step_s") or {}).get("compute") or 0.0
         add_ended(self.ended_by_length, record)
-        self.largest_lag = record.get("largest_lag", self.largest_lag)
-        self.steps_equal_rewards += record.get("equal_reward_groups") == 1
-        if record.get("skipped"):
-            self.steps_skipped += 1
-            return
-        self.steps_clipped += bool(record.get("clipped"))
-        self.tokens_trained += record.get("tokens_trained") or 0
         for lag, tokens in (record.get("lag_histogram") or {}).items():
             self.lag_histogram[int(lag)] = self.lag_histogram.get(int(lag), 0) + tokens
-        for values, key in ((self.ess, "ess"), (self.mismatch_kl, "mismatch_kl")):
-            if record.get(key) is not None:
-                values.append(record[key])
-        if record.get("multi_version_fraction") is not None:
-            sequences = record.get("sequences_trained", 1)
-            self.sequences_trained += sequences
-            self.sequences_multi_version += record["multi_version_fraction"] * sequences
-            self.sequences_truncated += (record.get("truncated_fraction") or 0.0) * sequences
-
-    def _add_work(self, record: Record) -> None:
-        seconds = (record.get("step_s") or {}).get("compute") or 0.0
-        self.compute_s += seconds
-        self.tokens_computed += record.get("tokens_computed") or 0
-        if record.get("mfu") is not None:
-            self.known_s += seconds
-            self.utilized_s += record["mfu"] * seconds
-        if record.get("idle_s") is not None:
-            self.idle_s += record["idle_s"]
-            self.idle_steps += 1
-        if record.get("memory_peak_gib") is not None:
-            self.memory_peak_gib = max(self.memory_peak_gib or 0.0, record["memory_peak_gib"])
+        reduce_step(self.reduced, record, events=False)
 
     def add_events(self, record: Record) -> None:
-        """Add the events since the previous step. The trainer counts them as they happen, the runner reads them from the
-        record."""
-        if record.get("heldout_accuracy") is not None:
-            version = record.get("heldout_version", record.get("step"))
-            unanswered, lower_bound = record.get("heldout_unanswered"), record.get("heldout_accuracy_lower_bound")
-            sets = record.get("heldout_sets")
-            self.heldout.append((version, record["heldout_accuracy"], unanswered, lower_bound, sets))
-        self.heldout_tokens += record.get("heldout_tokens") or 0
-        self.commits_held_s += record.get("commits_held_s") or 0.0
-        self.parity_failures += record.get("parity_failures") or 0
-        if record.get("logprob_mismatch") is not None:
-            self.logprob_mismatch.append(record["logprob_mismatch"])
+        """Add figures of events: the trainer adds those of each event, the runner all of a step's record."""
+        reduce_step(self.reduced, record, events=True)
+        if evaluation := evaluation_of(record):
+            self.heldout.append(evaluation)
         if update := record.get("weight_update"):
             stall_s = update.get("stall_s")
             self.add_update(update.get("bytes") or 0, update["transfer_s"], [] if stall_s is None else [stall_s])
@@ -147,35 +91,26 @@ class RunTotals:
 
     def summary(self, recipe: Recipe, sequences: Mapping[str, int]) -> dict[str, Any]:
         """Return every key of summary.json that the trainer writes; figures that the steps do not tell are None."""
+        reduced = run_figures(self.reduced)
+        if recipe.algorithm.advantage == "value":
+            reduced["steps_equal_rewards"] = None
         return {
             "recipe": recipe.name,
             "mode": recipe.mode,
             "seed": recipe.seed,
             "steps": self.steps,
             "steps_skipped": self.steps_skipped,
-            "steps_clipped": self.steps_clipped,
-            "steps_equal_rewards": self.steps_equal_rewards if recipe.algorithm.advantage != "value" else None,
             "policy_version": None,
             "interrupted": False,
             "wall_s": None,
-            "heldout_accuracy_first": self.heldout[0][1] if self.heldout else None,
-            "heldout_accuracy_last": self.heldout[-1][1] if self.heldout else None,
-            "heldout": [
-                {"version": version, "accuracy": accuracy, "unanswered": missing, "lower_bound": lower_bound, "sets": sets}
-                for version, accuracy, missing, lower_bound, sets in self.heldout
-            ],
-            "heldout_tokens": self.heldout_tokens,
-            "commits_held_s": self.commits_held_s,
+            "heldout_accuracy_first": self.heldout[0]["accuracy"] if self.heldout else None,
+            "heldout_accuracy_last": self.heldout[-1]["accuracy"] if self.heldout else None,
+            "heldout": self.heldout,
             "tokens_generated": self.tokens_generated,
-            "tokens_trained": self.tokens_trained,
             "sequences": {name: sequences.get(name, 0) for name in _SEQUENCES},
             "sequence_reasons": None,
             "lag": lag_summary(self.lag_histogram),
-            "largest_lag": self.largest_lag,
             "stale_share_by_length": stale_shares(self.ended_by_length),
-            "ess": {"mean": _mean(self.ess), "min": min(self.ess, default=None)},
-            "sequences_multi_version_fraction": _ratio(self.sequences_multi_version, self.sequences_trained),
-            "sequences_truncated_fraction": _ratio(self.sequences_truncated, self.sequences_trained),
             "weight_updates": {
                 "count": len(self.transfer_s),
                 "bytes": self.update_bytes,
@@ -184,18 +119,9 @@ class RunTotals:
                 "stall_s_p99": _percentile(self.stall_s, 99),
             },
             "membership": {"joins": len(self.join_s), "join_s_p50": _percentile(self.join_s, 50), "evictions": None},
-            "logprob_mismatch_max": max(self.logprob_mismatch, default=None),
-            "parity_failures": self.parity_failures,
-            "mismatch_kl_mean": _mean(self.mismatch_kl),
             "actor_busy_fraction": None,
             "trainer_busy_fraction": None,
-            "tokens_per_s": {
-                "trained": _ratio(self.tokens_trained, self.compute_s),
-                "computed": _ratio(self.tokens_computed, self.compute_s),
-            },
-            "mfu_mean": _ratio(self.utilized_s, self.known_s),
-            "memory_peak_gib": self.memory_peak_gib,
-            "idle_s_mean": _ratio(self.idle_s, self.idle_steps),
+            **reduced,
         }
 
 
@@ -207,6 +133,15 @@ def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[
     return totals.summary(recipe, last.get("sequences") or {}) | {
         key: last.get(key) for key in ("policy_version", "actor_busy_fraction", "trainer_busy_fraction")
     }
+
+
+def evaluation_of(record: Record) -> dict[str, Any] | None:
+    """Return a record's evaluation as in summary.json; None without one."""
+    if record.get("heldout_accuracy") is None:
+        return None
+    keys = {"accuracy": "accuracy", "unanswered": "unanswered", "lower_bound": "accuracy_lower_bound", "sets": "sets"}
+    version = record.get("heldout_version", record.get("step"))
+    return {"version": version, **{name: record.get(f"heldout_{key}") for name, key in keys.items()}}
 
 
 def add_ended(ended: dict[str, list[int]], record: Record) -> None:
@@ -233,16 +168,6 @@ def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:
         passed += count
     mean = sum(lag * count for lag, count in histogram.items()) / tokens
     return {"mean": mean, "p95": float(p95), "max": float(max(histogram))}
-
-
-def _ratio(amount: float, per: float) -> float | None:
-    return amount / per if per else None
-
-
-def _mean(values: list[float]) -> float | None:
-    """Return the mean of the finite values."""
-    finite = [value for value in values if math.isfinite(value)]
-    return _ratio(sum(finite), len(finite))
 
 
 def _percentile(values: list[float], percent: int) -> float | None:

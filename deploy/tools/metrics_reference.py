@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from services.trainer.reporting.metrics import TrainerMetrics, rank_orders, repl
 from services.verifier.metrics import VerifierMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
-_HEAD = "| metric | type | labels | unit | meaning | source |\n|---|---|---|---|---|---|"
+_HEAD = "| metric | type | labels | unit | meaning |\n|---|---|---|---|---|"
 
 SERVICES: dict[str, tuple[Callable[..., Any], ...]] = {
     "trainer": (TrainerMetrics, replica_advice, rank_orders),
@@ -34,44 +33,38 @@ SERVICES: dict[str, tuple[Callable[..., Any], ...]] = {
 """What makes each service's metrics."""
 
 
-@dataclass(frozen=True)
-class Sourced:
-    """A metric, and the file that makes it, from the root."""
-
-    family: Family
-    path: str
-
-
-def catalogue() -> dict[str, list[Sourced]]:
+def catalogue() -> dict[str, list[Family]]:
     """All metrics, by the service that exports them."""
-    found: dict[str, list[Sourced]] = {service: [] for service in SERVICES}
+    found: dict[str, list[Family]] = {service: [] for service in SERVICES}
+    recipe = load_recipe("arithmetic")
+    more = {replica_advice: {"recipe": recipe}, VerifierMetrics: {"tasks": recipe.problem_sets}}
     for service, makers in SERVICES.items():
         for make in makers:
             registry = RunRegistry("")
-            recipe = load_recipe("arithmetic")
-            more = {replica_advice: {"recipe": recipe}, VerifierMetrics: {"tasks": recipe.problem_sets}}
             make(registry=registry, **more.get(make, {}))
-            path = Path(inspect.getfile(make)).resolve().relative_to(ROOT).as_posix()
-            found[service] += [Sourced(family, path) for family in registry.families]
+            found[service] += registry.families
     return found
 
 
-def reference(metrics: Mapping[str, Sequence[Sourced]]) -> str:
+def sources(service: str) -> list[str]:
+    """Paths, from the root, of the files that name a service's metrics."""
+    makers = [Path(inspect.getfile(make)).resolve().relative_to(ROOT).as_posix() for make in SERVICES[service]]
+    return sorted({*makers, *(["pipelinerl/figures.py"] if service == "trainer" else [])})
+
+
+def reference(metrics: Mapping[str, Sequence[Family]]) -> str:
     """Markdown: one table for each service. Pure."""
-    tables = [
-        "\n\n".join((f"### {service.capitalize()}", "\n".join([_HEAD, *map(_row, sourced)])))
-        for service, sourced in metrics.items()
-    ]
+    tables = []
+    for service, families in metrics.items():
+        links = " and ".join(f"[{path}](../{path})" for path in sources(service))
+        tables.append(f"### {service.capitalize()}\n\nSource: {links}\n\n" + "\n".join([_HEAD, *map(_row, families)]))
     return "\n\n".join(tables)
 
 
-def _row(sourced: Sourced) -> str:
-    family = sourced.family
+def _row(family: Family) -> str:
     edges = f" Buckets: {', '.join(f'{edge:g}' for edge in family.buckets)}." if family.buckets else ""
     labels = "; ".join(f"`{name}`: {_values(values)}" for name, values in family.labels.items())
-    source = f"[{sourced.path}](../{sourced.path})"
-    cells = (f"`{family.name}`", family.kind, labels, family.unit, f"{family.text}{edges}", source)
-    return row(cells)
+    return row((f"`{family.name}`", family.kind, labels, family.unit, f"{family.text}{edges}"))
 
 
 def _values(values: Sequence[str] | str) -> str:

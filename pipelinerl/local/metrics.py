@@ -36,9 +36,7 @@ class RunnerMetrics:
             services = Counter(service_of(name) for name in living())
             return {service: float(services[service]) for service in SERVICES}
 
-        metrics.reading("processes", "Processes of the run that live.", {"process": SERVICES}, unit="processes").read_each(
-            processes
-        )
+        metrics.reading("processes", "Processes of the run that live.", {"process": SERVICES}, unit="processes").read(processes)
         self.restarts = metrics.counter(
             "restarts_total", "Processes that ended and are started again.", {"process": SERVICES}, unit="processes"
         )

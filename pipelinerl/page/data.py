@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
+from pipelinerl.figures import ON_PAGE
 from pipelinerl.rl.groups import LAG_BUCKETS
 from pipelinerl.rl.ledger import MEANINGS
-from pipelinerl.run_summary import add_ended, stale_shares
+from pipelinerl.run_summary import add_ended, evaluation_of, stale_shares
 
 Item = TypeVar("Item")
 Record = Mapping[str, Any]
@@ -27,12 +28,6 @@ _MAX_TEXT = 4000
 _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
 """Limits of a shown episode: branches, turns and observations of a branch, characters of each of these."""
 _DIGITS = 6
-_SHOWN = (
-    "step", "time_s", "reward_mean", "entropy", "grad_norm", "clipped", "ess", "lag", "lag_histogram", "largest_lag",
-    "max_lag_too_small", "mismatch_kl", "tokens_generated_per_s", "tokens_trained_per_s", "weight_update", "stall_s",
-    "actor_busy_fraction", "trainer_busy_fraction", "completion_tokens_mean", "truncated_fraction",
-    "step_s", "tasks", "reported",
-)  # fmt: skip
 
 
 class ThinnedSeries(Generic[Item]):
@@ -84,7 +79,7 @@ class RunHistory:
 
     def add(self, record: Record, samples: Iterable[Record] = ()) -> dict[str, Any]:
         """Add a step and the samples since the previous step. Return the update for pages that have all earlier data."""
-        shown = {key: _short(record[key]) for key in _SHOWN if key in record}
+        shown = {key: _short(record[key]) for key in ON_PAGE if key in record}
         self._records.add(shown)
         self._times_s[record.get("step", 0)] = record.get("time_s")
         if len(self._times_s) > _TIMES_KEPT:
@@ -132,13 +127,8 @@ class RunHistory:
 
     def _heldout_point(self, record: Record) -> dict[str, Any] | None:
         """Return a record's evaluation at the policy version that was measured, not at the step in which it ended."""
-        if record.get("heldout_accuracy") is None:
-            return None
-        version = record.get("heldout_version", record.get("step"))
-        time_s = self._times_s.get(version, record.get("time_s"))
-        accuracy, lower_bound = record["heldout_accuracy"], record.get("heldout_accuracy_lower_bound")
-        sets = record.get("heldout_sets") or {}
-        return {"step": version, "time_s": time_s, "accuracy": accuracy, "lower_bound": lower_bound, "sets": sets}
+        one = evaluation_of(record)
+        return one and shown_evaluation(one, self._times_s.get(one["version"], record.get("time_s")))
 
     def _add_sample(self, sample: Record) -> dict[str, Any]:
         shown = shown_sample(sample)
@@ -147,6 +137,12 @@ class RunHistory:
             self._early.append(shown)
         self._late[bool(shown["heldout"])].append(shown)
         return shown
+
+
+def shown_evaluation(one: Record, time_s: float | None) -> dict[str, Any]:
+    """Return one of the evaluations in summary.json as the views draw it, at the policy version that was measured."""
+    accuracy = {"accuracy": one["accuracy"], "lower_bound": one.get("lower_bound")}
+    return {"step": one["version"], "time_s": time_s, **accuracy, "sets": one.get("sets") or {}}
 
 
 def report_data(
@@ -158,16 +154,8 @@ def report_data(
     for record in records:
         history.add(record)
     times_s = {0: 0.0, **{record["step"]: record.get("time_s") for record in records if "step" in record}}
-    heldout = [  # at the policy version that was measured; the last evaluation ends after the last record
-        {
-            "step": one["version"],
-            "time_s": times_s.get(one["version"]),
-            "accuracy": one["accuracy"],
-            "lower_bound": one.get("lower_bound"),
-            "sets": one.get("sets") or {},
-        }
-        for one in summary.get("heldout") or []
-    ]
+    measured = summary.get("heldout") or []  # the last evaluation ends after the last record
+    heldout = [shown_evaluation(one, times_s.get(one["version"])) for one in measured]
     data = {**history.data(), "heldout": heldout}
     about = {"run": run, "description": description, "recipe": recipe_text, "meanings": MEANINGS}
     return {**about, "summary": dict(summary), **data}

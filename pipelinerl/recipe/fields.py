@@ -12,7 +12,7 @@ import json
 import keyword
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -21,7 +21,9 @@ from pydantic.fields import FieldInfo
 
 from pipelinerl.bus.protocol import RUN_NAME
 from pipelinerl.errors import one_of
-from pipelinerl.recipe.rules import IMPORT_PATH, check_rules
+
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""`pkg.module:name`."""
 
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
@@ -808,7 +810,7 @@ class CheckpointConfig(Section):
 
 
 class Recipe(Section):
-    """A whole run. `rules.py` checks the relations between fields."""
+    """A whole run. `RULES` checks the relations between fields."""
 
     name: str = Field(description="Name of the recipe, and by default of the run.")
     description: Changeable[str] = Field("", description="One line for people.")
@@ -922,5 +924,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        check_rules(self)
+        for check in RULES:
+            check(self)
         return self
+
+
+RULES: list[Callable[[Recipe], None]] = []
+"""Checks of every recipe. Each raises `ValueError`; the package adds those of `rules.py`, which imports this module."""

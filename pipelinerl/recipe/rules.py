@@ -5,16 +5,13 @@ Pure. Rules for single fields are in `fields`; `preflight` checks the machine.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from pipelinerl.errors import FieldError, one_of
-
-if TYPE_CHECKING:
-    from pipelinerl.recipe.fields import Recipe, RewardConfig, TaskConfig
+from pipelinerl.recipe.fields import IMPORT_PATH, Recipe, RewardConfig, TaskConfig
 
 PACKAGED = {
     "arithmetic": ("reasoning_gym", "chain_sum"),
@@ -27,8 +24,6 @@ PACKAGED = {
 
 Broken = Iterator[tuple[str, str]]
 """(dotted field, problem with its value)."""
-IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-"""`pkg.module:name`."""
 
 
 class BrokenRules(ValueError):

@@ -42,31 +42,27 @@ class BoundedLabels:
 
 Value = float | None
 """Value of a series; None removes the series."""
+Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
+"""Value of a metric; one with labels has values by label value, or by tuples of label values."""
 
 
 class Reading(Collector):
-    """A gauge or counter. `name` is the name that Prometheus stores. With several labels, keys are tuples of label values.
+    """A gauge or counter. `name` is the name that Prometheus stores.
 
-    `set` and `set_each` store values; `read` and `read_each` store a function that is called at each scrape. A scrape runs
-    outside the event loop's thread: the function may read plain attributes, but must not change anything or wait.
+    `set` stores values; `read` stores a function that is called at each scrape. A scrape runs outside the event loop's thread:
+    the function may read plain attributes, but must not change anything or wait.
     """
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = (), kind: Literal["gauge", "counter"] = "gauge") -> None:
         self.name, self.text, self.labels, self.kind = name, text, tuple(labels), kind
-        self._values: Callable[[], Mapping[Any, Value]] = dict
+        self._values: Callable[[], Values] = lambda: None
 
-    def set(self, value: Value) -> None:
-        self.set_each({"": value})
-
-    def set_each(self, values: Mapping[str, Value] | Mapping[tuple[str, ...], Value]) -> None:
-        """Set values by label value; all other series are removed."""
-        taken: dict[Any, Value] = dict(values)
+    def set(self, values: Values) -> None:
+        """Set all values; all other series are removed."""
+        taken = dict(values) if isinstance(values, Mapping) else values
         self._values = lambda: taken
 
-    def read(self, value: Callable[[], Value]) -> None:
-        self._values = lambda: {"": value()}
-
-    def read_each(self, values: Callable[[], Mapping[str, Value]]) -> None:
+    def read(self, values: Callable[[], Values]) -> None:
         self._values = values
 
     def read_state(self, states: Sequence[str], current: Callable[[], str]) -> None:
@@ -76,12 +72,13 @@ class Reading(Collector):
             now = current()
             return {state: float(state == now) for state in states}
 
-        self._values = values
+        self.read(values)
 
     def collect(self) -> Iterator[Metric]:
         family_of = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
         family = family_of(self.name, self.text, labels=self.labels)
-        for key, value in self._values().items():
+        values = self._values()
+        for key, value in (values if isinstance(values, Mapping) else {"": values}).items():
             if value is not None:
                 family.add_metric(key if isinstance(key, tuple) else (key,) if self.labels else (), value)
         yield family

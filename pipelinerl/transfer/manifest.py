@@ -107,6 +107,15 @@ class Chunk:
     parameters: range
 
 
+@dataclass(frozen=True)
+class TransferResult:
+    """Result of sending a whole version. `checksum`: of all its bytes, to compare with the receivers' checksums."""
+
+    checksum: int
+    num_bytes: int
+    seconds: float
+
+
 class Manifest:
     """A `WeightManifest` message without its id (control.proto has its fields), and the layout that follows from it.
 

@@ -22,23 +22,20 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import starts_phase
-from pipelinerl.rl.ledger import Outcome, SequenceTracker
-from pipelinerl.rl.throughput import recipe_lag
 from pipelinerl.run_summary import StepRecord
 from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState, evaluates_first
 from services.trainer.data.evaluation import Evaluator
 from services.trainer.data.feeder import Feeder
 from services.trainer.data.intake import Intake
-from services.trainer.data.traces import SequenceTraces
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LOG_WEIGHTS
+from services.trainer.reporting.recorder import Recorder
+from services.trainer.takeover import Takeover
 from services.trainer.weight_sync.updater import WeightUpdater
 
 if TYPE_CHECKING:
     from services.trainer.policy_trainer import PolicyTrainer
-    from services.trainer.reporting.recorder import Recorder
-    from services.trainer.resume import Resume
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class OptimizerLoop:
-    """Owner of the policy version, which begins at that of `resume`."""
+    """Owner of the policy version, which begins at that of `takeover`."""
 
     def __init__(
         self,
@@ -68,22 +65,25 @@ class OptimizerLoop:
         policy: PolicyTrainer,
         intake: Intake,
         feeder: Feeder,
-        tracker: SequenceTracker,
-        traces: SequenceTraces,
         updater: WeightUpdater,
         evaluator: Evaluator,
         recorder: Recorder,
-        resume: Resume,
+        takeover: Takeover,
     ) -> None:
         self._recipe, self._policy, self._intake, self._feeder = recipe, policy, intake, feeder
-        self._tracker, self._traces, self._updater, self._evaluator = tracker, traces, updater, evaluator
-        self._recorder, self._resume = recorder, resume
+        self._updater, self._evaluator, self._recorder, self._takeover = updater, evaluator, recorder, takeover
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._measuring: asyncio.Task[None] | None = None
         self._next: asyncio.Task[tuple[list[TrainingGroup], Any]] | None = None
-        start = resume.start
+        start = takeover.start
         self.checkpoints = Checkpointer(
-            resume, lambda version: self._in_compute(policy.begin_checkpoint, version), self._capture
+            takeover.run_dir,
+            recipe.checkpoint,
+            takeover.journal,
+            start,
+            functools.partial(self._in_compute, policy.begin_checkpoint),
+            self._capture,
+            takeover.checkpoint_written,
         )
         self._unrecorded: Callable[[], None] = lambda: None
         """Writes the record of the last computed step, unless it is written."""
@@ -114,7 +114,7 @@ class OptimizerLoop:
             await self._offer({})
             await self._updater.all_served()
             await self._check_policy()
-            if evaluates_first(self._resume.start, self._recipe):
+            if evaluates_first(self._takeover.start, self._recipe):
                 await self._measure(evaluate=True, probe=False)
             while self.version < self._recipe.trainer.steps:
                 await self._step()
@@ -180,13 +180,14 @@ class OptimizerLoop:
             self._next = None
             if self.version + 1 < self._recipe.trainer.steps:  # taken and planned during this step's computation
                 self._next = asyncio.create_task(self._prepared(self.version + 1))
-            ids = (sequence.sequence_id for group in batch for sequence in group.sequences)
-            with self._traces.step(self.version + 1, ids) as span:
+            with self._intake.step_span(batch, self.version + 1) as span:
                 with measured(seconds, "compute"):
                     figures = await self._in_compute(self._policy.step, prepared)
                 if self._recipe.weights.verify_logprobs:
                     self._intake.judge_actors(prepared.of_lag_0(figures[LOG_WEIGHTS]))
-                self._conclude(figures, batch)
+                self._intake.close(batch, self.version + 1, skipped=bool(figures["skipped"]))
+                self.version += 1
+                self.skipped_in_a_row = self.skipped_in_a_row + 1 if figures["skipped"] else 0
                 shown = (name for name in SHOWN_IN_SPAN if figures.get(name) is not None)
                 span.set_attributes({f"pipelinerl.step.{name}": figures[name] for name in shown})
             self._unrecorded = functools.partial(self._record, figures, batch, seconds, began_at)
@@ -214,21 +215,10 @@ class OptimizerLoop:
         if self._passed_over:
             await self._offer_when_measured()
 
-    def _conclude(self, figures: Mapping[str, Any], batch: list[TrainingGroup]) -> None:
-        """Close the sequences of a computed step, and count the version that it made."""
-        for group in batch:
-            if figures["skipped"]:
-                self._tracker.close(group.sequences, Outcome.FAILED, "step skipped")
-            else:
-                self._tracker.close(group.sequences, Outcome.TRAINED, version=self.version + 1)
-        self.version += 1
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if figures["skipped"] else 0
-        self._tracker.end_step(self.version)
-
     def _capture(self) -> RunState:
         """Capture the state between two steps, after the last step's record is written, so that the figures include it."""
         self._unrecorded()
-        return self._resume.capture(self.version, self.skipped_in_a_row)
+        return self._takeover.capture(self.version, self.skipped_in_a_row)
 
     async def _prepared(self, version: int) -> tuple[list[TrainingGroup], Any]:
         batch = await self._intake.take_batch(version)
@@ -243,7 +233,7 @@ class OptimizerLoop:
         self._passed_over = self.measuring and self._updater.commit_held
         if self._passed_over:
             return
-        version = PolicyVersion(self._resume.start.lineage.incarnation, self.version)
+        version = PolicyVersion(self._takeover.start.lineage.incarnation, self.version)
         with measured(seconds, "snapshot"):
             snapshot = await self._in_compute(self._policy.snapshot, version)
         before, self.waiting_for = self.waiting_for, "actors to take new weights"
@@ -336,20 +326,13 @@ class OptimizerLoop:
             "step": self.version,
             "policy_version": self.version,
             "served_version": self._updater.served_version,
-            "in_flight": self._feeder.in_flight,
-            "in_flight_limit": self._feeder.in_flight_limit,
-            "held_by_max_lag": self._feeder.held_by_max_lag,
             **figures,
+            **self._feeder.take_figures(),
         }
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}
         # The trainer computed nothing meanwhile: the compute thread makes the snapshot, after the previous version is served.
         record["idle_s"] = seconds.get("snapshot", 0.0) + seconds.get("send", 0.0)
-        record["sequences"] = self._tracker.ledger.counts.as_dict()
-        record["ended_by_length"] = self._tracker.take_ended_by_length()
-        record["largest_lag"] = recipe_lag(
-            self._recipe, self._updater.num_present, self._tracker.longest_tokens, self._tracker.mean_tokens
-        )
-        self._resume.journal.flush()  # readers of the record may audit the step
+        self._takeover.journal.flush()  # readers of the record may audit the step
         self._recorder.step(record, batch, self._intake.tokens_arrived)
 
     async def _in_compute(self, call: Callable[..., Any], *arguments: object) -> Any:

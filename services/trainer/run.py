@@ -1,6 +1,6 @@
 """A training run: its parts, how they are connected, and the order from start to end.
 
-Start: take over from an earlier trainer (`resume.py`), wait for actors, and send them the first version before any prompt is
+Start: take over from an earlier trainer (`takeover.py`), wait for actors, and send them the first version before any prompt is
 issued. End: last evaluation, checkpoint, summary, `end` on the control channel. An early stop ends the running step and writes
 a checkpoint, if both fit within `stop_checkpoint_s`; the summary is written before and after that.
 """
@@ -25,7 +25,7 @@ from pipelinerl.kube.completion import complete, run_goes_on
 from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.ledger import SequenceTracker
+from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
@@ -39,8 +39,10 @@ from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.loop import OptimizerLoop
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.resume import Resume
+from services.trainer.reporting.run_view import RunView
 from services.trainer.server import TrainerService
+from services.trainer.stream_upkeep import StreamUpkeep
+from services.trainer.takeover import Takeover
 from services.trainer.weight_sync.updater import WeightUpdater
 
 if TYPE_CHECKING:
@@ -85,25 +87,51 @@ class TrainingRun:
             incarnation=self._incarnation,
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
-            on_change=lambda: self.feeder.look_again(),  # after a change of the version or the number of actors
         )
         problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
         vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker
         self.feeder = Feeder(bus, recipe, problems, tracker, traces, self.updater, journal)
         self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
-        self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder)
-        self.resume = Resume(run_dir, recipe, bus, journal, start, tracker, self.feeder, self.intake, recorder, self.uploads)
+        self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder.metrics.uploads)
+        self.takeover = Takeover(run_dir, recipe, bus, journal, start, self.feeder, self.intake, recorder, self.uploads)
         self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client)
-        self.loop = OptimizerLoop(
-            recipe, policy, self.intake, self.feeder, tracker, traces, updater, self.evaluator, recorder, self.resume
-        )
-        recorder.watch(self)
+        self.loop = OptimizerLoop(recipe, policy, self.intake, self.feeder, updater, self.evaluator, recorder, self.takeover)
+        self.upkeep = StreamUpkeep(bus, tracker, self.intake, recorder, self.loop.checkpoints)
+        recorder.watch(self.view)
 
     def add_to_server(self, server: aio.Server) -> None:
         source = model_source(self._recipe, self._settings)
         service = TrainerService(self.recorder.feed, self.recorder.status, self.loop.request_checkpoint, self._recipe, source)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
+
+    def view(self) -> RunView:
+        """Return the present state. May be called on any thread."""
+        loop, updater, feeder, intake, ledger = self.loop, self.updater, self.feeder, self.intake, self.tracker.ledger
+        return RunView(
+            version=loop.version,
+            waiting_for=loop.waiting_for,
+            served_version=updater.served_version if updater.served_version >= 0 else None,
+            epoch=updater.epoch,
+            num_members=len(updater.members),
+            states=updater.states,
+            serving=updater.serving.keys(),
+            evictions=updater.evictions,
+            counts=ledger.counts,
+            reasons={outcome: ledger.reasons(outcome) for outcome in Outcome},
+            tokens=dict(self.tracker.tokens),
+            tokens_arrived=intake.tokens_arrived_here,
+            position=intake.position,
+            bad_messages=intake.bad_messages + updater.bad_messages,
+            failures={**intake.failures, **feeder.refused},
+            quarantined=len(intake.quarantine.actors),
+            ready_groups=intake.num_ready,
+            allowance_by_version=feeder.allowance_by_version,
+            in_flight=feeder.in_flight,
+            in_flight_limit=feeder.in_flight_limit,
+            holds_actors_back=feeder.bounds.holds_actors_back,
+            upload_waiting_s=self.uploads.waiting_s,
+        )
 
     # --- from start to end -------------------------------------------------------------------------------------------
 
@@ -118,7 +146,7 @@ class TrainingRun:
             finished = await self._train(stop)
         finally:
             summary = self.recorder.write_summary(finished=finished)
-            self.resume.end(self.loop.version, finished=finished)
+            self.takeover.end(self.loop.version, finished=finished)
             self.recorder.end(summary, finished=finished)
             try:
                 await self._say_end(finished)
@@ -133,7 +161,7 @@ class TrainingRun:
     async def _train(self, stop: asyncio.Event) -> bool:
         """Return True when the run came to its own end."""
         try:
-            await unless_stopped(self.resume.begin(), stop)
+            await unless_stopped(self.takeover.begin(self.loop.checkpoints), stop)
         except StartStopped:  # stopped early, perhaps while NATS was away
             return False
         async with asyncio.TaskGroup() as tasks:
@@ -142,7 +170,7 @@ class TrainingRun:
                 for part in (
                     self.updater.run(),
                     self.intake.run(),
-                    self.resume.keep_streams(self.loop),
+                    self.upkeep.run(),
                     self._poll_actors(),
                     watch_actor_pods(self._settings, self.updater),
                     self.loop.heartbeat(),

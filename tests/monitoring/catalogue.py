@@ -20,7 +20,7 @@ _MATCHER = re.compile(r'(\w+)\s*(=~|!=|!~|=)\s*"(.*?)"')
 
 def samples() -> dict[str, Family]:
     """Families by the names of their samples."""
-    families = [sourced.family for service in catalogue().values() for sourced in service]
+    families = [family for service in catalogue().values() for family in service]
     return {f"{family.name}{end}": family for family in families for end in _ENDINGS[family.kind]}
 
 

@@ -99,7 +99,7 @@ async def test_what_a_server_does_costs_retries_and_a_model_is_there_whole_or_no
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     async with training_run(run_dir) as (run, _), asyncio.timeout(500):
-        sending = uploads.Uploads("s3://models/team", run_dir, RUN, run.recorder)
+        sending = uploads.Uploads("s3://models/team", run_dir, RUN, run.recorder.metrics.uploads)
 
         async def take(version: int, files: dict[str, bytes]) -> None:
             await sending.take(model(run_dir / "checkpoints" / f"step-{version}", files), version)

@@ -32,7 +32,7 @@ from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, TokenId
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
-from pipelinerl.transfer.manifest import GroupSpec, build_manifest
+from pipelinerl.transfer.manifest import GroupSpec, TransferResult, build_manifest
 from services.actor.engine import Generation, GenerationRequest, OnStep
 from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits
 from services.actor.metrics import ActorMetrics
@@ -40,7 +40,7 @@ from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import StagedWeights, WeightLoading, WeightUpdateClient
 from services.trainer.learn.batch import token_row
 from services.trainer.learn.model import wrap_model
-from services.trainer.weight_sync.sender import TransferResult, WeightSender
+from services.trainer.weight_sync.sender import WeightSender
 
 TOLERANCE = 1e-4
 """Nats, float32."""

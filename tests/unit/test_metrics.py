@@ -21,7 +21,7 @@ def test_the_run_is_on_every_sample_of_every_kind() -> None:
     Counter("c", "a counter", registry=registry).inc(3)
     Histogram("h", "a histogram", buckets=(1.0,), registry=registry).observe(0.5)
     reading = Reading("r", "a reading", ["lag"])
-    reading.set_each({"0": 0.5})
+    reading.set({"0": 0.5})
     registry.register(reading)
     assert series(registry) == {
         "g{'run': 'gsm', 'state': 'up'}": 2,
@@ -41,8 +41,8 @@ def test_what_has_no_value_has_no_series() -> None:
     registry.register(by_lag)
     assert series(registry) == {}
     reading.set(0.0)
-    by_lag.set_each({"0": 1.0, "1": 0.5})
-    by_lag.set_each({"1": 0.25, "2": None})
+    by_lag.set({"0": 1.0, "1": 0.5})
+    by_lag.set({"1": 0.25, "2": None})
     assert series(registry) == {"r{}": 0, "l{'lag': '1'}": 0.25}
     reading.set(None)
     assert series(registry) == {"l{'lag': '1'}": 0.25}
@@ -54,7 +54,7 @@ def test_a_reading_is_read_at_each_scrape() -> None:
     registry.register(state)
     registry.register(count)
     state.read_state(("idle", "busy"), lambda: "busy" if now["a"] > 1 else "idle")
-    count.read_each(lambda: {**now, "b": None})
+    count.read(lambda: {**now, "b": None})
     assert series(registry) == {"s{'state': 'idle'}": 1, "s{'state': 'busy'}": 0, "n_total{'outcome': 'a'}": 1}
     now["a"] = 2.0
     assert series(registry) == {"s{'state': 'idle'}": 0, "s{'state': 'busy'}": 1, "n_total{'outcome': 'a'}": 2}

@@ -22,11 +22,10 @@ from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
 from services.trainer.weight_sync.coordinator import EvictionCause, Member
-from services.trainer.weight_sync.membership import MemberChange
-from services.trainer.weight_sync.updater import UpdateRecord
+from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
 from tests.support.learner import letters_tokenizer
 from tests.unit.builders import make_episode, make_group, make_recipe, make_sequence
-from tests.unit.trainer_fakes import parts_of_a_run, step_figures
+from tests.unit.trainer_fakes import run_view, step_figures
 
 TWO_VERSIONS = (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2))
 
@@ -57,7 +56,7 @@ class Desk:
         return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
 
     def summary(self) -> dict[str, Any]:
-        self.recorder.watch(parts_of_a_run(version=self.taken))
+        self.recorder.watch(lambda: run_view(version=self.taken))
         self.recorder.write_summary(finished=True)
         return json.loads((self.run_dir / "summary.json").read_text())
 
@@ -73,15 +72,14 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 def test_a_skipped_step_trained_on_nothing(desk: Desk) -> None:
     desk.step()
-    record = desk.step("loss not finite")
+    record = desk.step("loss not finite", ess=0.1)
     assert (record["tokens_trained_per_s"], record["multi_version_fraction"]) == (0, 0.5)
     summary = desk.summary()
     assert [summary[name] for name in ("steps", "steps_skipped", "steps_clipped", "tokens_trained")] == [2, 1, 1, 8]
     assert (summary["sequences_multi_version_fraction"], summary["lag"]["max"]) == (0.5, 0.0)
     assert (record["truncated_fraction"], desk.of("truncated_ratio")) == (0.5, 0.5)
     assert summary["sequences_truncated_fraction"] == 0.5
-    assert desk.recorder.totals.sequences_trained == 4, "of the one step that changed weights"
-    assert desk.recorder.totals.ess == [0.9]
+    assert summary["ess"] == {"mean": 0.9, "min": 0.9}
     assert [desk.of(name) for name in ("token_lag_steps_count", "steps_skipped_total", "steps_clipped_total")] == [8, 1, 1]
 
 
@@ -234,7 +232,7 @@ def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:
 
 def test_each_arrival_and_departure_of_an_actor_is_logged(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    desk.recorder.watch(parts_of_a_run(version=3))
+    desk.recorder.watch(run_view)
     member = Member("actor-1", "p")
     for change in (
         MemberChange("joined", member, 4, 3),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from renderers.base import build_trajectory_step
 
+from pipelinerl.figures import ON_PAGE
 from pipelinerl.local.ending import report_html, script_json, write_report
 from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
@@ -29,6 +30,12 @@ def record(step: int, **more: Any) -> dict[str, Any]:
         "lag": {"mean": 1.0, "p95": 2, "max": 3}, "lag_histogram": {"0": 10, "3": 30}, "loss": 1.0,
         "ended_by_length": {"16": [3, 0], "32": [3, 1]}, **more,
     }  # fmt: skip
+
+
+def test_the_views_draw_figures_that_the_pages_get() -> None:
+    drawn = set(re.findall(r"pick\(r, axis, \(one\) => \(*one\.(\w+)", asset("views.js")))
+    assert len(drawn) > 10
+    assert drawn - set(ON_PAGE) == set()
 
 
 def sample(step: int, index: int = 0, **more: Any) -> dict[str, Any]:

@@ -33,10 +33,10 @@ def step(number: int, lags: dict[str, int], **more: Any) -> dict[str, Any]:
 def records() -> list[dict[str, Any]]:
     return [
         step(1, {"0": 90, "1": 10}, heldout_accuracy=0.25, tokens_generated=150, ess=0.9, multi_version_fraction=0.5,
-             ended_by_length={"64": [3, 1]}, largest_lag=9, step_s={"compute": 1.5}, mfu=0.75,
+             truncated_fraction=0.0, ended_by_length={"64": [3, 1]}, largest_lag=9, step_s={"compute": 1.5}, mfu=0.75,
              weight_update=update(0, 1.0, 0.1), logprob_mismatch=2e-6),
         step(2, {"1": 95, "10": 5}, heldout_accuracy=None, tokens_generated=250, ess=0.7, multi_version_fraction=0.7,
-             ended_by_length={"16": [2, 0], "64": [5, 3]}, largest_lag=7,
+             truncated_fraction=0.0, ended_by_length={"16": [2, 0], "64": [5, 3]}, largest_lag=7,
              weight_update=update(1, 3.0, 0.3), logprob_mismatch=None),
         step(3, {"2": 50}, heldout_accuracy=0.75, heldout_unanswered=1,
              heldout_accuracy_lower_bound=0.7, tokens_generated=390, ess=None, multi_version_fraction=0.6,
@@ -67,7 +67,7 @@ def test_everything_that_the_steps_tell() -> None:
     assert (summary["tokens_per_s"], summary["mfu_mean"]) == ({"trained": 100, "computed": 96}, (0.75 * 1.5 + 0.25 * 0.5) / 2)
     assert (summary["memory_peak_gib"], summary["idle_s_mean"]) == (2.5, 0.125)
     assert summary["logprob_mismatch_max"] == 2e-6
-    assert summary["sequences_truncated_fraction"] == 0.12, "a third of 0.36: of other steps none were"
+    assert summary["sequences_truncated_fraction"] == 0.12, "a third of 0.36"
     assert (summary["mismatch_kl_mean"], summary["actor_busy_fraction"]) == (0.25, 0.875)
     assert summary["trainer_busy_fraction"] == 0.5
 
@@ -86,6 +86,20 @@ def test_evaluations_skipped_steps_and_joins_are_counted_from_the_steps() -> Non
     assert summary["sequence_reasons"] is None, "the steps do not tell"
     assert summary["heldout"] == [{"version": 0, "accuracy": 0.5, "unanswered": 2, "lower_bound": 0.25, "sets": None}]
     assert summary["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": None}
+
+
+def test_reductions_by_hand() -> None:
+    """A skipped step counts for `equal_reward_groups` and `largest_lag` alone; numbers that are not finite never count."""
+    told = [
+        step(1, {}, ess=0.5, equal_reward_groups=1.0, largest_lag=4, skipped="loss not finite", clipped=True),
+        step(2, {}, ess=float("nan"), equal_reward_groups=0.5, largest_lag=9, memory_peak_gib=2.0, clipped=True),
+        step(3, {}, ess=0.25, equal_reward_groups=1, largest_lag=None, memory_peak_gib=1.0, idle_s=3.0),
+        step(4, {}, ess=0.75, memory_peak_gib=float("inf"), idle_s=1.0, clipped=False),
+    ]
+    summary = summary_from_metrics(recipe(), told)
+    assert (summary["ess"], summary["steps_clipped"]) == ({"mean": 0.5, "min": 0.25}, 1)
+    assert (summary["steps_equal_rewards"], summary["largest_lag"]) == (2, 9)
+    assert (summary["memory_peak_gib"], summary["idle_s_mean"]) == (2.0, 2.0)
 
 
 def test_lag_percentile_is_the_smallest_lag_that_95_percent_do_not_exceed() -> None:

@@ -17,8 +17,18 @@ from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.reporting import trackers as trackers_module
-from services.trainer.reporting.tracker_clients import STEP, TrackedRun, kept_id, open_tracker
-from services.trainer.reporting.trackers import RunTrackers, TrackerThread, flat, recipe_params, run_trackers, step_figures
+from services.trainer.reporting.trackers import (
+    STEP,
+    RunTrackers,
+    TrackedRun,
+    TrackerThread,
+    flat,
+    kept_id,
+    open_tracker,
+    recipe_params,
+    run_trackers,
+    step_figures,
+)
 from tests.unit.builders import make_recipe
 
 RUN = TrackedRun("tiny", "", Path("/runs/tiny"), {}, incarnation=1, version=0)

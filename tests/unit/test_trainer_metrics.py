@@ -16,9 +16,9 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import TrainerMetrics, bounded
 from services.trainer.reporting.recorder import group_figures, task_figures
 from services.trainer.weight_sync.coordinator import EvictionCause
-from services.trainer.weight_sync.updater import UpdateRecord
+from services.trainer.weight_sync.membership import UpdateRecord
 from tests.unit.builders import make_group, make_sequence
-from tests.unit.trainer_fakes import parts_of_a_run, step_figures
+from tests.unit.trainer_fakes import run_view, step_figures
 
 
 class Exported:
@@ -32,7 +32,7 @@ class Exported:
         return self.registry.get_sample_value(f"pipelinerl_trainer_{name}", labels)
 
     def watch(self, tracker: SequenceTracker | None = None) -> None:
-        self.metrics.watch(parts_of_a_run(tracker), lambda: trainer_pb2.TRAINER_PHASE_TRAINING)
+        self.metrics.watch(lambda: run_view(tracker=tracker), lambda: trainer_pb2.TRAINER_PHASE_TRAINING)
 
     def step(self, **figures: object) -> None:
         """A step's record with these figures."""

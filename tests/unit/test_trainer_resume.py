@@ -33,7 +33,7 @@ from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_episode, make_group, make_recipe, make_sequence
-from tests.unit.trainer_fakes import make_run, make_run_state, tensors_of
+from tests.unit.trainer_fakes import FakePolicy, make_run, make_run_state, tensors_of
 
 RECIPE = make_recipe(trainer={"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64}, algorithm={"max_lag": 2})
 PHASES = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 2})
@@ -47,9 +47,10 @@ class Life:
         self.run_dir, self.bus, self.stack = run_dir, bus, ExitStack()
         self.start = find_start(run_dir, RUN, recipe)
         write_lineage(run_dir, RUN, self.start.lineage, recipe)
-        self.run = make_run(self.stack, run_dir, bus, recipe, self.start)
+        self.policy = FakePolicy(run_dir)
+        self.run = make_run(self.stack, run_dir, bus, recipe, self.start, policy=self.policy)
         self.tracker, self.feeder, self.intake = self.run.tracker, self.run.feeder, self.run.intake
-        self.loop, self.journal = self.run.loop, self.run.resume.journal
+        self.loop, self.journal = self.run.loop, self.run.takeover.journal
         self.run.updater.served_version = self.loop.version
         self.tasks: list[asyncio.Task[None]] = []
         self.published_again = 0
@@ -59,7 +60,7 @@ class Life:
         return self.loop.version
 
     async def begin(self) -> None:
-        self.published_again = await self.run.resume.begin()
+        self.published_again = await self.run.takeover.begin(self.loop.checkpoints)
         self.tasks = [asyncio.create_task(self.feeder.run()), asyncio.create_task(self.intake.run())]
 
     async def idle(self) -> None:
@@ -82,8 +83,9 @@ class Life:
                 await taking
             return []
         self.feeder.begin_step(wait_share=0.0, for_max_lag=False)
-        self.loop._conclude({"skipped": ""}, taking.result())
-        self.loop._policy.version = self.run.updater.served_version = self.version  # type: ignore[attr-defined]
+        self.loop.version += 1
+        self.intake.close(taking.result(), self.version, skipped=False)
+        self.policy.version = self.run.updater.served_version = self.version
         self.feeder.look_again()
         return [group.sequences[0].group_id for group in taking.result()]
 

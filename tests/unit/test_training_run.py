@@ -127,7 +127,7 @@ async def test_what_may_be_issued_follows_the_actors_that_are_registered(
         assert run.feeder.allowance == 6
         monkeypatch.setattr(WeightUpdater, "num_present", 8)
         run.feeder._look.clear()
-        run.updater._on_change()
+        run.updater.on_change()
         assert (run.feeder.allowance, run.feeder._look.is_set()) == (34, True)
 
 

@@ -14,10 +14,10 @@ from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore, WeightGroup
-from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, NothingStaged
+from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, NothingStaged, TransferResult
 from services.actor.weight_sync.client import Discard, Hello, Join, Receive, StagedWeights, WeightLoading, WorkerLink
 from services.actor.weight_sync.worker import TransferWorker
-from services.trainer.weight_sync.sender import TransferResult, WeightSender
+from services.trainer.weight_sync.sender import WeightSender
 
 WEIGHTS = {f"w{i}": torch.arange(i, i + 3000.0) for i in range(5)}
 MANIFEST = describe(WEIGHTS.items(), chunk_bytes=8192)

@@ -14,9 +14,8 @@ import pytest
 
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.manifest import GroupFailed, GroupSpec
+from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, TransferResult
 from services.actor.weight_sync.client import StagedWeights
-from services.trainer.weight_sync.updater import TransferResult
 from tests.support.memory_bus import MemoryServer
 from tests.unit.test_update_protocol import ScriptedGroup, ScriptedReceiver, ScriptedSender, Stage, ended, stage, start_actor
 

@@ -9,8 +9,7 @@ from nats.js.errors import NotFoundError
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import BusError, NotPermitted
 from pipelinerl.messages.sequences import decode_group
-from services.trainer import resume
-from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
+from services.trainer import stream_upkeep
 from tests.support.memory_bus import Log, MemoryServer
 from tests.unit.builders import make_sequence
 from tests.unit.trainer_fakes import Desk, desk
@@ -21,8 +20,8 @@ KEPT = ("feeder", "intake", "upkeep")
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "LOOK_EVERY_S", EVERY_S)
-    monkeypatch.setattr(resume, "LOST_AFTER_S", LOST_AFTER_S)
+    monkeypatch.setattr(stream_upkeep, "LOOK_EVERY_S", EVERY_S)
+    monkeypatch.setattr(stream_upkeep, "LOST_AFTER_S", LOST_AFTER_S)
 
 
 async def several_looks() -> None:
@@ -42,8 +41,7 @@ async def test_the_log_is_purged_up_to_the_oldest_checkpoint_that_is_kept() -> N
         await several_looks()
         assert (await one.bus.sequences_info()).first_position == 1
         assert one.run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_stream_messages", {"stream": "sequences"})
-        for version, position in ((1, 2), (2, 3), (3, 4)):  # two are kept
-            one.run.resume.checkpoint_written(WrittenCheckpoint(one.run.resume.run_dir, version, position, 0.0))
+        one.run.loop.checkpoints.positions = {2: 3, 3: 4}
         await purged_up_to(one, 4)
 
 
@@ -81,7 +79,7 @@ async def test_the_samples_that_came_before_their_group_was_lost_are_trained_whe
 
 
 async def test_a_group_is_not_lost_while_the_log_is_still_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "LOST_AFTER_S", 0.0)
+    monkeypatch.setattr(stream_upkeep, "LOST_AFTER_S", 0.0)
     async with desk("feeder", "upkeep") as one:
         for group in await one.take_issued():
             await one.answer(group)
@@ -127,4 +125,4 @@ async def test_a_missing_permission_or_stream_is_not_waited_for(fault: str) -> N
     async with desk("feeder") as one:
         one.bus.prompts_info = AsyncMock(side_effect=error)  # type: ignore[method-assign]
         with pytest.raises(type(error)):
-            await one.run.resume.keep_streams(one.run.loop)
+            await one.run.upkeep.run()

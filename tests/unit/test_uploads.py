@@ -154,7 +154,7 @@ async def test_a_newer_checkpoint_takes_the_place_of_one_that_waits(tmp_path: Pa
     run_dir.mkdir()
     store.touch()
     async with training_run(run_dir) as (run, _), asyncio.timeout(120):
-        sending = uploads.Uploads(store.as_uri(), run_dir, RUN, run.recorder)
+        sending = uploads.Uploads(store.as_uri(), run_dir, RUN, run.recorder.metrics.uploads)
         async with sending.running():
             for version in (1, 2, 3):
                 folder = model(run_dir / "checkpoints" / f"step-{version}", {"config.json": b"%d" % version})

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import grpc
@@ -36,6 +36,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
+from services.trainer.reporting.run_view import RunView
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -228,21 +229,32 @@ class FakeSender:
     manifest = build_manifest([("w", (4,), "float32")])
 
 
-def parts_of_a_run(tracker: SequenceTracker | None = None, version: int = 3) -> Any:
-    """What metrics, page and summary read of a `TrainingRun`."""
-    return SimpleNamespace(
-        loop=SimpleNamespace(version=version, waiting_for=""),
-        updater=SimpleNamespace(
-            served_version=-1, member_states={"serving": 4}, members={}, serving={}, epoch=2, bad_messages=1, evictions=0
-        ),
-        feeder=SimpleNamespace(
-            allowance_by_version=5, in_flight=7, in_flight_limit=12, bounds=SimpleNamespace(holds_actors_back=True)
-        ),
-        intake=SimpleNamespace(
-            position=7, num_ready=3, tokens_arrived_here=12, bad_messages=0, quarantine=SimpleNamespace(actors={"bad"})
-        ),
-        tracker=tracker or SequenceTracker(),
-        uploads=SimpleNamespace(waiting_s=None),
+def run_view(version: int = 3, tracker: SequenceTracker | None = None) -> RunView:
+    """A run of four actors in epoch 2, before the first version is served."""
+    tracker = tracker or SequenceTracker()
+    return RunView(
+        version=version,
+        waiting_for="",
+        served_version=None,
+        epoch=2,
+        num_members=0,
+        states={f"actor-{number}": "serving" for number in range(4)},
+        serving=(),
+        evictions=0,
+        counts=tracker.ledger.counts,
+        reasons={outcome: tracker.ledger.reasons(outcome) for outcome in Outcome},
+        tokens=tracker.tokens,
+        tokens_arrived=12,
+        position=7,
+        bad_messages=1,
+        failures={},
+        quarantined=1,
+        ready_groups=3,
+        allowance_by_version=5,
+        in_flight=7,
+        in_flight_limit=12,
+        holds_actors_back=True,
+        upload_waiting_s=None,
     )
 
 
@@ -253,7 +265,8 @@ class FakeUpdater:
         self.members: dict[str, Any] = {}
         self.served_version = -1
         self.num_present = 1
-        self.bad_messages = 0
+        self.bad_messages = self.evictions = self.epoch = 0
+        self.states: dict[str, str] = {}
         self.offered: list[int] = []
         self._free = asyncio.Event()
         self._free.set()
@@ -342,15 +355,15 @@ def make_run(
     *,
     board: PageBoard | None = None,
     updater: type = FakeUpdater,
+    policy: FakePolicy | None = None,
     **settings: Any,
 ) -> TrainingRun:
     """A run that has not begun. Its files are open as long as `stack`; `start`: that of a new run when None."""
-    start = start or Start()
+    start, policy = start or Start(), policy or FakePolicy(run_dir)
     given = TrainerSettings(
         run=RUN, recipe=run_dir / "recipe.yaml", instance="trainer", verifier="nowhere:1", run_dir=run_dir, **settings
     )
     files, journal = stack.enter_context(RunFiles(run_dir)), stack.enter_context(Journal(run_dir / JOURNAL))
-    policy: Any = FakePolicy(run_dir)
     policy.version = start.version
     verifier: Any = FakeVerifier()
     recorder = Recorder(
@@ -362,10 +375,10 @@ def make_run(
         context=LogContext(RUN, "trainer", "trainer"),
         run=RUN,
         start=start,
-        tokenizer=policy.tokenizer,
+        tokenizer=policy.tokenizer,  # type: ignore[arg-type]
     )
     with patch("services.trainer.run.WeightUpdater", updater):
-        return TrainingRun(given, recipe, policy, bus, verifier, journal, start, recorder)
+        return TrainingRun(given, recipe, cast("Any", policy), bus, verifier, journal, start, recorder)
 
 
 @asynccontextmanager
@@ -382,8 +395,8 @@ async def training_run(
     async with MemoryBus(RUN) as bus, AsyncExitStack() as stack:
         await bus.create_streams()
         recipe = make_recipe(**{"task": TASK, **sections})
-        run = make_run(stack, run_dir, bus, recipe, start, board=board, updater=updater, **settings)
-        policy: FakePolicy = run.loop._policy  # type: ignore[assignment]
+        policy = FakePolicy(run_dir)
+        run = make_run(stack, run_dir, bus, recipe, start, board=board, updater=updater, policy=policy, **settings)
         try:
             yield run, policy
         finally:
@@ -479,11 +492,7 @@ async def desk(
             one = Desk(make_run(stack, Path(folder), bus, make_recipe(**sections)), bus)
             if problems is not None:
                 one.feeder._problems = problems
-            works = {
-                "feeder": one.feeder.run,
-                "intake": one.intake.run,
-                "upkeep": lambda: one.run.resume.keep_streams(one.run.loop),
-            }
+            works = {"feeder": one.feeder.run, "intake": one.intake.run, "upkeep": one.run.upkeep.run}
             tasks = [asyncio.create_task(works[part]()) for part in parts or ("feeder", "intake")]
             try:
                 yield one

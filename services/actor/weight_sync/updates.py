@@ -123,7 +123,7 @@ class UpdateListener:
         except TransferError as error:
             await self._refuse(error)
         self.manifest_id = manifest.manifest_id
-        self._metrics.weight_loader.set_each({loading.mode: 1.0})
+        self._metrics.weight_loader.set({loading.mode: 1.0})
         self.loader = f"{loading.mode}: {loading.reason}" if loading.reason else loading.mode
         log.info("weight loader: %s", self.loader)
 

@@ -30,10 +30,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pipelinerl.audit.journal import Journal
 from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.recipe.fields import CheckpointConfig
 from pipelinerl.run_dir import CHECKPOINTS, resumable
 from services.trainer.checkpoint.files import link_tree, replacing, sync_folder, sync_tree
-from services.trainer.checkpoint.run_state import RESUME, RunState
+from services.trainer.checkpoint.run_state import RESUME, RunState, Start
 from services.trainer.distributed.world import ADAPTER, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.lora import has_adapters, peft_config
 from services.trainer.learn.policy import Policy
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from services.trainer.learn.step import Learner
-    from services.trainer.resume import Resume
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +83,24 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """Writes checkpoints. `begin(version)` copies the tensors, on the compute thread; `capture` the rest, on the event loop."""
+    """Writes checkpoints, after those that `start` knows. `begin(version)` copies the tensors, on the compute thread; `capture`
+    the rest, on the event loop. `written` is awaited after each checkpoint."""
 
     def __init__(
-        self, resume: Resume, begin: Callable[[int], Awaitable[WriteTensors]], capture: Callable[[], RunState]
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        journal: Journal,
+        start: Start,
+        begin: Callable[[int], Awaitable[WriteTensors]],
+        capture: Callable[[], RunState],
+        written: Callable[[WrittenCheckpoint], Awaitable[None]],
     ) -> None:
-        self._resume, self._config, self._begin, self._capture = resume, resume.recipe.checkpoint, begin, capture
-        self._began_version, self._began_s = resume.start.version, time.monotonic()
+        self._run_dir, self._config, self._journal = run_dir, config, journal
+        self._begin, self._capture, self._written = begin, capture, written
+        self.positions = dict(start.positions)
+        """Position in SEQUENCES by version of the kept checkpoints, each of which covers the messages up to its position."""
+        self._began_version, self._began_s = start.version, time.monotonic()
         """Version and time of the newest checkpoint, which may still be in writing."""
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -161,9 +173,7 @@ class Checkpointer:
                 return newest
         self._began_version, self._began_s = version, time.monotonic()
         write_tensors = await self._begin(version)
-        job = self._thread.submit(
-            write_checkpoint, self._resume.run_dir, self._config.keep, write_tensors, state, self._resume.journal.sync
-        )
+        job = self._thread.submit(write_checkpoint, self._run_dir, self._config.keep, write_tensors, state, self._journal.sync)
         task = asyncio.create_task(self._finish(job, version))
         self._newest = version, task
         task.add_done_callback(self._ended)
@@ -175,8 +185,13 @@ class Checkpointer:
         except Exception as error:  # from the disk, torch, or another rank: in any case the run goes on
             raise ServiceError(f"the checkpoint of version {version} could not be written: {error or repr(error)}") from error
         log.info("checkpoint of version %d is in %s, after %.2f s", version, written.folder, written.seconds)
-        self._resume.checkpoint_written(written)
-        await self._resume.uploads.take(written.folder, version)
+        self.positions.pop(version, None)
+        self.positions[version] = written.position
+        while len(self.positions) > self._config.keep:
+            del self.positions[next(iter(self.positions))]
+        self._journal.write({"event": "checkpoint", "version": version, "position": written.position})
+        self._journal.flush()
+        await self._written(written)
         return written
 
     def _ended(self, task: asyncio.Task[WrittenCheckpoint]) -> None:

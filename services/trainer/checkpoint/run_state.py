@@ -109,7 +109,7 @@ def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
 
 
 GROUP_KEY = "group-key.json"
-FORMAT = 2
+FORMAT = 3
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
 
 
@@ -266,4 +266,4 @@ def evaluates_first(start: Start, recipe: Recipe) -> bool:
     every, version = recipe.evaluation.every_steps, start.version
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
     due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)
-    return due and not any(heldout[0] == version for heldout in known)
+    return due and not any(heldout["version"] == version for heldout in known)

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.die_with_parent import guarded
@@ -28,9 +28,6 @@ from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
 from services.trainer.checkpoint.checkpointer import link_export
 from services.trainer.checkpoint.files import tidy, write_json_durably
-
-if TYPE_CHECKING:
-    from services.trainer.reporting.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +46,22 @@ class _Waiting:
     """Unix time at which the oldest checkpoint after the last uploaded one was written."""
 
 
+class UploadObserver(Protocol):
+    """Takes the events of uploads; their metrics are one."""
+
+    def took_over(self, version: int, at_s: float) -> None: ...
+
+    def uploaded(self, version: int, seconds: float) -> None: ...
+
+    def failed(self) -> None: ...
+
+
 class Uploads:
     """Uploads of one run; disabled if `url` is empty. Used on one event loop."""
 
-    def __init__(self, url: str, run_dir: Path, run: str, recorder: Recorder) -> None:
+    def __init__(self, url: str, run_dir: Path, run: str, observer: UploadObserver) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
-        self._run_dir, self._aside, self._recorder = run_dir, run_dir / "uploading", recorder
+        self._run_dir, self._aside, self._observer = run_dir, run_dir / "uploading", observer
         self._waiting: _Waiting | None = None
         self._trying: Path | None = None
         self._last: int | None = None
@@ -108,7 +115,7 @@ class Uploads:
         last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
         if str(last.get("url", "")).startswith(f"{self._root}/"):
             self._last = last["version"]
-            self._recorder.metrics.uploads.took_over(last["version"], last["at_s"])
+            self._observer.took_over(last["version"], last["at_s"])
         if found:
             await self.take(found[max(found)].parent.parent, max(found))
 
@@ -132,12 +139,12 @@ class Uploads:
             last = {"version": tried.version, "url": url, "at_s": time.time()}
             await asyncio.to_thread(write_json_durably, self._run_dir / UPLOADED, last)
         except (ServiceError, OSError):
-            self._recorder.metrics.uploads.failed()
+            self._observer.failed()
             raise
         finally:
             self._trying = None
         self._last, seconds = tried.version, time.monotonic() - began_s
-        self._recorder.metrics.uploads.uploaded(tried.version, seconds)
+        self._observer.uploaded(tried.version, seconds)
         log.info("checkpoint of version %d is uploaded to %s, after %.2f s", tried.version, url, seconds)
         async with self._changing_files:
             another = None if self._waiting is tried else self._waiting  # it arrived meanwhile

@@ -17,7 +17,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.rl.groups import IssueBounds
 from pipelinerl.rl.ledger import SequenceTracker
+from pipelinerl.rl.throughput import recipe_lag
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.tasks.source import Interleaving, Problem, Split, make_source
 from pipelinerl.telemetry.tracing import headers_of, trace_of
@@ -125,7 +126,8 @@ class Feeder:
         journal: Journal,
     ) -> None:
         self._bus, self._recipe, self._problems = bus, recipe, problems
-        self._tracker, self._traces, self._updater, self._journal = tracker, traces, updater, journal
+        self.tracker, self._traces, self._updater, self._journal = tracker, traces, updater, journal
+        updater.on_change = self.look_again
         self._look = asyncio.Event()
         self._look.set()
         self._unusable_in_a_row = 0
@@ -139,7 +141,7 @@ class Feeder:
     @property
     def allowance(self) -> int:
         """Return the number of groups that may be issued now."""
-        updater, waiting = self._updater, self._tracker.num_waiting
+        updater, waiting = self._updater, self.tracker.num_waiting
         return self.bounds.allowance(max(0, updater.served_version), updater.num_present, self._unlost, waiting)
 
     @property
@@ -154,7 +156,7 @@ class Feeder:
     @property
     def in_flight(self) -> int:
         """Return the samples in progress, and those in complete groups whose step has not begun."""
-        return self.bounds.in_flight(self._unlost, self._tracker.num_waiting)
+        return self.bounds.in_flight(self._unlost, self.tracker.num_waiting)
 
     @property
     def in_flight_limit(self) -> int | None:
@@ -162,12 +164,12 @@ class Feeder:
 
     @property
     def _unlost(self) -> int:
-        return self._tracker.issued_groups - self._tracker.lost_groups
+        return self.tracker.issued_groups - self.tracker.lost_groups
 
     def begin_step(self, wait_share: float, *, for_max_lag: bool) -> None:
         """Record that a step has its batch. `wait_share`: share of the time since the last step spent waiting for it.
         `for_max_lag`: `max_lag` was the cause."""
-        open_groups = self._tracker.open_groups
+        open_groups = self.tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
             self._updater.num_present,
@@ -179,6 +181,18 @@ class Feeder:
             oldest_open=oldest,
         )
         self.look_again()
+
+    def take_figures(self) -> dict[str, Any]:
+        """Return a step record's figures of sequences. Lengths are counted from the previous call on."""
+        tracker = self.tracker
+        return {
+            "in_flight": self.in_flight,
+            "in_flight_limit": self.in_flight_limit,
+            "held_by_max_lag": self.held_by_max_lag,
+            "sequences": tracker.ledger.counts.as_dict(),
+            "ended_by_length": tracker.take_ended_by_length(),
+            "largest_lag": recipe_lag(self._recipe, self._updater.num_present, tracker.longest_tokens, tracker.mean_tokens),
+        }
 
     def look_again(self) -> None:
         """Check the allowance again, after a change of the version, the tracker or a limit."""
@@ -206,9 +220,9 @@ class Feeder:
         while self.next_group < reserved:
             self._open_next()
         published = 0
-        for group_id, known in list(self._tracker.open_groups.items()):
+        for group_id, known in list(self.tracker.open_groups.items()):
             if group_id in prompts or group_id in arrived:
-                self._tracker.published(group_id, prompts.get(group_id, 0))
+                self.tracker.published(group_id, prompts.get(group_id, 0))
             else:
                 published += 1
                 done = tuple(sorted(known.members))
@@ -220,7 +234,7 @@ class Feeder:
         """Enter the next group into the tracker; None if it cannot be used and has been ended there."""
         group = self._group(self.next_group)
         self.next_group += 1
-        self._tracker.issue(group)
+        self.tracker.issue(group)
         tokens, context = len(group.prompt_token_ids), self._recipe.model.max_context
         if tokens >= context:
             self._refuse(group, "prompt too long", f"{tokens} prompt tokens, model.max_context {context}")
@@ -239,7 +253,7 @@ class Feeder:
         except MessageError as error:
             self._refuse(group, "prompt group invalid", str(error))
         else:
-            self._tracker.published(group.group_id, position)
+            self.tracker.published(group.group_id, position)
             self._unusable_in_a_row = 0
 
     def _group(self, number: int) -> PromptGroup:
@@ -264,7 +278,7 @@ class Feeder:
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
         """End a prompt that cannot be published, or leaves no room for a completion. Another group replaces it."""
         log.warning("problem %d of %s is left out, %s: %s", group.problem_index, group.task, reason, detail)
-        self._tracker.refuse(group, reason)
+        self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
         self._unusable_in_a_row += 1
         if self._unusable_in_a_row >= MOST_UNUSABLE_IN_A_ROW:

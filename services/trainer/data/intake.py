@@ -16,11 +16,12 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from opentelemetry.trace import Span
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry
@@ -165,6 +166,19 @@ class Intake:
         per_step = groups_per_step(self._recipe)
         self._handed_out, self._phase = self._phase[:per_step], self._phase[per_step:]
         return self._handed_out
+
+    def step_span(self, batch: list[TrainingGroup], version: int) -> AbstractContextManager[Span]:
+        """Span around the optimizer step that makes `version` of `batch`, `close` included."""
+        return self._traces.step(version, (sequence.sequence_id for group in batch for sequence in group.sequences))
+
+    def close(self, batch: list[TrainingGroup], version: int, *, skipped: bool) -> None:
+        """Close the sequences of a computed step, which made `version`."""
+        for group in batch:
+            if skipped:
+                self._tracker.close(group.sequences, Outcome.FAILED, "step skipped")
+            else:
+                self._tracker.close(group.sequences, Outcome.TRAINED, version=version)
+        self._tracker.end_step(version)
 
     def held(self) -> HeldSequences:
         """Return the sequences without an outcome, between two steps: the last batch must already be closed in the tracker."""

@@ -9,7 +9,7 @@ which groups make a step, what version results, and what becomes of the sequence
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelinerl.messages.sequences import Logprobs, TokenIds
+from pipelinerl.messages.sequences import Branch, Logprobs, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.memory import peak_flops
 from pipelinerl.rl.packing import UNIT_COST, CostModel, StepPlan, plan_step
@@ -136,17 +136,11 @@ def prepare_step(
     branches = all_branches(groups)
     owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
     of_sequences = np.concatenate([group.advantages for group in groups])
-    lengths = np.array([branch.num_tokens - 1 for branch in branches])  # the last token predicts nothing
-    outputs = np.array([branch.num_sampled_tokens for branch in branches])
-    sampled_tokens = np.bincount(owners, weights=outputs).astype(np.int64)
+    sampled_tokens = np.bincount(owners, weights=[branch.num_sampled_tokens for branch in branches]).astype(np.int64)
     advantages, weights = of_sequences[owners], sequence_weights(sampled_tokens, normalization)[owners]
 
     def planned(members: NDArray[np.int64]) -> StepPlan:
-        chosen = [branches[index].prompt_token_ids for index in members]
-        prompts = [(prompt.tobytes(), len(prompt)) for prompt in chosen] if share_prompts else None
-        plan = plan_step(lengths[members].tolist(), budget, data_ranks, cost_model, outputs[members], prompts)
-        slots = [[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots]
-        return StepPlan(slots, plan.costs)
+        return _planned(branches, members, budget, data_ranks, cost_model, share_prompts)
 
     def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
         of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version, pad_multiple)
@@ -154,28 +148,17 @@ def prepare_step(
 
     timer = PhaseTimer()
     with timer.measure("plan"):
-        plan, num_forward = planned(np.arange(len(branches))), 0
         silent = advantages == 0
-        if skip_zero_advantages and silent.any() and not silent.all():
-            forward, both = planned(np.flatnonzero(silent)), planned(np.flatnonzero(~silent))
-            # With more slots, several ranks would gather all weights more often.
-            if data_ranks == 1 or len(forward.slots) + len(both.slots) <= len(plan.slots):
-                forward_costs = [[cost / TRAINING_PASSES for cost in costs] for costs in forward.costs]
-                plan = StepPlan(forward.slots + both.slots, forward_costs + both.costs)
-                num_forward = len(forward.slots)
+        plan, num_forward = _with_forward_passes(planned, silent if skip_zero_advantages else np.zeros_like(silent), data_ranks)
+    members_of = [plan.of_rank(rank) for rank in range(data_ranks)]
     with timer.measure("build"):
-        shares = tuple(
-            tuple(packed(members, slot >= num_forward) for slot, members in enumerate(plan.of_rank(rank)))
-            for rank in range(data_ranks)
-        )
+        shares = tuple(tuple(packed(members, slot >= num_forward) for slot, members in enumerate(own)) for own in members_of)
     actors = {actor: place for place, actor in enumerate(dict.fromkeys(sequence.actor for sequence in sequences))}
-    of_sequence = np.array([actors[sequence.actor] for sequence in sequences])
+    of_branch = np.array([actors[sequence.actor] for sequence in sequences])[owners]
     token_actors = [
-        of_sequence[
-            owners[np.array(members, np.int64)[row_order([branches[member] for member in members])][batch.branch_index]]
-        ]
-        for rank, share in enumerate(shares)
-        for members, batch in zip(plan.of_rank(rank), share, strict=True)
+        of_branch[np.array(members)[row_order([branches[member] for member in members])][batch.branch_index]]
+        for own, share in zip(members_of, shares, strict=True)
+        for members, batch in zip(own, share, strict=True)
         if members
     ]
     return PreparedStep(
@@ -185,10 +168,38 @@ def prepare_step(
         figures={"advantage_abs_mean": float(np.abs(of_sequences).mean()), "imbalance": plan.imbalance},
         flops=TRAINING_PASSES * sum(map(sum, plan.costs)),
         phases_s=timer.take(),
-        sampled=sampled_places(groups, (members for rank in range(data_ranks) for members in plan.of_rank(rank))),
+        sampled=sampled_places(groups, (members for own in members_of for members in own)),
         actors=tuple(actors),
         token_actors=np.concatenate(token_actors),
     )
+
+
+def _planned(
+    branches: list[Branch], members: NDArray[np.int64], budget: int, ranks: int, cost_model: CostModel, share_prompts: bool
+) -> StepPlan:
+    """Return a plan of the branches at the positions `members`; the plan, too, names branches by their positions."""
+    chosen = [branches[index] for index in members]
+    lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
+    outputs = np.array([branch.num_sampled_tokens for branch in chosen])
+    texts = [branch.prompt_token_ids for branch in chosen]
+    prompts = [(text.tobytes(), len(text)) for text in texts] if share_prompts else None
+    plan = plan_step(lengths, budget, ranks, cost_model, outputs, prompts)
+    return StepPlan([[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots], plan.costs)
+
+
+def _with_forward_passes(
+    planned: Callable[[NDArray[np.int64]], StepPlan], silent: NDArray[np.bool_], data_ranks: int
+) -> tuple[StepPlan, int]:
+    """Return a plan of all branches, and the number of its first slots that have only `silent` branches, without a backward
+    pass."""
+    plan = planned(np.arange(len(silent)))
+    if silent.any() and not silent.all():
+        forward, both = planned(np.flatnonzero(silent)), planned(np.flatnonzero(~silent))
+        # With more slots, several ranks would gather all weights more often.
+        if data_ranks == 1 or len(forward.slots) + len(both.slots) <= len(plan.slots):
+            forward_costs = [[cost / TRAINING_PASSES for cost in costs] for costs in forward.costs]
+            return StepPlan(forward.slots + both.slots, forward_costs + both.costs), len(forward.slots)
+    return plan, 0
 
 
 class Learner:

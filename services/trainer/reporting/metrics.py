@@ -9,29 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from pipelinerl.bus.protocol import StreamInfo
+from pipelinerl.figures import FIGURES, Figure, plain
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
-from pipelinerl.rl.groups import LAG_BUCKETS, StaleReason
+from pipelinerl.rl.groups import StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.run_summary import StepRecord
-from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet
+from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading, Values
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.step import TRAIN
+from services.trainer.reporting.run_view import RunView
 from services.trainer.weight_sync.coordinator import EvictionCause
-from services.trainer.weight_sync.updater import MEMBER_STATES, UpdateRecord
-
-if TYPE_CHECKING:
-    from services.trainer.run import TrainingRun
+from services.trainer.weight_sync.membership import MEMBER_STATES, UpdateRecord
 
 PREFIX = "pipelinerl_trainer"
 ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
@@ -45,69 +45,8 @@ def rank_orders(registry: CollectorRegistry) -> Counter:
     )
 
 
-OF_STEP: dict[str, tuple[str, ...]] = {
-    "reward_mean": ("reward_mean", "Mean reward of the batch.", "reward"),
-    "reward_std": ("reward_std", "Standard deviation of the batch's rewards.", "reward"),
-    "group_reward_std": ("group_reward_std", "Standard deviation of rewards inside a group, mean over groups.", "reward"),
-    "equal_reward_groups": ("equal_reward_groups_ratio", "Share of the batch's groups whose rewards are all equal: no signal."),
-    "ess": ("ess_ratio", "Effective sample size of the tokens, from unclamped weights."),
-    "clip_fraction": ("clip_ratio", "Share of tokens whose weight the loss bounded."),
-    "mask_fraction": ("mask_ratio", "Share of tokens that algorithm.mask left out of the loss."),
-    "entropy": ("entropy_nats", "Mean entropy of the policy at the sampled positions."),
-    "reference_kl": ("reference_kl_nats", "KL estimate to the initial policy; with algorithm.kl_coefficient only."),
-    "grad_norm": ("gradient_norm", "L2 norm of the gradient before clipping.", "none"),
-    "loss": ("loss", "Loss of the batch.", "none"),
-    "value_loss": ("value_loss", "Loss of the learned baseline, before its coefficient; with a baseline only.", "none"),
-    "learning_rate": ("learning_rate", "Learning rate of the step.", "none"),
-    "completion_tokens_mean": ("completion_length_tokens", "Mean sampled tokens of the batch's sequences."),
-    "turns_mean": ("episode_turns", "Mean turns of the batch's episodes; with episodes only.", "turns"),
-    "branches_mean": ("episode_branches", "Mean branches of the batch's episodes; with episodes only.", "branches"),
-    "observed_fraction": (
-        "observed_ratio",
-        "Share of the tokens after the prompts that environments added, without training on them; with episodes only.",
-    ),
-    "multi_version_fraction": ("multi_version_ratio", "Share of the batch's sequences that more than one version sampled."),
-    "truncated_fraction": ("truncated_ratio", "Share of the batch's sequences that were cut at their length limit."),
-    "packing_fill": ("packing_fill_ratio", "Tokens over token budget of the step's micro-batches."),
-    "mfu": ("mfu_ratio", "Model FLOPs utilization of the step; of known devices only."),
-    "imbalance": ("imbalance_ratio", "Share of the ranks' compute time spent waiting for each other."),
-    "actor_busy_fraction": (
-        "actor_busy_ratio",
-        "Share of all actors' time, since their engines were up, in which they generated.",
-    ),
-    "trainer_busy_fraction": ("trainer_busy_ratio", "Share of the trainer's time spent on steps."),
-}
-"""Key of a step's record: the metric's name, its text, and its unit unless the name ends with it. A figure that the step lacks
-has no series."""
-OF_TASK: dict[str, tuple[str, ...]] = {
-    "sequences": ("task_sequences", "Sequences of the batch"),
-    "reward_mean": ("task_reward_mean", "Mean reward of the sequences", "reward"),
-    "completion_tokens_mean": ("task_completion_length_tokens", "Mean sampled tokens of the sequences"),
-    "truncated_fraction": ("task_truncated_ratio", "Share, cut at their length limit, of the sequences"),
-}
-"""The same for one task, with `tasks` in the recipe."""
-NOW_AND_THEN: dict[str, tuple[str, ...]] = {
-    "heldout_accuracy": ("heldout_accuracy_ratio", "Held-out accuracy, last evaluation."),
-    "heldout_accuracy_lower_bound": (
-        "heldout_accuracy_lower_bound_ratio",
-        "Held-out accuracy with problems without a verdict as wrong answers, last evaluation.",
-    ),
-    "heldout_unanswered": ("heldout_unanswered_problems", "Held-out problems without a verdict, last evaluation.", "problems"),
-    "mismatch_kl": (
-        "mismatch_kl_nats",
-        "KL estimate between actor and trainer over tokens of lag 0, last step with such tokens.",
-    ),
-    "logprob_mismatch": (
-        "logprob_mismatch_nats",
-        "Largest log-probability difference of the last probe that could be compared.",
-    ),
-    "explained_variance": (
-        "explained_variance_ratio",
-        "1 - Var(R - v) / Var(R) over tokens, of a learned baseline v; last step with unequal returns.",
-    ),
-}
-"""Figures that not every step has; the newest value stays."""
-BY_LAG = {"lag": LAG_BUCKETS}
+OF_TASK = ("reward_mean", "completion_tokens_mean", "truncated_fraction")
+"""Figures of a step that it has for each task as well."""
 GIB = 1024**3
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
 """Bucket edges, from a model of a million parameters on a CPU to an hour."""
@@ -117,114 +56,87 @@ STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
 
-class StepMetrics:
-    """Figures of an optimizer step: learning progress, token lag, and time by phase."""
+class FigureMetrics:
+    """Gauges and counters of `pipelinerl.figures`."""
 
     def __init__(self, metrics: MetricSet) -> None:
-        self._of_step, self._now_and_then = (
-            {key: metrics.reading(name, text, unit="".join(unit)) for key, (name, text, *unit) in table.items()}
-            for table in (OF_STEP, NOW_AND_THEN)
-        )
-        self._each = {
-            "ess_by_lag": metrics.reading(
-                "ess_by_lag_ratio", "Effective sample size of the tokens of one lag; of lags in the step.", BY_LAG
-            ),
-            "clip_fraction_by_lag": metrics.reading(
-                "clip_by_lag_ratio", "Share of tokens of one lag that the loss bounded; of lags in the step.", BY_LAG
-            ),
-            "tokens_per_s": metrics.reading(
-                "tokens_per_second",
-                "Tokens over compute time of the last step: sampled ones that were trained, or all that were computed.",
-                {"tokens": ("trained", "computed")},
-            ),
-        }
-        task = {"task": "one of the recipe's tasks"}
-        of_tasks = "of one of several tasks; of those in the step."
-        self._of_task = {
-            key: metrics.reading(name, f"{text} {of_tasks}", task, unit="".join(unit))
-            for key, (name, text, *unit) in OF_TASK.items()
-        }
-        sets = {"set": "the name of a task, or of one of evaluation.sets"}
-        self._accuracy = metrics.reading(
-            "heldout_set_accuracy_ratio", "Held-out accuracy of one set of problems, last evaluation.", sets
-        )
-        self._passed = metrics.reading(
-            "heldout_set_pass_ratio", "pass@k of one set, k = evaluation.samples, last evaluation; where k > 1.", sets
-        )
+        self._readings, self._counters = list[tuple[Figure, Reading]](), list[tuple[Figure, Counter]]()
+        for figure in FIGURES:
+            text = plain(figure.help or figure.text)
+            if figure.metric.endswith("_total"):
+                self._counters.append((figure, metrics.counter(figure.metric, text, unit=figure.unit)))
+            elif figure.metric:
+                reading = metrics.reading(figure.metric, text, figure.labels, unit=figure.unit)
+                self._readings.append((figure, reading))
+
+    def observe(self, record: StepRecord) -> None:
+        for figure, reading in self._readings:
+            value = record.get(figure.key)
+            if value is not None or not figure.stays:
+                reading.set(value)
+        for figure, counter in self._counters:
+            value = record[figure.key]
+            counter.inc(bool(value) if isinstance(value, str) else value or 0)
+
+
+class TaskMetrics:
+    """Figures of a step by task, and of evaluations by set of problems."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
         reported = {"figure": f"a term of a reward, a metric of an environment, or turns; the first {MOST_REASONS} of them"}
-        self._reported = metrics.reading(
-            "task_reported_mean",
-            "Mean of a number that rewards and environments report of a task's sequences; of tasks in the step.",
-            {**task, **reported},
-            unit="as reported",
-        )
-        self._heldout_reported = metrics.reading(
-            "heldout_set_reported_mean",
-            "The same for the answers to one set of problems, last evaluation.",
-            {**sets, **reported},
-            unit="as reported",
-        )
+        self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences of one of several tasks in the step.", task)}
+        for figure in (figure for figure in FIGURES if figure.key in OF_TASK):
+            text = f"Of one of several tasks: {plain(figure.text)}"
+            self._of_task[figure.key] = metrics.reading(f"task_{figure.metric}", text, task, unit=figure.unit)
+        text = "Mean of a number that rewards and environments report of a task's sequences; of tasks in the step."
+        self._reported = metrics.reading("task_reported_mean", text, {**task, **reported}, unit="as reported")
+        text = "Held-out accuracy of one set of problems, last evaluation."
+        self._accuracy = metrics.reading("heldout_set_accuracy_ratio", text, sets)
+        text = "pass@k of one set, k = evaluation.samples, last evaluation; where k > 1."
+        self._passed = metrics.reading("heldout_set_pass_ratio", text, sets)
+        text = "Mean of a reported number over the answers to one set of problems, last evaluation."
+        self._heldout_reported = metrics.reading("heldout_set_reported_mean", text, {**sets, **reported}, unit="as reported")
         self._names = BoundedLabels()
-        self._parity_failures = metrics.counter(
-            "parity_failures_total",
-            "Probe answers that are too far off the trainer's, or could not be compared.",
-            unit="answers",
-        )
-        self._heldout_tokens = metrics.counter(
-            "heldout_tokens_total", "Completion tokens of held-out evaluations.", unit="tokens"
-        )
-        self._commits_held = metrics.counter(
-            "commits_held_seconds_total", "Time of evaluations and probes, during which no later version was committed."
-        )
-        self._skipped = metrics.counter("steps_skipped_total", "Optimizer steps that changed no weight.", unit="steps")
-        self._clipped = metrics.counter(
-            "steps_clipped_total", "Optimizer steps whose gradient was clipped to the bound of its norm.", unit="steps"
-        )
-        name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
-        self._lags = metrics.histogram_of(name, text, LAG_EDGES, TokenLagHistogram)
+
+    def observe(self, record: StepRecord) -> None:
+        for key, reading in self._of_task.items():
+            reading.set({name: figures[key] for name, figures in record.get("tasks", {}).items()})
+        self._reported.set(self._named(record.get("reported", {})))
+        if sets := record.get("heldout_sets"):
+            self._heldout_reported.set(self._named({name: one["reported"] for name, one in sets.items()}))
+            self._accuracy.set({name: one["accuracy"]["value"] for name, one in sets.items()})
+            largest_k = {name: [*one["pass_at"].values()][-1] for name, one in sets.items() if one["pass_at"]}
+            self._passed.set({name: passed["value"] for name, passed in largest_k.items()})
+
+    def _named(self, reported: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, ...], float]:
+        each = {(of, self._names.of(name)): value for of, own in reported.items() for name, value in own.items()}
+        return {labels: value for labels, value in each.items() if OTHER not in labels}
+
+
+class StepMetrics:
+    """All metrics of an optimizer step: its figures, token lag, time by phase, and memory."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._figures, self._tasks = FigureMetrics(metrics), TaskMetrics(metrics)
+        self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
-        self.lag_bound = metrics.reading(
-            "token_lag_bound_steps", "algorithm.max_lag; no series without one, or where it bounds a mean."
-        )
+        text = "algorithm.max_lag; no series without one, or where it bounds a mean."
+        self.lag_bound = metrics.reading("token_lag_bound_steps", text)
         self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
-        self._phases = metrics.histogram(
-            "step_phase_seconds", "Parts of a step, one after the other.", PHASE_SECONDS, {"phase": STEP_PHASES}
-        )
-        self._compute = metrics.histogram(
-            "compute_phase_seconds",
-            "Parts of a step's compute; plan and build run during the previous step.",
-            PHASE_SECONDS,
-            {"phase": COMPUTE_PHASES},
-        )
-        self._idle = metrics.histogram(
-            "update_idle_seconds", "Time of a step in which compute waited for sending weights.", PHASE_SECONDS
-        )
-        self._memory = metrics.reading(
-            "memory_peak_bytes", "Peak memory of tensors on a GPU since the previous step, else of the process since its start."
-        )
+        text = "Parts of a step, one after the other."
+        self._phases = metrics.histogram("step_phase_seconds", text, PHASE_SECONDS, {"phase": STEP_PHASES})
+        text = "Parts of a step's compute; plan and build run during the previous step."
+        self._compute = metrics.histogram("compute_phase_seconds", text, PHASE_SECONDS, {"phase": COMPUTE_PHASES})
+        text = "Time of a step in which compute waited for sending weights."
+        self._idle = metrics.histogram("update_idle_seconds", text, PHASE_SECONDS)
+        text = "Peak memory of tensors on a GPU since the previous step, else of the process since its start."
+        self._memory = metrics.reading("memory_peak_bytes", text)
 
     def observe(self, record: StepRecord) -> None:
         """Record one step, as in metrics.jsonl."""
-        for key, reading in self._of_step.items():
-            reading.set(record.get(key))
-        for key, reading in self._now_and_then.items():
-            if record.get(key) is not None:
-                reading.set(record[key])
-        for key, reading in self._each.items():
-            reading.set_each(record.get(key, {}))
-        for key, reading in self._of_task.items():
-            reading.set_each({name: figures[key] for name, figures in record.get("tasks", {}).items()})
-        self._reported.set_each(self._named(record.get("reported", {})))
-        if sets := record.get("heldout_sets"):
-            self._heldout_reported.set_each(self._named({name: one["reported"] for name, one in sets.items()}))
-            self._accuracy.set_each({name: one["accuracy"]["value"] for name, one in sets.items()})
-            largest_k = {name: [*one["pass_at"].values()][-1] for name, one in sets.items() if one["pass_at"]}
-            self._passed.set_each({name: passed["value"] for name, passed in largest_k.items()})
-        self._parity_failures.inc(record["parity_failures"])
-        self._heldout_tokens.inc(record["heldout_tokens"] or 0)
-        self._commits_held.inc(record["commits_held_s"])
-        self._skipped.inc(bool(record["skipped"]))
-        self._clipped.inc(record["clipped"])
+        self._figures.observe(record)
+        self._tasks.observe(record)
         self._lags.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
         self._lag_max.set(record.get("lag", {}).get("max"))
         for phase, spent_s in record["step_s"].items():
@@ -236,10 +148,6 @@ class StepMetrics:
         gib = record.get("memory_peak_gib")
         self._memory.set(None if gib is None else gib * GIB)
 
-    def _named(self, reported: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, ...], float]:
-        each = {(of, self._names.of(name)): value for of, own in reported.items() for name, value in own.items()}
-        return {labels: value for labels, value in each.items() if OTHER not in labels}
-
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Bucket edges, from a toy model on one machine to minutes, after which `weights.deadline_s` ends an update."""
@@ -249,33 +157,20 @@ class MembershipMetrics:
     """Joins and departures of members, and the weight updates that reach them."""
 
     def __init__(self, metrics: MetricSet) -> None:
-        self.regroups = metrics.counter(
-            "regroups_total", "Regroupings: the group of all members was formed again.", unit="groups of members"
-        )
-        self.evictions = metrics.counter(
-            "evictions_total",
-            "Actors that were put out of an epoch without being told to leave.",
-            {"reason": tuple(cause.value for cause in EvictionCause)},
-            unit="actors",
-        )
-        self.joins = metrics.counter(
-            "joins_total", "Arrivals: an actor began to serve, in an epoch or on a side group.", unit="actors"
-        )
-        self.join_seconds = metrics.histogram(
-            "join_seconds", "Bringing one actor to the served version on a side group.", SECONDS
-        )
-        self.updates = metrics.counter(
-            "weight_updates_total",
-            "Versions that all members serve, and transfers that were started again.",
-            {"outcome": ("served", "aborted")},
-            unit="updates",
-        )
-        self._transfer = metrics.histogram(
-            "weight_update_transfer_seconds", "First to last byte of a version, at the trainer.", SECONDS
-        )
-        self._round_trip = metrics.histogram(
-            "weight_update_round_trip_seconds", "From the offer of a version until the last member serves it.", SECONDS
-        )
+        text = "Regroupings: the group of all members was formed again."
+        self.regroups = metrics.counter("regroups_total", text, unit="groups of members")
+        text, causes = "Actors that were put out of an epoch without being told to leave.", tuple(EvictionCause)
+        self.evictions = metrics.counter("evictions_total", text, {"reason": causes}, unit="actors")
+        text = "Arrivals: an actor began to serve, in an epoch or on a side group."
+        self.joins = metrics.counter("joins_total", text, unit="actors")
+        text = "Bringing one actor to the served version on a side group."
+        self.join_seconds = metrics.histogram("join_seconds", text, SECONDS)
+        text, outcomes = "Versions that all members serve, and transfers that were started again.", ("served", "aborted")
+        self.updates = metrics.counter("weight_updates_total", text, {"outcome": outcomes}, unit="updates")
+        text = "First to last byte of a version, at the trainer."
+        self._transfer = metrics.histogram("weight_update_transfer_seconds", text, SECONDS)
+        text = "From the offer of a version until the last member serves it."
+        self._round_trip = metrics.histogram("weight_update_round_trip_seconds", text, SECONDS)
         self._bytes = metrics.counter("weight_update_bytes_total", "Bytes of the versions that all members serve.")
 
     def served(self, update: UpdateRecord) -> None:
@@ -316,10 +211,8 @@ class CheckpointMetrics:
         self._clock_s, self._has_begun = clock_s, False
         self._planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
         self._version = metrics.reading("checkpoint_version", "Version of the newest checkpoint; none before the first.")
-        self._at = metrics.reading(
-            "checkpoint_timestamp_seconds",
-            "When the newest checkpoint was written, by this trainer or one before it; before the first, when training began.",
-        )
+        text = "When the newest checkpoint was written, by this or an earlier trainer; before the first, when training began."
+        self._at = metrics.reading("checkpoint_timestamp_seconds", text)
         self._seconds = metrics.histogram("checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS)
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
@@ -348,14 +241,12 @@ class UploadMetrics:
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
-        self._tries = metrics.counter(
-            "checkpoint_uploads_total", "Attempts to upload a checkpoint.", {"outcome": ("uploaded", "failed")}, unit="tries"
-        )
+        text, outcomes = "Attempts to upload a checkpoint.", ("uploaded", "failed")
+        self._tries = metrics.counter("checkpoint_uploads_total", text, {"outcome": outcomes}, unit="tries")
         self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
         self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
-        self._seconds = metrics.histogram(
-            "checkpoint_upload_seconds", "Uploading and verifying one checkpoint, beside training.", CHECKPOINT_SECONDS
-        )
+        text = "Uploading and verifying one checkpoint, beside training."
+        self._seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
 
     def took_over(self, version: int, at_s: float) -> None:
         """Restore the last upload of an earlier trainer of the run."""
@@ -383,18 +274,17 @@ class StreamMetrics:
         self.seen: dict[str, StreamInfo] = {}
         self._messages = metrics.reading("stream_messages", "Messages that the stream holds.", BY_STREAM)
         self._bytes = metrics.reading("stream_bytes", "Bytes that the stream holds.", BY_STREAM)
-        self._oldest = metrics.reading(
-            "stream_oldest_seconds", "Age of the stream's oldest message; 0 when it is empty.", BY_STREAM
-        )
+        text = "Age of the stream's oldest message; 0 when it is empty."
+        self._oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
 
     def saw(self, stream: str, info: StreamInfo) -> None:
         """Record the present state of one of `STREAMS`."""
         self.seen = seen = {**self.seen, stream: info}
         now_s = self._clock_s()
-        self._messages.set_each({name: one.messages for name, one in seen.items()})
-        self._bytes.set_each({name: one.bytes for name, one in seen.items()})
+        self._messages.set({name: one.messages for name, one in seen.items()})
+        self._bytes.set({name: one.bytes for name, one in seen.items()})
         ages_s = {name: now_s - one.first_at_s for name, one in seen.items() if one.messages and one.first_at_s}
-        self._oldest.set_each({name: max(0.0, ages_s.get(name, 0.0)) for name in seen})  # clocks may disagree
+        self._oldest.set({name: max(0.0, ages_s.get(name, 0.0)) for name in seen})  # clocks may disagree
 
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -429,123 +319,80 @@ class TokenLagHistogram(Collector):
         yield HistogramMetricFamily(self._name, self.TEXT, buckets=buckets, sum_value=float(total))
 
 
+class RunState(NamedTuple):
+    """A metric of the run's present state. With `labels`, `read` returns a mapping by label value."""
+
+    name: str
+    text: str
+    read: Callable[[RunView], Values]
+    unit: str = ""
+    labels: Labels | None = None
+
+
+RUN_STATES = (
+    RunState("policy_version", "Optimizer steps taken.", lambda run: run.version),
+    RunState("served_version", "Newest version that every member serves; none before it.", lambda run: run.served_version),
+    RunState("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
+    RunState("epoch", "Number of the weight-transfer group's membership.", lambda run: run.epoch, "epoch"),
+    RunState("ledger_sequences", "Sequences of the whole run: issued, and by outcome.", lambda run: run.counts.as_dict(),
+             labels={"state": STATES}),
+    RunState("ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect.",
+             lambda run: run.counts.discrepancy),
+    RunState("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.reasons[Outcome.FAILED]),
+             labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
+    RunState("dropped_stale_sequences", "Sequences too old when their turn came, by reason.",
+             lambda run: {**_NONE_STALE, **run.reasons[Outcome.DROPPED_STALE]}, labels={"reason": tuple(_NONE_STALE)}),
+    RunState("tokens_total", "Completion tokens by outcome of their sequence, since this start.", lambda run: run.tokens,
+             labels={"outcome": OUTCOMES}),
+    RunState("tokens_arrived_total", "Completion tokens that reached the trainer, since this start.",
+             lambda run: run.tokens_arrived, "tokens"),
+    RunState("bad_messages", "Messages set aside: sequences since the run began, others since this start.",
+             lambda run: run.bad_messages),
+    RunState("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
+             "(weights.verify_logprobs).", lambda run: run.quarantined, "actors"),
+    RunState("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series without "
+             "uploads.", lambda run: run.upload_waiting_s),
+    RunState("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.ready_groups),
+    RunState("feeder_allowance_groups", "Groups that the staleness bound alone allows the feeder to issue now; without a "
+             "bound, up to the run's end.", lambda run: run.allowance_by_version),
+    RunState("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
+             lambda run: run.in_flight),
+    RunState("in_flight_limit_sequences", "Maximum of in_flight_sequences by the freshness limit now; none in conventional "
+             "mode.", lambda run: run.in_flight_limit),
+)  # fmt: skip
+
+
 class TrainerMetrics:
-    """All groups of metrics, on one registry."""
+    """All groups of metrics, on one registry. States are read at each scrape, on the HTTP thread; until `watch`, only the phase
+    `loading` is exported."""
 
     def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
         metrics = MetricSet(PREFIX, registry)
         self.registry = registry
-        self._run: TrainingRun | None = None
+        self._view: Callable[[], RunView] | None = None
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
         self.checkpoints = CheckpointMetrics(metrics, clock_s)
         self.uploads = UploadMetrics(metrics, clock_s)
         self.steps = StepMetrics(metrics)
         self.streams = StreamMetrics(metrics, clock_s)
         self.membership = MembershipMetrics(metrics)
-        self._read_states(metrics)
-
-    def watch(self, run: TrainingRun, phase: Callable[[], int]) -> None:
-        self._run, self._phase = run, phase
-
-    def _read_states(self, metrics: MetricSet) -> None:
-        """Register the values that are read at each scrape, on the HTTP thread. Until `watch`, only the phase `loading` is
-        exported."""
-
-        def read(name: str, text: str, value: Callable[[TrainingRun], float | None], unit: str = "") -> None:
-            metrics.reading(name, text, unit=unit).read(lambda: value(self._run) if self._run else None)
-
-        def read_each(
-            name: str, text: str, labels: Labels, values: Callable[[TrainingRun], Mapping[str, float]], unit: str = ""
-        ) -> None:
-            reading = metrics.reading(name, text, labels, unit=unit)
-            reading.read_each(lambda: values(self._run) if self._run else {})
-
         phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
         phase.read_state(PHASES, lambda: phase_name(self._phase()))
-        read("policy_version", "Optimizer steps taken.", lambda run: run.loop.version)
-        read(
-            "served_version",
-            "Newest version that every member serves; none before the first.",
-            lambda run: run.updater.served_version if run.updater.served_version >= 0 else None,
-        )
-        read_each(
-            "members", "Registered actors by state.", {"state": MEMBER_STATES}, lambda run: run.updater.member_states, "actors"
-        )
-        read("epoch", "Number of the weight-transfer group's membership.", lambda run: run.updater.epoch, "epoch")
-        read_each(
-            "ledger_sequences",
-            "Sequences of the whole run: issued, and by outcome.",
-            {"state": STATES},
-            lambda run: run.tracker.ledger.counts.as_dict(),
-        )
-        read(
-            "ledger_discrepancy_sequences",
-            "Issued sequences less those of all other states: 0, or a defect.",
-            lambda run: run.tracker.ledger.counts.discrepancy,
-        )
-        read_each(
-            "failed_sequences",
-            "Failed sequences by reason.",
-            {"reason": "see docs/errors.md; (other) sums up the less frequent ones"},
-            lambda run: bounded(run.tracker.ledger.reasons(Outcome.FAILED)),
-        )
-        read_each(
-            "dropped_stale_sequences",
-            "Sequences too old when their turn came, by reason.",
-            {"reason": tuple(_NONE_STALE)},
-            lambda run: {**_NONE_STALE, **run.tracker.ledger.reasons(Outcome.DROPPED_STALE)},
-        )
-        read_each(
-            "tokens_total",
-            "Completion tokens by outcome of their sequence, since this start.",
-            {"outcome": OUTCOMES},
-            lambda run: dict(run.tracker.tokens),
-        )
-        read(
-            "tokens_arrived_total",
-            "Completion tokens that reached the trainer, since this start.",
-            lambda run: run.intake.tokens_arrived_here,
-            "tokens",
-        )
-        read(
-            "bad_messages",
-            "Messages set aside: sequences since the run began, others since this start.",
-            lambda run: run.intake.bad_messages + run.updater.bad_messages,
-            "messages",
-        )
-        read(
-            "quarantined_actors",
-            "Actors whose log-probabilities are not those of the policy that they name (weights.verify_logprobs).",
-            lambda run: len(run.intake.quarantine.actors),
-            "actors",
-        )
-        read(
-            "checkpoint_upload_waiting_seconds",
-            "Time that a checkpoint has been waiting for its upload; no series without uploads.",
-            lambda run: run.uploads.waiting_s,
-        )
-        read("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
-        read("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready)
-        read(
-            "feeder_allowance_groups",
-            "Groups that the staleness bound alone allows the feeder to issue now; without a bound, up to the run's end.",
-            lambda run: run.feeder.allowance_by_version,
-        )
-        read(
-            "in_flight_sequences",
-            "Sequences in progress, and those in complete groups whose step has not begun.",
-            lambda run: run.feeder.in_flight,
-        )
-        read(
-            "in_flight_limit_sequences",
-            "Maximum of in_flight_sequences by the freshness limit now; none in conventional mode.",
-            lambda run: run.feeder.in_flight_limit,
-        )
+        unread = RunState("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
+        for state in (*RUN_STATES, unread):
+            reading = metrics.reading(state.name, state.text, state.labels, unit=state.unit)
+            reading.read(partial(self._read, state))
 
-    def _unread(self, run: TrainingRun) -> int | None:
+    def watch(self, view: Callable[[], RunView], phase: Callable[[], int]) -> None:
+        self._view, self._phase = view, phase
+
+    def _read(self, state: RunState) -> Values:
+        return state.read(self._view()) if self._view else None
+
+    def _unread(self, run: RunView) -> int | None:
         """Return the unread messages as of the last check of the stream; messages read since then are subtracted."""
         log = self.streams.seen.get("sequences")
-        return None if log is None else max(0, log.last_position - run.intake.position)
+        return None if log is None else max(0, log.last_position - run.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:

@@ -138,7 +138,7 @@ MOST_MEMBERS = 256
 """Maximum number of listed members; a larger run is better watched on a dashboard."""
 
 
-def member_rows(states: Mapping[str, str], served_version: int, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
+def member_rows(states: Mapping[str, str], served_version: int | None, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
     """Return each registered actor with its state, ordered by name. A serving actor serves `served_version`; for another one,
     the version is the last that it reported."""
     rows = []

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipelinerl.figures import no_events
 from pipelinerl.messages.sequences import FinishReason, Sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import means_of
@@ -33,16 +34,14 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
+from services.trainer.reporting.run_view import RunView
 from services.trainer.reporting.samples import Sample, has_tokens, heldout_sample, trained_sample, without_tokens
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
-from services.trainer.weight_sync.membership import MemberChange
-from services.trainer.weight_sync.updater import UpdateRecord
+from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from services.trainer.run import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ SAMPLES_READ = 256
 
 
 class Recorder:
-    """Records a run. `watch` is called once the parts of the run exist, before anything happens."""
+    """Records a run. `watch` is called before anything happens."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class Recorder:
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
         self._started_at = self._last_step_at = time.monotonic()
-        self._arrived = _nothing_arrived()
+        self._arrived = no_events()
         self._loads: dict[str, ActorState] = {}
         """The newest answer of each actor by name; an actor that left keeps its last."""
         self.totals = RunTotals()
@@ -93,14 +92,14 @@ class Recorder:
             )
         )
 
-    def watch(self, run: TrainingRun) -> None:
-        """Connect the run, whose state the page, scrapes and gRPC callers read on demand."""
-        self._training = run
+    def watch(self, view: Callable[[], RunView]) -> None:
+        """Set what tells the run's present state, which the page, scrapes and gRPC callers read on demand."""
+        self._view = view
         metrics, start = self.metrics, self._start
         metrics.checkpoints.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
         algorithm = self._recipe.algorithm
         metrics.steps.lag_bound.set(algorithm.max_lag if algorithm.max_lag_of == "oldest_token" else None)
-        metrics.watch(run, lambda: self.phase)
+        metrics.watch(view, lambda: self._phase_of(view()))
 
     def to_state(self) -> dict[str, Any]:
         """Return a JSON-able state for a checkpoint."""
@@ -123,7 +122,7 @@ class Recorder:
         """Record one optimizer step on `batch`: complete its record, pass it to every sink and return it. `figures`: from the
         learner and the loop. Those under SAMPLED_WEIGHTS are for samples, and not part of the record."""
         record = self._complete(figures, batch, tokens_arrived)
-        self._arrived = _nothing_arrived()
+        self._arrived = no_events()
         self.totals.add_step(record)
         record["max_lag_too_small"] = self._max_lag_too_small(record)
         record["clip_range_cut"] = self._clip_range_cut(record)
@@ -143,32 +142,30 @@ class Recorder:
         return record
 
     def heldout(self, result: HeldoutResult) -> None:
-        sets = {name: accuracy.to_json() for name, accuracy in result.sets.items()}
-        self._arrived |= {
+        figures = {
             "heldout_accuracy": result.accuracy,
             "heldout_accuracy_lower_bound": result.lower_bound,
             "heldout_version": result.version,
             "heldout_unanswered": result.num_unanswered,
             "heldout_tokens": result.num_tokens,
-            "heldout_sets": sets,
+            "heldout_sets": {name: accuracy.to_json() for name, accuracy in result.sets.items()},
         }
-        self.totals.heldout_tokens += result.num_tokens
-        self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered, result.lower_bound, sets))
+        self._arrived |= figures
+        self.totals.add_events(figures)
         for sample in result.samples:
             self._sample(heldout_sample(result.version, sample, self._tokenizer))
         self._trackers.heldout(result)
 
     def parity(self, parity: Parity) -> None:
         self._arrived["parity_failures"] += len(parity.problems)
-        self.totals.parity_failures += len(parity.problems)
         if parity.mismatch is not None:
             self._arrived["logprob_mismatch"] = max(self._arrived["logprob_mismatch"] or 0.0, parity.mismatch)
-            self.totals.logprob_mismatch.append(parity.mismatch)
+        self.totals.add_events({"parity_failures": len(parity.problems), "logprob_mismatch": parity.mismatch})
 
     def commits_held(self, seconds: float) -> None:
         """Record that a measurement has ended, during which no later version was committed."""
         self._arrived["commits_held_s"] += seconds
-        self.totals.commits_held_s += seconds
+        self.totals.add_events({"commits_held_s": seconds})
 
     def checkpoint_written(self, written: WrittenCheckpoint) -> None:
         self.metrics.checkpoints.written(written)
@@ -223,7 +220,7 @@ class Recorder:
             self.metrics.membership.joins.inc()
         if change.cause is not None:
             self.metrics.membership.evictions.labels(change.cause.value).inc()
-        others = self._training.updater.serving.keys() - {change.member.actor}
+        others = set(self._view().serving) - {change.member.actor}
         what = {
             "joined": f"joined and serves version {change.version}",
             "left": f"left: {change.reason}",
@@ -238,28 +235,28 @@ class Recorder:
 
     # --- present state, for callers over gRPC, the page, and scrapes -----------------------------------------------------
 
-    @property
-    def phase(self) -> trainer_pb2.TrainerPhase:
+    def _phase_of(self, run: RunView) -> trainer_pb2.TrainerPhase:
         """Return the phase. Sending weights and waiting for actors to take them count as training, on which alerts rely."""
-        if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and self._training.loop.waiting_for.startswith("sequences"):
+        if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and run.waiting_for.startswith("sequences"):
             return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return self._phase
 
     def status(self) -> trainer_pb2.TrainerStatus:
         """Return the answer of the trainer's gRPC service."""
-        phase = self.phase
-        waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else self._training.loop.waiting_for
+        run = self._view()
+        phase = self._phase_of(run)
+        waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else run.waiting_for
         return trainer_pb2.TrainerStatus(
             run=self._run,
             phase=phase,
-            policy_version=self._training.loop.version,
+            policy_version=run.version,
             incarnation=self._start.lineage.incarnation,
             total_steps=self._recipe.trainer.steps,
-            sequences=trainer_pb2.SequenceCounts(**self._training.tracker.ledger.counts.as_dict()),
-            members=len(self._training.updater.members),
-            epoch=self._training.updater.epoch,
+            sequences=trainer_pb2.SequenceCounts(**run.counts.as_dict()),
+            members=run.num_members,
+            epoch=run.epoch,
             message=f"waiting for {waiting_for}" if waiting_for else "",
-            failures={**self._training.intake.failures, **self._training.feeder.refused},
+            failures=run.failures,
         )
 
     async def publish_state(self) -> None:
@@ -269,19 +266,19 @@ class Recorder:
             await asyncio.sleep(PAGE_STATE_EVERY_S)
 
     def _page_state(self) -> dict[str, Any]:
-        status, ledger, served = self.status(), self._training.tracker.ledger, self._training.updater.served_version
+        status, run = self.status(), self._view()
         return {
             "phase": phase_name(status.phase),
             "message": status.message,
             "ended": self._ended,
             "version": status.policy_version,
-            "served_version": served if served >= 0 else None,
+            "served_version": run.served_version,
             "incarnation": status.incarnation,
             "epoch": status.epoch,
-            "members": member_rows(self._training.updater.states, served, self._loads),
-            "sequences": ledger.counts.as_dict(),
-            "actors_held_back": self._training.feeder.bounds.holds_actors_back,
-            "reasons": {outcome.value: bounded(ledger.reasons(outcome)) for outcome in Outcome},
+            "members": member_rows(run.states, run.served_version, self._loads),
+            "sequences": run.counts.as_dict(),
+            "actors_held_back": run.holds_actors_back,
+            "reasons": {outcome.value: bounded(run.reasons[outcome]) for outcome in Outcome},
         }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
@@ -374,39 +371,19 @@ class Recorder:
 
     def write_summary(self, *, finished: bool) -> dict[str, Any]:
         """Write summary.json from everything so far."""
-        run, wall_s = self._training, time.monotonic() - self._started_at
-        ledger = run.tracker.ledger
-        reasons = {outcome.value: ledger.reasons(outcome) for outcome in Outcome}
-        summary = self.totals.summary(self._recipe, ledger.counts.as_dict())
-        summary["membership"]["evictions"] = run.updater.evictions
+        run, wall_s = self._view(), time.monotonic() - self._started_at
+        summary = self.totals.summary(self._recipe, run.counts.as_dict())
+        summary["membership"]["evictions"] = run.evictions
         summary |= {
-            "policy_version": run.loop.version,
+            "policy_version": run.version,
             "interrupted": not finished,
             "wall_s": wall_s,
-            "sequence_reasons": {name: dict(counts) for name, counts in reasons.items() if counts},
+            "sequence_reasons": {outcome.value: dict(counts) for outcome, counts in run.reasons.items() if counts},
             "actor_busy_fraction": self._actor_busy_fraction(),
             "trainer_busy_fraction": self.totals.compute_s / wall_s,
         }
         self._files.write_summary(summary)
         return summary
-
-
-def _nothing_arrived() -> StepRecord:
-    """Return the empty values of events between two steps, which go into the next step's record."""
-    return {
-        "heldout_accuracy": None,
-        "heldout_accuracy_lower_bound": None,
-        "heldout_version": None,
-        "heldout_unanswered": None,
-        "heldout_tokens": None,
-        "heldout_sets": None,
-        "commits_held_s": 0.0,
-        "weight_update": None,
-        "stall_s": None,
-        "joins": [],
-        "logprob_mismatch": None,
-        "parity_failures": 0,
-    }
 
 
 def episode_figures(sequences: list[Sequence]) -> dict[str, float]:

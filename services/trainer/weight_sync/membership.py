@@ -8,8 +8,8 @@ until then it cannot delay others. `coordinator.py` steps the transfer itself, a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from pipelinerl.kube.client import PodEnd
 from services.trainer.weight_sync.coordinator import Evicted, EvictionCause, Member, MembersLeaving
@@ -33,6 +33,37 @@ class MemberChange:
     reason: str = ""
     cause: EvictionCause | None = None
 
+
+@dataclass
+class UpdateRecord:
+    """Figures of one version's update, in seconds and bytes."""
+
+    version: int
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    round_trip_s: float = 0.0
+    receive_s: dict[str, float] = field(default_factory=dict)
+    prepare_s: dict[str, float] = field(default_factory=dict)
+    stall_s: dict[str, float] = field(default_factory=dict)
+
+
+class UpdateObserver(Protocol):
+    """Takes the events of weight updates; the run's recorder is one."""
+
+    def served(self, update: UpdateRecord) -> None: ...
+
+    def joined(self, actor: str, update: UpdateRecord) -> None: ...
+
+    def update_aborted(self) -> None: ...
+
+    def member_changed(self, change: MemberChange) -> None: ...
+
+    def regrouped(self) -> None: ...
+
+
+MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
+"""`waiting`: the actor serves no version, or an older one, and its turn is still to come. `leaving`: it was told to end, and is
+still registered."""
 
 MOST_AT_ONCE = 4
 """Maximum number of side groups at a time: each sends the whole version over the trainer's uplink."""

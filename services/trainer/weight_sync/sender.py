@@ -38,9 +38,8 @@ from pipelinerl.transfer.chunks import (
     version_checksum,
 )
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_device, on_thread
-from pipelinerl.transfer.manifest import Chunk, GroupSpec, LowRank, Manifest, TransferAborted, build_manifest
+from pipelinerl.transfer.manifest import Chunk, GroupSpec, LowRank, Manifest, TransferAborted, TransferResult, build_manifest
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
-from services.trainer.weight_sync.updater import TransferResult
 
 
 def as_in_files(

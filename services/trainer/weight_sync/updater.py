@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
@@ -40,10 +40,9 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import child, headers_of, root, trace_in, trace_of
 from pipelinerl.transfer.manifest import RanksMissing
 from services.trainer.weight_sync import coordinator as c
-from services.trainer.weight_sync.membership import MemberChange, Roster
+from services.trainer.weight_sync.membership import MemberChange, Roster, UpdateObserver, UpdateRecord
 
 if TYPE_CHECKING:
-    from services.trainer.reporting.recorder import Recorder
     from services.trainer.weight_sync.sender import CollectiveGroup, Snapshot, WeightSender
 
 log = logging.getLogger(__name__)
@@ -56,33 +55,8 @@ the phase's deadline, which would blame all members that it kept waiting."""
 PATIENCE_S = 3.0
 """Maximum wait for the next rank once one has come, in a meeting of members that have met before. It reveals a member that has
 just died long before its registration expires. A slow member is left out, too, and returns through a side group."""
-MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""`waiting`: the actor serves no version, or an older one, and its turn is still to come. `leaving`: it was told to end, and is
-still registered."""
 MOST_REASONS = 16
 """Maximum number of actors whose last reason is remembered, since names may keep changing."""
-
-
-@dataclass(frozen=True)
-class TransferResult:
-    """Result of sending a whole version. `checksum`: of all its bytes, to compare with the receivers' checksums."""
-
-    checksum: int
-    num_bytes: int
-    seconds: float
-
-
-@dataclass
-class UpdateRecord:
-    """Figures of one version's update, in seconds and bytes."""
-
-    version: int
-    num_bytes: int = 0
-    transfer_s: float = 0.0
-    round_trip_s: float = 0.0
-    receive_s: dict[str, float] = field(default_factory=dict)
-    prepare_s: dict[str, float] = field(default_factory=dict)
-    stall_s: dict[str, float] = field(default_factory=dict)
 
 
 class TransferSession:
@@ -259,7 +233,7 @@ class TransferSession:
 class WeightUpdater:
     """Sends versions to all actors. `join_timeout_s`: from the offer of the first version until some version is served.
 
-    It keeps the snapshot of the newest served version for joiners, beside that of the version in transfer. `on_change`: called
+    It keeps the snapshot of the newest served version for joiners, beside that of the version in transfer. It calls `on_change`
     when the epoch, or one more actor, serves a version, and when an actor is gone.
     """
 
@@ -267,15 +241,15 @@ class WeightUpdater:
         self,
         bus: Bus,
         sender: WeightSender,
-        recorder: Recorder,
+        observer: UpdateObserver,
         *,
         incarnation: int,
         deadline_s: float,
         join_timeout_s: float,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.bus, self.sender, self.incarnation, self.deadline_s = bus, sender, incarnation, deadline_s
-        self._recorder, self._join_timeout_s, self._on_change = recorder, join_timeout_s, on_change
+        self._observer, self._join_timeout_s = observer, join_timeout_s
+        self.on_change: Callable[[], None] = lambda: None
         self.tasks: asyncio.TaskGroup
         self.roster = Roster()
         self._draining: set[str] = set()
@@ -317,12 +291,6 @@ class WeightUpdater:
             for name in list(self._main.coordinator.present)
         }
         return states | dict.fromkeys(set(self._draining) - states.keys(), "leaving")
-
-    @property
-    def member_states(self) -> dict[str, int]:
-        """Return the number of registered actors by state, for each of `MEMBER_STATES`. May be read on any thread."""
-        states = list(self.states.values())
-        return {state: states.count(state) for state in MEMBER_STATES}
 
     @property
     def epoch(self) -> int:
@@ -498,33 +466,33 @@ class WeightUpdater:
 
     def _gone(self, actor: str, reason: str, *, left: bool) -> None:
         self._tell(self.roster.gone(actor, self.epoch, self.served_version, reason, left=left))
-        self._on_change()
+        self.on_change()
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
-            self._recorder.member_changed(change)
+            self._observer.member_changed(change)
 
     async def _step_main(self, event: c.Event) -> None:
         for action in await self._main.step(event):
             match action:
                 case c.FormGroup(epoch):
                     if self._formed_before:
-                        self._recorder.regrouped()
+                        self._observer.regrouped()
                     self._formed_before = True
                 case c.Evicted(actor, _, reason, cause):
                     self.evictions += cause is not None
                     self._note_reason(actor, reason)
                     self._tell(self.roster.put_out(action, self.served_version))
                 case c.SendAbort():
-                    self._recorder.update_aborted()
+                    self._observer.update_aborted()
                 case c.WaitingForMembers(version):
                     log.warning("no actor is left: version %d waits for one to register", version)
                 case c.VersionServed(version, epoch):
                     self._served_snapshot, self._under_way = self._under_way, None
                     self.served_version = version
                     self._tell(self.roster.served(self.members.values(), epoch, version))
-                    self._recorder.served(self._main.record)
-                    self._on_change()
+                    self._observer.served(self._main.record)
+                    self.on_change()
         await self._tend_sides()  # after all actions, so that evicted actors rest first
 
     async def _tend_sides(self) -> None:
@@ -550,10 +518,10 @@ class WeightUpdater:
                     self._tell(self.roster.served([joiner], epoch, version))
                     self.post(self._main, c.MemberReady(actor, joiner.process))
                     await self._sides.pop(actor).close()
-                    self._recorder.joined(actor, session.record)
-                    self._on_change()
+                    self._observer.joined(actor, session.record)
+                    self.on_change()
                 case c.SendAbort():
-                    self._recorder.update_aborted()
+                    self._observer.update_aborted()
                     continue
                 case c.WaitingForMembers():
                     await self._sides.pop(actor).close()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from pipelinerl.tasks.reasoning_gym import check_family
+from pipelinerl.tasks.source import check_family
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer
 
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})

@@ -1,0 +1,235 @@
+"""The table of the figures of an optimizer step, each declared once.
+
+Derived from it are the summary's figures, the trainer's gauges and counters, what the run's pages get, and the tables of
+docs/run-directory.md. The learner, the optimizer loop and the recorder compute the figures. Histograms, and metrics whose
+labels depend on a run's data, are in `services.trainer.reporting.metrics`. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, Literal
+
+from pipelinerl.rl.groups import LAG_BUCKETS
+
+Reduction = Literal["sum", "ones", "last", "smallest", "largest", "mean", "rate"]
+"""How the run's figure follows from the steps': `ones` counts the steps in which the value is 1 or true, `mean` is weighted by
+`Figure.weight`, and `rate` is the sum of the values over that of the weights."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of an optimizer step. `key`: in metrics.jsonl. `text`: Markdown."""
+
+    key: str
+    text: str
+    metric: str = ""
+    """Name of the metric with exactly this value, a counter if the name ends with `_total`; empty if there is none."""
+    unit: str = ""
+    """Unit of the metric if its name does not end with it."""
+    help: str = ""
+    """Text of the metric; empty = `text`."""
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Label of the metric if the value is a mapping, and the keys of that."""
+    stays: bool = False
+    """True if a step without the figure leaves the metric unchanged; otherwise the metric then has no series."""
+    on_page: bool = False
+    """True if the run's pages get it."""
+    event: type | None = None
+    """Type of the empty value if the figure tells of events since the previous step; None if it is the step's own."""
+    summary: Mapping[str, Reduction] = field(default_factory=dict)
+    """Keys in summary.json; `ess.mean` is the key `mean` of the object `ess`."""
+    weight: str = ""
+    """Path of the weight in the record; empty = 1."""
+    trained: bool = False
+    """True if the summary ignores skipped steps."""
+
+
+_LAG, _COMPUTE = {"lag": LAG_BUCKETS}, "step_s.compute"
+
+FIGURES = (
+    Figure("step", "Optimizer steps taken, from 1.", on_page=True),
+    Figure("policy_version", "Version that this step made: the same number."),
+    Figure("served_version", "Newest version that every member serves when the line is written."),
+    Figure("time_s", "Seconds since the trainer was ready.", on_page=True),
+    Figure("loss", "Loss of the whole batch, normalised as the recipe says.", "loss", "none"),
+    Figure("skipped", "Reason why the step changed no weight: `loss not finite`, `gradient not finite`; else empty.",
+           "steps_skipped_total", "steps", help="Optimizer steps that changed no weight."),
+    Figure("grad_norm", "L2 norm of the policy's gradient, without a value head, before clipping.", "gradient_norm", "none",
+           on_page=True),
+    Figure("clipped", "True if the gradient was clipped to [the bound of its norm](learning.md#the-optimizer).",
+           "steps_clipped_total", "steps", help="Optimizer steps whose gradient was clipped to the bound of its norm.",
+           on_page=True, summary={"steps_clipped": "ones"}, trained=True),
+    Figure("learning_rate", "Learning rate of the step.", "learning_rate", "none"),
+    Figure("entropy", "Mean entropy of the policy at the sampled positions, nats.", "entropy_nats", on_page=True),
+    Figure("ess", "Effective sample size ratio of the step's tokens, from unclamped weights.", "ess_ratio", on_page=True,
+           summary={"ess.mean": "mean", "ess.min": "smallest"}, trained=True),
+    Figure("ess_by_lag", "Effective sample size ratio of the tokens of each lag in the step, by bucket: `0`, `1`, `2`, `3-4`, "
+           "`5-8`, `9-16`, `17+`.", "ess_by_lag_ratio", labels=_LAG),
+    Figure("clip_fraction", "Share of the tokens at which the loss's bound was active.", "clip_ratio"),
+    Figure("clip_fraction_by_lag", "Share of the tokens of each lag in the step at which the loss's bound was active, by the "
+           "same buckets.", "clip_by_lag_ratio", labels=_LAG),
+    Figure("clip_range_cut", "Share of the tokens that `ppo_clip`, `grpo` or `gspo` cut, in the mean over the last ten steps, "
+           "if it exceeds a quarter; else null."),
+    Figure("value_loss", "Loss of the learned baseline, weighted as the loss, before `algorithm.value_coefficient`; null "
+           "unless `algorithm.advantage` is `value`.", "value_loss", "none"),
+    Figure("explained_variance", "1 − Var(R − v) / Var(R) over tokens, for the returns R and a learned baseline v; null "
+           "without a baseline, and if all returns are equal.", "explained_variance_ratio", stays=True),
+    Figure("mask_fraction", "Share of the tokens that `algorithm.mask` left out of the policy loss.", "mask_ratio"),
+    Figure("mismatch_kl", "KL estimate between actor and trainer, nats: mean of w − 1 − log w over tokens of lag 0; null if "
+           "there are none.", "mismatch_kl_nats", stays=True, on_page=True, summary={"mismatch_kl_mean": "mean"}, trained=True),
+    Figure("reference_kl", "KL estimate to the initial policy, weighted as the loss; with `algorithm.kl_coefficient` only.",
+           "reference_kl_nats"),
+    Figure("log_weight_abs_max", "Largest |log π − log μ| of a token, nats."),
+    Figure("lag", "`mean`, `p95` and `max` of the lag over the step's tokens.", on_page=True),
+    Figure("lag_histogram", "Number of trained tokens by lag; empty for a skipped step.", on_page=True),
+    Figure("ended_by_length", "Sequences [trained, dropped as stale] since the previous step by length: up to 16 sampled "
+           "tokens, up to 32, and so on."),
+    Figure("held_by_max_lag", "True if `algorithm.max_lag`, rather than the freshness limit or the end of the run, keeps the "
+           "feeder from issuing more when the line is written."),
+    Figure("max_lag_too_small", "True if `algorithm.max_lag` is below `largest_lag` and has a cost: the trainer waits while "
+           "the limit holds the feeder, or more than 1 % of the sequences so far were dropped as stale.", on_page=True),
+    Figure("largest_lag", "[Largest lag](architecture.md#staleness) by the formula if all slots are in use, with the present "
+           "members and the lengths since the trainer started; G − 1 in conventional mode.", on_page=True,
+           summary={"largest_lag": "last"}),
+    Figure("advantage_abs_mean", "Mean of |advantage| over sequences; 0 if no group has a signal."),
+    Figure("reward_mean", "Mean reward of the step's sequences.", "reward_mean", "reward", on_page=True),
+    Figure("reward_std", "Standard deviation of the rewards of the step's sequences.", "reward_std", "reward"),
+    Figure("tasks", "Object for each task with sequences in the step, by name: `sequences`, `reward_mean`, "
+           "`completion_tokens_mean`, `truncated_fraction`; only with several `tasks` in the recipe.", on_page=True),
+    Figure("reported", "Means for each task with sequences in the step: of each number that its rewards and environments "
+           "report (terms of the reward, `metrics` of an [environment](episodes.md#an-environment)), over the sequences that "
+           "have it, and of an episode's `turns`; the 24 most frequent names. Under one name, a term precedes a metric, and a "
+           "metric `turns`.", on_page=True),
+    Figure("group_reward_std", "Standard deviation of rewards inside a group, mean over groups.", "group_reward_std", "reward"),
+    Figure("equal_reward_groups", "Share of the step's groups whose rewards are all equal, so that they have no signal.",
+           "equal_reward_groups_ratio", summary={"steps_equal_rewards": "ones"}),
+    Figure("heldout_accuracy", "Held-out accuracy of the last evaluation.", "heldout_accuracy_ratio", stays=True,
+           event=NoneType),
+    Figure("heldout_accuracy_lower_bound", "Held-out accuracy of the last evaluation with problems without a verdict as wrong "
+           "answers.", "heldout_accuracy_lower_bound_ratio", stays=True, event=NoneType),
+    Figure("heldout_unanswered", "Held-out problems without a verdict in the last evaluation; `heldout_accuracy` leaves them "
+           "out.", "heldout_unanswered_problems", "problems", stays=True, event=NoneType),
+    Figure("heldout_version", "Version that the evaluation measured.", event=NoneType),
+    Figure("heldout_tokens", "Completion tokens of evaluations; `tokens_generated` does not include them.",
+           "heldout_tokens_total", event=NoneType, summary={"heldout_tokens": "sum"}),
+    Figure("heldout_sets", "Object for each set of problems of the evaluation, by name: `accuracy` (`value`, and `low` and "
+           "`high` of its 95 % interval), `lower_bound`, `unanswered`, `reported` (over the answers with a verdict), and with "
+           "`evaluation.samples` above 1 `pass_at`, which is like `accuracy` for each k.", event=NoneType),
+    Figure("commits_held_s", "Seconds of evaluations and probes, in which [no later version was "
+           "committed](weight-updates.md#holding-a-version-still).", "commits_held_seconds_total", event=float,
+           summary={"commits_held_s": "sum"}),
+    Figure("sequences_trained", "Sequences of the step, without failed and stale ones of a group; 0 for a skipped step."),
+    Figure("tokens_trained", "Sampled tokens of the step; 0 for a skipped step.",
+           summary={"tokens_trained": "sum", "tokens_per_s.trained": "rate"}, weight=_COMPUTE),
+    Figure("tokens_computed", "Tokens that went through the model: a prompt that sequences of a micro-batch share once, and "
+           "completions without their last token.", summary={"tokens_per_s.computed": "rate"}, weight=_COMPUTE),
+    Figure("microbatches", "Forward passes of the step; those of advantage 0 alone have no backward pass."),
+    Figure("packing_fill", "`tokens_computed` / (`microbatches` × `trainer.tokens_per_microbatch`).", "packing_fill_ratio"),
+    Figure("completion_tokens_mean", "Mean sampled tokens of the step's sequences, over all turns and branches.",
+           "completion_length_tokens", on_page=True),
+    Figure("turns_mean", "Mean turns of the step's [episodes](episodes.md#what-is-trained); only with episodes.",
+           "episode_turns", "turns"),
+    Figure("branches_mean", "Mean branches of the step's episodes; only with episodes.", "episode_branches", "branches"),
+    Figure("observed_fraction", "Share of the tokens after the prompts that environments added: context without training, "
+           "which no other figure counts; only with episodes.", "observed_ratio"),
+    Figure("multi_version_fraction", "Share of the step's sequences that more than one version sampled.", "multi_version_ratio",
+           summary={"sequences_multi_version_fraction": "mean"}, weight="sequences_trained"),
+    Figure("truncated_fraction", "Share of the step's sequences that were cut at `sampling.max_tokens`, or at what their "
+           "prompt left of `model.max_context`; of episodes, in their last turn.", "truncated_ratio", on_page=True,
+           summary={"sequences_truncated_fraction": "mean"}, weight="sequences_trained"),
+    Figure("tokens_generated", "Sampled tokens that have reached the trainer since the start of the run."),
+    Figure("tokens_generated_per_s", "The same per second since the previous step.", on_page=True),
+    Figure("tokens_trained_per_s", "Trained tokens per second since the previous step.", on_page=True),
+    Figure("in_flight", "Sequences in progress, or in complete groups whose step has not begun."),
+    Figure("in_flight_limit", "Freshness limit on `in_flight`; null in conventional mode."),
+    Figure("sequences", "Ledger after the step: `issued`, `in_flight`, and the outcomes, from `trained` to `failed`."),
+    Figure("step_s", "Seconds by phase: `wait` (for a batch), `compute`, `snapshot`, `send` (waiting for the previous version "
+           "to be served, until sending began), `checkpoint`, and `total`.", on_page=True),
+    Figure("compute_s", "Seconds by phase: `plan` and `build` (packing the micro-batches, during the previous step), then of "
+           "`compute`: `to_device`, `forward_backward`, `totals` (of the loss, over micro-batches and ranks), `optimizer`; see "
+           "below."),
+    Figure("idle_s", "Seconds in which the trainer computed nothing because of the weight update: `snapshot` and `send`.",
+           summary={"idle_s_mean": "mean"}),
+    Figure("tokens_per_s", "`trained` (sampled tokens) and `computed` (as `tokens_computed`), over the seconds of the step's "
+           "computation; `tokens_trained_per_s` is over all time.", "tokens_per_second",
+           labels={"tokens": ("trained", "computed")}),
+    Figure("mfu", "[Model FLOPs utilization](#model-flops-utilization) of the step's computation; null if the device's peak is "
+           "unknown, as on a CPU.", "mfu_ratio", summary={"mfu_mean": "mean"}, weight=_COMPUTE),
+    Figure("imbalance", "Share of the ranks' compute time spent waiting for each other, by the costs that the plan assumes.",
+           "imbalance_ratio"),
+    Figure("memory_peak_gib", "Peak GiB of tensors on a GPU since the previous step, else of the process since its start.",
+           summary={"memory_peak_gib": "largest"}),
+    Figure("weight_update", "Newest update that was served; see below.", on_page=True, event=NoneType),
+    Figure("stall_s", "Longest stall of that update over its members, seconds.", on_page=True, event=NoneType),
+    Figure("joins", "Actors that side groups brought to the served version: `actor`, `version`, `join_s` from the beginning to "
+           "`serving`.", event=list),
+    Figure("logprob_mismatch", "Largest log-probability difference of the probes, nats, over answers that can be compared.",
+           "logprob_mismatch_nats", stays=True, event=NoneType, summary={"logprob_mismatch_max": "largest"}),
+    Figure("parity_failures", "Probe answers that differ by more than "
+           "[`weights.probe_tolerance`](weight-updates.md#the-parity-probe), have another share of what training has changed, "
+           "or cannot be compared: not finite, on either side, or of another length.", "parity_failures_total", "answers",
+           event=int, summary={"parity_failures": "sum"}),
+    Figure("actor_busy_fraction", "Share of the actors' time, since their engines were up, with a sequence in progress.",
+           "actor_busy_ratio", on_page=True),
+    Figure("trainer_busy_fraction", "Share of the time since the trainer was ready that went into optimizer steps.",
+           "trainer_busy_ratio", on_page=True),
+)  # fmt: skip
+"""In the order of docs/run-directory.md."""
+
+ON_PAGE = tuple(figure.key for figure in FIGURES if figure.on_page)
+
+
+def no_events() -> dict[str, Any]:
+    """Return the figures of a step before which no event happened."""
+    return {figure.key: figure.event() for figure in FIGURES if figure.event}
+
+
+def plain(text: str) -> str:
+    """Return Markdown without its links and backticks."""
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text).replace("`", "")
+
+
+RUN_FIGURES = {key: (reduction, figure) for figure in FIGURES for key, reduction in figure.summary.items()}
+"""Figures of the run by their key in summary.json."""
+
+Reduced = dict[str, list[float]]
+"""By key in summary.json: the combined value, and the sum of the weights."""
+
+_COMBINED: Mapping[Reduction, Callable[[float, float, float], float]] = {
+    "sum": lambda total, value, weight: total + value,
+    "rate": lambda total, value, weight: total + value,
+    "mean": lambda total, value, weight: total + value * weight,
+    "ones": lambda total, value, weight: total + (value == 1),
+    "last": lambda total, value, weight: value,
+    "smallest": lambda total, value, weight: min(total, value),
+    "largest": lambda total, value, weight: max(total, value),
+}
+
+
+def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) -> None:
+    """Add one record to `reduced`: the figures of events, or all others. Numbers that are not finite are left out."""
+    for key, (reduction, figure) in RUN_FIGURES.items():
+        value, is_event = record.get(figure.key), figure.event is not None
+        if is_event is not events or value is None or not math.isfinite(value) or (figure.trained and record.get("skipped")):
+            continue
+        outer, _, inner = figure.weight.partition(".")
+        weight = record.get(outer, 1)[inner] if inner else record.get(outer, 1)
+        total, weights = reduced.get(key, (value if reduction in ("smallest", "largest") else 0, 0))
+        reduced[key] = [_COMBINED[reduction](total, value, weight), weights + weight]
+
+
+def run_figures(reduced: Reduced) -> dict[str, Any]:
+    """Return the part of summary.json that follows from figures. Without a step, counts are 0 and all others None."""
+    found: dict[str, Any] = {}
+    for key, (reduction, _) in RUN_FIGURES.items():
+        total, weights = reduced.get(key, (0 if reduction in ("sum", "ones") else None, 0))
+        if total is not None and reduction in ("mean", "rate"):
+            total = total / weights if weights else None
+        outer, _, inner = key.partition(".")
+        found |= {outer: {**found.get(outer, {}), inner: total}} if inner else {outer: total}
+    return found

@@ -1,0 +1,92 @@
+"""Keep the run's streams short, and find prompt groups that were lost.
+
+Every few seconds `StreamUpkeep` purges messages from SEQUENCES that will not be read again. It has a checkpoint written if the
+log fills up before one is due. It also looks for lost prompt groups, which have left PROMPTS although some of their samples
+never came, and ends them through `Intake`, so that the feeder issues other groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.link import is_stream_missing
+from pipelinerl.bus.protocol import StreamInfo, group_id_of
+from pipelinerl.errors import BusError, ServiceError
+from pipelinerl.rl.ledger import SequenceTracker
+from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.data.intake import Intake
+from services.trainer.reporting.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 10.0
+LOST_AFTER_S = 60.0
+GROUP_LOST = "prompt group lost"
+FULL_SHARE = 0.5
+"""Share of a log's size limit above which it is purged."""
+
+
+class StreamUpkeep:
+    """Keeps SEQUENCES from the positions that one of `checkpoints` may be resumed from."""
+
+    def __init__(
+        self, bus: Bus, tracker: SequenceTracker, intake: Intake, recorder: Recorder, checkpoints: Checkpointer
+    ) -> None:
+        self._bus, self._tracker, self._intake = bus, tracker, intake
+        self._recorder, self._checkpoints = recorder, checkpoints
+        self._purged_below = 1
+        self._gone: dict[str, tuple[float, int]] = {}
+        """By group: when it was first missed on the queue, and the end of the log at that time."""
+
+    async def run(self) -> None:
+        """Work until cancelled. Raises `UserError` where `Intake` does, and `BusError` when a stream is gone: the next trainer
+        creates it and publishes open groups again."""
+        while True:
+            try:
+                prompts, sequences = await self._bus.prompts_info(), await self._bus.sequences_info()
+                self._recorder.metrics.streams.saw("prompts", prompts)
+                self._recorder.metrics.streams.saw("sequences", sequences)
+                await self._purge(sequences)
+                await self._look_for_lost_groups(prompts)
+            except BusError as error:
+                if is_stream_missing(error):
+                    raise
+                log.info("the upkeep of the streams is postponed: %s", error)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _purge(self, sequences: StreamInfo) -> None:
+        limits = self._bus.limits
+        bytes_share = sequences.bytes / limits.sequences_max_bytes
+        messages_share = sequences.messages / limits.sequences_max_messages
+        filling = max(bytes_share, messages_share) > FULL_SHARE  # a full log would refuse sequences
+        if filling:
+            try:
+                await self._checkpoints.write(anew=True)
+            except ServiceError as error:
+                log.error("SEQUENCES is more than half full and cannot be purged: %s", error)
+        # A trainer may resume from any kept checkpoint; while the log is filling up, only from the newest one.
+        positions = self._checkpoints.positions.values()
+        readable_from = (max(positions) if filling else min(positions)) + 1 if positions else 1
+        if readable_from > self._purged_below:
+            await self._bus.purge_sequences(readable_from)
+            self._purged_below = readable_from
+
+    async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
+        """Fail the missing samples of lost groups. An actor acknowledges a group, which removes it from the queue, only after
+        all its sequences are stored. So once the log has been read up to its end at that time, missing sequences will never
+        come. `LOST_AFTER_S` is added as a margin. A group that was handed over is on the queue again, at another position."""
+        gone = self._tracker.gone_from_queue(prompts.first_position, prompts.last_position)
+        if gone:
+            still_there = {group_id_of(msg_id): at for msg_id, at in (await self._bus.pending_prompts()).items()}
+            for group_id in set(gone) & set(still_there):
+                self._tracker.published(group_id, still_there[group_id])
+            gone = [group_id for group_id in gone if group_id not in still_there]
+        log_end = (await self._bus.sequences_info()).last_position if gone else 0
+        now_s = asyncio.get_running_loop().time()
+        self._gone = {group_id: self._gone.get(group_id, (now_s, log_end)) for group_id in gone}
+        for group_id, (since_s, end) in self._gone.items():
+            if now_s - since_s >= LOST_AFTER_S and self._intake.position >= end:
+                log.error("group %s left the queue, but some of its sequences never came", group_id)
+                await self._intake.fail_missing(group_id, GROUP_LOST)
