@@ -42,7 +42,7 @@ from benchmarks.samples import percentile
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.services import available_cores, plan_threads
-from pipelinerl.messages.sequences import SamplingParams, TokenIds
+from pipelinerl.messages.sequences import Completion, SamplingParams, TokenIds
 from pipelinerl.recipe.fields import Recipe
 from services.verifier.confinement import children
 
@@ -96,7 +96,7 @@ async def serve(model: str) -> None:
     from prometheus_client import CollectorRegistry
 
     from pipelinerl.service.http import serve_http
-    from services.actor.engine import Generation, GenerationRequest
+    from services.actor.engine import GenerationRequest
     from services.actor.episodes.endpoint import episode_app
     from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits, base_path
     from services.actor.episodes.formats import chat_format
@@ -116,7 +116,7 @@ async def serve(model: str) -> None:
         )
 
         def begun(name: str) -> Episode:
-            async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
+            async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Completion:
                 return await engine.generate(GenerationRequest(f"{name}.{number}", context, sampling, None, "begun at 0"))
 
             return Episode(sampling, limits, sample, metrics, engine.decode)

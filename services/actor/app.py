@@ -27,6 +27,7 @@ from pipelinerl.initial_model import model_source
 from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import (
     FINISH_REASON_TO_PROTO,
+    Completion,
     FinishReason,
     PolicyVersion,
     SamplingParams,
@@ -34,7 +35,7 @@ from pipelinerl.messages.sequences import (
     branch_to_proto,
     check_sampling,
     sampling_from_proto,
-    spans_to_proto,
+    write_completion,
 )
 from pipelinerl.messages.validation import token_ids_from_bytes
 from pipelinerl.messages.verification import VerifierClient
@@ -56,7 +57,6 @@ from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import (
     UNFINISHED,
     EngineError,
-    Generation,
     GenerationRequest,
     InferenceEngine,
     StartEngine,
@@ -307,15 +307,14 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                 generation = await self._engine.generate(request)
         except EngineError as error:
             return actor_pb2.GenerateResult(id=key, failure=str(error)[:500])
-        return actor_pb2.GenerateResult(
+        result = actor_pb2.GenerateResult(
             id=key,
-            completion_token_ids=generation.completion_token_ids.tobytes(),
-            behaviour_logprobs=np.asarray(generation.behaviour_logprobs, dtype=np.float32).tobytes(),
-            spans=spans_to_proto(generation.spans),
             finish_reason=FINISH_REASON_TO_PROTO[generation.finish_reason or FinishReason.STOP],
             completion_text=before_stop(self._engine.decode(generation.completion_token_ids), sampling.stop),
             failure=defect_of(generation) if generation.finish_reason else UNFINISHED,
         )
+        write_completion(result, generation)
+        return result
 
     async def _heldout_episode(
         self, prompt: actor_pb2.GeneratePrompt, sampling: SamplingParams, seed: int, trace: Trace
@@ -325,7 +324,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         async with self._heldout:
             name, salt = f"eval-{prompt.id}-{os.urandom(4).hex()}", EpisodeSalt(self._gate)
 
-            async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
+            async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Completion:
                 own_seed = turn_seed(seed + zlib.crc32(prompt.id.encode()), len(context), number) if seed else None
                 request = GenerationRequest(f"{name}.{number}", context, sampling, own_seed, salt)
                 return salt.keep(await self._engine.generate(request))

@@ -19,6 +19,7 @@ import numpy as np
 
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.messages.sequences import (
+    Completion,
     FinishReason,
     Logprobs,
     PartialSequence,
@@ -26,7 +27,6 @@ from pipelinerl.messages.sequences import (
     SamplingParams,
     Sequence,
     TokenIds,
-    VersionSpan,
 )
 
 if TYPE_CHECKING:
@@ -55,21 +55,6 @@ class GenerationRequest:
     cache_salt: Callable[[], str] = str
 
 
-@dataclass(frozen=True, eq=False)
-class Generation:
-    """A completion. `behaviour_logprobs` are log μ of the sampling distribution, including temperature and truncation.
-    `spans` cover the tokens, including end-of-sequence. If `finish_reason` is None, it was aborted and is incomplete.
-    """
-
-    completion_token_ids: TokenIds
-    behaviour_logprobs: Logprobs
-    spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason | None
-
-
-NO_TOKENS = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
-
-
 class InferenceEngine(Protocol):
     """Generates on one policy version at a time."""
 
@@ -83,8 +68,9 @@ class InferenceEngine(Protocol):
         """Size of the vocabulary; token ids are smaller."""
         ...
 
-    async def generate(self, request: GenerationRequest) -> Generation:
-        """Generate a completion. Raises `EngineError` if the request is refused (prompt too long) or the engine died."""
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Generate a completion, up to its end or an abort. Raises `EngineError` if the request is refused (prompt too long) or
+        the engine died."""
         ...
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
@@ -117,11 +103,7 @@ StartEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
 def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
     """Return the part of this sample that another actor has handed over, or an empty one."""
     given = (partial for partial in group.partials if partial.sample_index == sample_index)
-    return next(given, None) or nothing_yet(sample_index)
-
-
-def nothing_yet(sample_index: int) -> PartialSequence:
-    return PartialSequence(sample_index, np.empty(0, np.int32), np.empty(0, np.float32), ())
+    return next(given, None) or PartialSequence(sample_index=sample_index)
 
 
 def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> FinishReason | None:
@@ -155,7 +137,10 @@ def request_of(group: PromptGroup, start: PartialSequence, cache_salt: Callable[
     )
 
 
-def appended(made: Generation, more: Generation) -> Generation:
+_Made = TypeVar("_Made", bound=Completion)
+
+
+def followed_by(made: _Made, more: Completion) -> _Made:
     """Return `made` followed by `more`. Each token keeps its log-probability and version."""
     carried, spans = len(made.completion_token_ids), list(made.spans)
     for span in more.spans:
@@ -164,19 +149,12 @@ def appended(made: Generation, more: Generation) -> Generation:
             spans[-1] = replace(spans[-1], end=moved.end)
         else:
             spans.append(moved)
-    return Generation(
+    return replace(
+        made,
         completion_token_ids=np.concatenate([made.completion_token_ids, more.completion_token_ids]),
         behaviour_logprobs=np.concatenate([made.behaviour_logprobs, more.behaviour_logprobs]),
         spans=tuple(spans),
         finish_reason=more.finish_reason,
-    )
-
-
-def continued(start: PartialSequence, generation: Generation, generation_s: float = 0.0) -> PartialSequence:
-    """Return `start` followed by a generation that took `generation_s`."""
-    made = Generation(start.completion_token_ids, start.behaviour_logprobs, start.spans, start.finish_reason)
-    return PartialSequence(
-        **vars(appended(made, generation)), sample_index=start.sample_index, generation_s=start.generation_s + generation_s
     )
 
 
@@ -191,9 +169,6 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
     """Return a completion's text, for rewards and people, up to the stop string that ended it."""
     found = stop_in(text, stop)
     return text if found is None else text[: found[0]]
-
-
-_Made = TypeVar("_Made", Generation, PartialSequence)
 
 
 def cut_at_stop(made: _Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> _Made:
@@ -247,7 +222,7 @@ def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: s
     return without_arrays(sequence, failure) if failure else sequence
 
 
-def defect_of(made: Generation | PartialSequence) -> str:
+def defect_of(made: Completion) -> str:
     """Return why these tokens can be neither trained on nor continued; empty if they can."""
     num_tokens = len(made.completion_token_ids)
     if not num_tokens:

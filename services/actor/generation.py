@@ -15,6 +15,7 @@ from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge
 from pipelinerl.messages.control import Phase
 from pipelinerl.messages.sequences import (
+    Completion,
     PartialSequence,
     PolicyVersion,
     PromptGroup,
@@ -30,17 +31,14 @@ from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from services.actor.engine import (
-    NO_TOKENS,
     EngineError,
-    Generation,
     GenerationRequest,
     InferenceEngine,
     before_stop,
-    continued,
     cut_at_stop,
     defect_of,
     finish_of,
-    nothing_yet,
+    followed_by,
     request_of,
     sequence_of,
     start_of,
@@ -140,7 +138,7 @@ class EpisodeSalt:
             self._kept = self._gate.cache_salt
         return self._kept
 
-    def keep(self, made: Generation) -> Generation:
+    def keep(self, made: Completion) -> Completion:
         self._is_kept = self._is_kept or bool(len(made.completion_token_ids))
         return made
 
@@ -274,7 +272,7 @@ class GenerationLoop:
             await _as_far_as_possible(delivery.terminate(failure), "terminate a group")
             return
         for sample_index in self._held.take(group, delivery):
-            failed = sequence_of(group, nothing_yet(sample_index), self._instance, failure=failure[:500])
+            failed = sequence_of(group, PartialSequence(sample_index=sample_index), self._instance, failure=failure[:500])
             await self._finisher.put(FinishedSample(group, failed, trace_in(delivery.headers)))
         await self._held.acknowledge(group.group_id)
 
@@ -312,9 +310,9 @@ class GenerationLoop:
             failure = (
                 f"unknown_task: {group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
             )
-            return sequence_of(group, nothing_yet(index), self._instance, failure=failure)
+            return sequence_of(group, PartialSequence(sample_index=index), self._instance, failure=failure)
 
-        async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
+        async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Completion:
             seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
             name = f"{group.sequence_id(index)}.{number}"
             return salt.keep(await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt)))
@@ -342,14 +340,14 @@ class GenerationLoop:
         prompt_tokens, sample_index = len(group.prompt_token_ids), start.sample_index
         if prompt_tokens >= self._max_context:
             failure = f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}"
-            return sequence_of(group, nothing_yet(sample_index), self._instance, failure=failure)
+            return sequence_of(group, PartialSequence(sample_index=sample_index), self._instance, failure=failure)
         try:
             sample = await self._continue(group, start)
         except EngineError as error:
             await self._engine.check_health()
             log.error("sequence %s failed: %s", group.sequence_id(sample_index), error)
             failure = f"engine: {error}"[:500]
-            return sequence_of(group, nothing_yet(sample_index), self._instance, failure=failure)
+            return sequence_of(group, PartialSequence(sample_index=sample_index), self._instance, failure=failure)
         if not defect_of(sample):
             self._held.keep(group, sample)
         if sample.finish_reason is None and self._interrupted:
@@ -370,15 +368,15 @@ class GenerationLoop:
             return request_of(group, start, lambda: self._gate.cache_salt)
 
         generation = await self._generated(request)
-        sample, carried = continued(start, generation, time.monotonic() - started), len(start.completion_token_ids)
-        return cut_at_stop(sample, carried, group.sampling.stop, self._engine.decode)
+        sample = replace(followed_by(start, generation), generation_s=start.generation_s + time.monotonic() - started)
+        return cut_at_stop(sample, len(start.completion_token_ids), group.sampling.stop, self._engine.decode)
 
-    async def _generated(self, make: Callable[[], GenerationRequest]) -> Generation:
+    async def _generated(self, make: Callable[[], GenerationRequest]) -> Completion:
         """Wait for one of the H places, then make the request, since weights may change until then, and generate until its end
         or an interruption. Raises `EngineError`."""
         async with self._places:
             if self._interrupted:
-                return NO_TOKENS
+                return Completion()
             request = make()
             self._metrics.busy.enter()
             self._generating.add(request.request_id)

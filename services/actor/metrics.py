@@ -6,6 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
+from pipelinerl.episodes.environment import POLICY_FAULTS
 from pipelinerl.messages.sequences import FinishReason
 from pipelinerl.messages.verification import FAILURE_CODES
 from pipelinerl.telemetry.metrics import MetricSet
@@ -23,15 +24,8 @@ COMPLETION_TOKENS = tuple(2**power for power in range(2, 18))
 STAGING_STATES = ("idle", "receiving", "staged", "committing")
 CARRIED_STATES = ("unfinished", "finished")
 REFUSALS = (
-    *(
-        "max_turns_exceeded",
-        "context_length_exceeded",
-        "episode_not_found",
-        "invalid_request",
-        "request_too_large",
-        "request_timeout",
-    ),
-    *("not_found", "failed", "interrupted", "internal_error", "hung_up"),
+    *(*POLICY_FAULTS, "episode_not_found", "invalid_request", "request_timeout", "not_found", "failed", "interrupted"),
+    *("internal_error", "hung_up"),
 )
 """Error codes in answers to an episode's environment."""
 IGNORED_FIELDS = (

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.messages.sequences import (
+    Completion,
     FinishReason,
     PartialSequence,
     PolicyVersion,
@@ -21,7 +22,7 @@ from pipelinerl.messages.sequences import (
 )
 from pipelinerl.messages.sequences import Sequence as TrainedSequence
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
-from services.actor.engine import EngineError, Generation, GenerationRequest
+from services.actor.engine import EngineError, GenerationRequest
 from services.actor.episodes.episode import EpisodeRunner
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
@@ -33,15 +34,14 @@ from tests.unit.builders import RUN, make_group
 STOP = FinishReason.STOP
 
 
-def generated(*tokens: int, version: int = 0, finish: FinishReason | None = STOP) -> Generation:
+def generated(*tokens: int, version: int = 0, finish: FinishReason | None = STOP) -> Completion:
     """Tokens with log-probability -version."""
     spans = (VersionSpan(version, 0, len(tokens)),) if tokens else ()
-    return Generation(np.array(tokens, np.int32), np.full(len(tokens), -float(version), np.float32), spans, finish)
+    return Completion(np.array(tokens, np.int32), np.full(len(tokens), -float(version), np.float32), spans, finish)
 
 
 def partial(index: int, *tokens: int, version: int = 1, finish: FinishReason | None = None) -> PartialSequence:
-    made = generated(*tokens, version=version)
-    return PartialSequence(index, made.completion_token_ids, made.behaviour_logprobs, made.spans, finish)
+    return PartialSequence(**vars(generated(*tokens, version=version, finish=finish)), sample_index=index)
 
 
 GOOD = generated(7, 2)
@@ -73,8 +73,8 @@ class Delivery:
 class ScriptedEngine:
     """Answers with `answer(request)` once `open`, or with `so_far(request)` when it is aborted; counts what is under way."""
 
-    answer: Callable[[GenerationRequest], Generation] = lambda request: GOOD
-    so_far: Callable[[GenerationRequest], Generation] = lambda request: generated(7, 2, finish=None)
+    answer: Callable[[GenerationRequest], Completion] = lambda request: GOOD
+    so_far: Callable[[GenerationRequest], Completion] = lambda request: generated(7, 2, finish=None)
     open: asyncio.Event = field(default_factory=asyncio.Event)
     alive: bool = True
     running: int = 0
@@ -87,7 +87,7 @@ class ScriptedEngine:
     weights: None = None
     tokenizer: Any = None
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Completion:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         self.started.append(request.request_id)

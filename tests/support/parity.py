@@ -28,12 +28,12 @@ from transformers import (
 from benchmarks.small_models.supervised import character_tokenizer
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, TokenIds
+from pipelinerl.messages.sequences import Completion, PolicyVersion, SamplingParams, TokenIds
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, build_manifest
-from services.actor.engine import Generation, GenerationRequest, OnStep
+from services.actor.engine import GenerationRequest, OnStep
 from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
@@ -374,7 +374,7 @@ async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None
     token the trainer's forward of the version that sampled it."""
     temperature, models = 0.8, dict[int, PreTrainedModel]()
 
-    async def sample(context: TokenIds, sampling: SamplingParams, call: int) -> Generation:
+    async def sample(context: TokenIds, sampling: SamplingParams, call: int) -> Completion:
         return await run.engine.generate(GenerationRequest(f"turn {call}", context, sampling, cache_salt=lambda: "an episode"))
 
     limits, sampling = EpisodeLimits(len(versions), 1024, 60.0), SamplingParams(temperature, max_tokens=70)

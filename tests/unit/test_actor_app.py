@@ -17,12 +17,13 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import (
+    Completion,
     PolicyVersion,
     SamplingParams,
     VersionSpan,
     decode_group,
     encode_group,
-    spans_from_proto,
+    read_completion,
 )
 from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.grpc import serve_grpc
@@ -31,7 +32,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor import app
-from services.actor.engine import EngineError, Generation, GenerationRequest
+from services.actor.engine import EngineError, GenerationRequest
 from services.actor.metrics import ActorMetrics
 from services.trainer.data.evaluation import ActorClient
 from tests.support.generation import ScriptedEngine, ScriptedVerifier, generated
@@ -223,7 +224,7 @@ class Engine(ScriptedEngine):
         super().__init__(vocab_size=10)
         self.seeds: list[int | None] = []
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Completion:
         self.seeds.append(request.seed)
         if request.prompt_token_ids[0] == 9:
             raise EngineError("refused")
@@ -281,7 +282,7 @@ async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_onl
         prompts = prompts_of(good=tokens(1, 2, 7), bad=tokens(9, 1))
         answers = {c.id: c async for c in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)}
     assert (answers["good"].completion_text, answers["good"].failure) == ("7", "")
-    assert spans_from_proto(answers["good"].spans) == SPANS
+    assert read_completion(answers["good"], "GenerateResult")["spans"] == SPANS
     assert answers["bad"].failure == "refused"
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.messages.sequences import FinishReason, PartialSequence, SamplingParams, VersionSpan
-from services.actor.engine import before_stop, continued, cut_at_stop, finish_of, request_of, start_of
+from services.actor.engine import before_stop, cut_at_stop, finish_of, followed_by, request_of, start_of
 from tests.support.generation import STOP, generated, partial
 from tests.unit.builders import make_group
 
@@ -43,10 +43,10 @@ def test_no_continuation_draws_the_random_numbers_of_another() -> None:
 )
 def test_spans_of_both_parts(start: tuple[int, ...], spans: list[Any], expected: list[Any]) -> None:
     rest = replace(generated(*range(spans[-1][2] if spans else 0)), spans=tuple(VersionSpan(*span) for span in spans))
-    whole = continued(replace(partial(1, *start, version=3), generation_s=2.0), rest, generation_s=0.5)
+    whole = followed_by(replace(partial(1, *start, version=3), generation_s=2.0), rest)
     assert whole.spans == tuple(VersionSpan(*span) for span in expected)
     assert (whole.completion_token_ids.dtype, whole.behaviour_logprobs.dtype) == (np.int32, np.float32)
-    assert (whole.sample_index, whole.finish_reason, whole.generation_s) == (1, STOP, 2.5)
+    assert (whole.sample_index, whole.finish_reason, whole.generation_s) == (1, STOP, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_sample_ends_at_the_same_token_wherever_it_was_handed_over(
     whole, finish = engine_tokens(tokens, stop)
     carried = data.draw(st.integers(0, len(whole) - 1))
     rest, rest_finish = engine_tokens(tokens[carried:], stop)
-    sample = continued(partial(1, *tokens[:carried], version=3), generated(*rest, version=4, finish=rest_finish))
+    sample = followed_by(partial(1, *tokens[:carried], version=3), generated(*rest, version=4, finish=rest_finish))
     ended = cut_at_stop(sample, carried, stop, text_of)
     assert (ended.completion_token_ids.tolist(), ended.finish_reason) == (whole, finish)
     assert ended.behaviour_logprobs.tolist() == [-3.0] * carried + [-4.0] * (len(whole) - carried)

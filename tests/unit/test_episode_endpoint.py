@@ -13,9 +13,9 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.messages.sequences import FinishReason, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.messages.sequences import Completion, FinishReason, SamplingParams, TokenIds, VersionSpan
 from pipelinerl.service.http import serve_http
-from services.actor.engine import EngineError, Generation
+from services.actor.engine import EngineError
 from services.actor.episodes import endpoint
 from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
 from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits, Refused, base_path
@@ -43,7 +43,7 @@ class Sampler:
     is_interrupted: bool = False
     under_way: int = 0
 
-    async def __call__(self, context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
+    async def __call__(self, context: TokenIds, sampling: SamplingParams, number: int) -> Completion:
         self.asked.append((context.tolist(), sampling, number))
         said = self.says.pop(0)
         self.under_way += 1
@@ -57,7 +57,7 @@ class Sampler:
         tokens = whole[: sampling.max_tokens]
         reason = None if self.is_interrupted else STOP if tokens == whole else LENGTH
         spans = (VersionSpan(3, 0, len(tokens)),)
-        return Generation(np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), spans, reason)
+        return Completion(np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), spans, reason)
 
 
 @dataclass

@@ -4,6 +4,7 @@ import numpy as np
 
 from pipelinerl.messages.sequences import (
     Branch,
+    Completion,
     FinishReason,
     PartialSequence,
     SamplingParams,
@@ -12,7 +13,6 @@ from pipelinerl.messages.sequences import (
     decode_group,
     encode_group,
 )
-from services.actor.engine import Generation
 from services.actor.episodes.record import EpisodeRecord, RecordedTurn
 from tests.support.generation import generated
 from tests.unit.builders import make_group
@@ -25,7 +25,7 @@ def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def ask(record: EpisodeRecord, context: tuple[int, ...], made: Generation | None = None) -> RecordedTurn:
+def ask(record: EpisodeRecord, context: tuple[int, ...], made: Completion | None = None) -> RecordedTurn:
     """`made` None: nothing is to be sampled."""
     turn = record.take(tokens(*context), ASKED)
     assert turn.is_finished == (made is None)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
-from pipelinerl.messages.sequences import FinishReason, SamplingParams, VersionSpan
-from services.actor.engine import Generation
+from pipelinerl.messages.sequences import Completion, FinishReason, SamplingParams, VersionSpan
 from services.actor.episodes.formats import ChatFormat, FamilyFormat, PlainFormat, TemplateFormat, Unrenderable, chat_format
 from services.actor.episodes.record import EpisodeRecord
 from services.actor.episodes.rendering import Rendering, message_of, read_messages
@@ -84,7 +83,7 @@ class Conversation:
             reason = FinishReason.STOP if ends else FinishReason.LENGTH
             logprobs = -np.arange(len(sampled), dtype=np.float32)
             spans = (VersionSpan(version, 0, len(sampled)),)
-            self.record.sampled(turn, Generation(np.array(sampled, np.int32), logprobs, spans, reason))
+            self.record.sampled(turn, Completion(np.array(sampled, np.int32), logprobs, spans, reason))
             self.asked.append((context.tolist(), sampled))
         return json.loads(json.dumps(message_of(rendering.answer(turn, read_messages(messages), tools))))
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import BusError
-from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, VersionSpan, decode_group
+from pipelinerl.messages.sequences import Completion, PolicyVersion, PromptGroup, VersionSpan, decode_group
 from pipelinerl.telemetry.metrics import MOST_REASONS
 from pipelinerl.v1.verifier_pb2 import (
     VERIFY_STATUS_BAD_REWARD,
@@ -18,7 +18,7 @@ from pipelinerl.v1.verifier_pb2 import (
     VerifyItem,
     VerifyResult,
 )
-from services.actor.engine import EngineError, Generation, GenerationRequest, without_arrays
+from services.actor.engine import EngineError, GenerationRequest, without_arrays
 from services.actor.finishing import FinishedSample, Finisher
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
@@ -145,7 +145,7 @@ async def test_a_reward_that_fails_costs_that_sequence(status: int | None, failu
 async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() -> None:
     async with stage() as one:
 
-        def answer(request: GenerationRequest) -> Generation:
+        def answer(request: GenerationRequest) -> Completion:
             one.engine.alive = False
             raise EngineError("lost")
 
@@ -169,8 +169,8 @@ async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() 
         (generated(*[7] * 1000), "too_large: "),  # beyond max_payload
     ],
 )
-async def test_a_completion_that_cannot_be_trained_on_costs_that_sequence(made: Generation | EngineError, failure: str) -> None:
-    def answer(request: GenerationRequest) -> Generation:
+async def test_a_completion_that_cannot_be_trained_on_costs_that_sequence(made: Completion | EngineError, failure: str) -> None:
+    def answer(request: GenerationRequest) -> Completion:
         if request.request_id.endswith(".1"):
             return GOOD
         if isinstance(made, EngineError):

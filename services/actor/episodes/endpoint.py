@@ -22,8 +22,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from pipelinerl.episodes.environment import TOO_LARGE
 from pipelinerl.messages.sequences import SamplingParams
-from services.actor.episodes.episode import TOO_LARGE, EnvironmentRun, EpisodeBook, Refused, no_such_episode
+from services.actor.episodes.episode import EnvironmentRun, EpisodeBook, Refused, no_such_episode
 from services.actor.episodes.formats import Answer, Message, Tools, Unrenderable
 from services.actor.episodes.record import RecordedTurn
 from services.actor.episodes.rendering import Rendering, message_of, read_messages

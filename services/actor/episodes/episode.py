@@ -17,8 +17,18 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from pipelinerl.episodes.environment import CONTEXT_LENGTH, MAX_TURNS
 from pipelinerl.errors import MessageError, PipelineRLError, ServiceError
-from pipelinerl.messages.sequences import Branch, FinishReason, PromptGroup, SamplingParams, Sequence, TokenIds
+from pipelinerl.messages.sequences import (
+    Branch,
+    Completion,
+    FinishReason,
+    PartialSequence,
+    PromptGroup,
+    SamplingParams,
+    Sequence,
+    TokenIds,
+)
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, judged, status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.retry import LOG_EVERY_S, Backoff
@@ -26,18 +36,14 @@ from pipelinerl.tasks.source import Split, episode_seed
 from pipelinerl.telemetry.tracing import Trace, headers_of
 from pipelinerl.v1.actor_pb2 import GeneratePrompt
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_OK, EpisodeRequest, VerifyResult
-from services.actor.engine import EngineError, Generation, cut_at_stop, defect_of, nothing_yet, sequence_of
+from services.actor.engine import EngineError, cut_at_stop, defect_of, sequence_of
 from services.actor.episodes.record import EpisodeRecord, RecordedTurn
 from services.actor.metrics import ActorMetrics
 
-Sample = Callable[[TokenIds, SamplingParams, int], Awaitable[Generation]]
+Sample = Callable[[TokenIds, SamplingParams, int], Awaitable[Completion]]
 """`sample(context_token_ids, sampling, number)` samples one turn to its end, or to an interruption (`finish_reason` None, and
 perhaps no tokens). `number` counts this episode's earlier calls. It waits for a decoding slot. If cancelled, it aborts the
 request. Raises `EngineError`."""
-
-MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE = "max_turns_exceeded", "context_length_exceeded", "request_too_large"
-POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE)
-"""Refusals that are the policy's fault, since it went on for too long. An environment that fails after one earns reward 0."""
 
 
 class Refused(PipelineRLError):
@@ -370,7 +376,8 @@ def sequence_of_episode(
     """Return the episode as a sequence with its reward, or with the reason of its failure. Texts are the first branch's."""
     branches, last = episode.result(), episode.finish_reason
     failure = failure or ("" if branches else NO_TURNS)
-    bare = replace(sequence_of(group, nothing_yet(sample_index), actor, failure="-"), generation_s=generation_s)
+    sample = PartialSequence(sample_index=sample_index, generation_s=generation_s)
+    bare = sequence_of(group, sample, actor, failure="-")
     if failure:
         return replace(bare, failure=failure, completion_text=result.answer)
     assert last is not None, "a branch ends with a turn"
@@ -378,10 +385,9 @@ def sequence_of_episode(
     played = replace(
         bare,
         failure="",
-        **vars(first),
+        **{**vars(first), "finish_reason": last},
         branches=tuple(others),
         prompt_text=decode(first.prompt_token_ids),
         completion_text=decode(first.completion_token_ids),
-        finish_reason=last,
     )
     return judged(played, result)

@@ -11,13 +11,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from pipelinerl.messages.sequences import Branch, FinishReason, PartialSequence, SamplingParams, TokenIds, Turn, VersionSpan
-from services.actor.engine import NO_TOKENS, Generation, appended, nothing_yet
+from pipelinerl.messages.sequences import (
+    Branch,
+    Completion,
+    FinishReason,
+    PartialSequence,
+    SamplingParams,
+    TokenIds,
+    Turn,
+    VersionSpan,
+)
+from services.actor.engine import followed_by
 
 
 @dataclass(eq=False)
@@ -26,7 +35,7 @@ class RecordedTurn:
     `made.finish_reason` is None, the turn is not complete."""
 
     context_token_ids: TokenIds
-    made: Generation = NO_TOKENS
+    made: Completion = field(default_factory=Completion)
     extends: RecordedTurn | None = None
     """The turn whose context and sampled tokens are the start of this turn's context."""
     asked: SamplingParams | None = None
@@ -106,9 +115,9 @@ class EpisodeRecord:
         turn.extends, turn.served = self._extended_by(context_token_ids), next(self._requests)
         return turn
 
-    def sampled(self, turn: RecordedTurn, generation: Generation) -> None:
+    def sampled(self, turn: RecordedTurn, generation: Completion) -> None:
         """Append sampled tokens to a turn."""
-        turn.made = appended(turn.made, generation)
+        turn.made = followed_by(turn.made, generation)
 
     def drop(self, turn: RecordedTurn) -> None:
         """Remove a turn whose sampling failed."""
@@ -122,7 +131,7 @@ class EpisodeRecord:
     def partial(self, sample_index: int, generation_s: float = 0.0) -> PartialSequence:
         """Return all sampled tokens, including interrupted turns, for another actor."""
         begun = [turn for turn in self.turns if len(turn.made.completion_token_ids)]
-        return replace(nothing_yet(sample_index), generation_s=generation_s, branches=_branches(begun))
+        return PartialSequence(sample_index=sample_index, generation_s=generation_s, branches=_branches(begun))
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
         """Return the longest turn that the context extends. Among equal turns, which parallel requests may have sampled, one
@@ -156,6 +165,7 @@ def _branch(path: list[RecordedTurn]) -> Branch:
         behaviour_logprobs=np.concatenate([turn.made.behaviour_logprobs for turn in path]),
         spans=tuple(spans),
         turns=tuple(turns),
+        finish_reason=turns[-1].finish_reason,
     )
 
 
@@ -170,7 +180,7 @@ def _turns_of(branch: Branch) -> list[RecordedTurn]:
             for span in branch.spans
             if turn.start <= span.start < turn.end
         )
-        generation = Generation(
+        generation = Completion(
             branch.completion_token_ids[turn.start : turn.end],
             branch.behaviour_logprobs[read : read + size],
             spans,
