@@ -63,10 +63,11 @@ from services.actor.episodes.episode import EpisodeBook, EpisodeRunner
 from services.actor.episodes.formats import ChatFormat, chat_format
 from services.actor.episodes.rendering import Rendering
 from services.actor.finishing import Finisher
-from services.actor.generation import GenerationLoop, ServingGate
+from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
+from services.actor.weight_sync.gate import ServingGate
 
 NAME = "episodes"
 RESULT = Path(__file__).parent / "results" / f"{NAME}.json"
@@ -186,24 +187,24 @@ class Stage:
                 buffer_size=recipe.actor.publish_buffer,
                 batch_size=recipe.actor.verify_batch,
             )
-            generation = GenerationLoop(
-                bus,
+            sampler = Sampler(
                 engine,
-                finisher,
-                held,
                 gate,
-                metrics,
                 instance="actor-0",
-                sequences_in_progress=self._load.in_progress,
                 max_context=recipe.model.max_context,
-                samples_in_progress=num_episodes,
+                places=self._load.in_progress,
                 episodes=episodes,
+                metrics=metrics,
+                keep=held.keep,
+            )
+            generation = GenerationLoop(
+                bus, sampler, finisher, held, gate, metrics, instance="actor-0", samples_in_progress=num_episodes
             )
             async with running(finisher.run(), generation.run(), held.keep_alive(KEEP_ALIVE_S)):
                 await asyncio.sleep(warm_s)
                 measured = await self._window(lambda: metrics.tokens_total, lambda: metrics.busy.running)
                 left = await bus.pending_prompts()
-                await generation.interrupt(STOP_S)
+                await sampler.interrupt(STOP_S)
                 await finisher.drained()
             if not left:
                 raise ServiceError("there were no prompts left at the end of a round: its window says nothing")

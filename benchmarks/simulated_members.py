@@ -31,7 +31,7 @@ from pipelinerl.messages.control import (
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, build_manifest
 from services.actor.app import Heartbeat
-from services.actor.generation import ServingGate
+from services.actor.weight_sync.gate import ServingGate
 from services.trainer.weight_sync.updater import TransferResult
 
 RUN = "simulated"

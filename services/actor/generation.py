@@ -1,23 +1,21 @@
-"""The generation loop, which keeps H sequences in progress, and the gate that decides when it may take prompt groups."""
+"""The sampler of prompt groups, and the generation loop, which keeps H sequences of training in progress."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge
-from pipelinerl.messages.control import Phase
 from pipelinerl.messages.sequences import (
     Completion,
     PartialSequence,
-    PolicyVersion,
     PromptGroup,
     SamplingParams,
     Sequence,
@@ -49,6 +47,7 @@ from services.actor.episodes.episode import EpisodeRunner, sequence_of_episode, 
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
 from services.actor.hand_over import HeldGroups, hand_back
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.gate import EpisodeSalt, ServingGate
 
 log = logging.getLogger(__name__)
 
@@ -58,93 +57,148 @@ ABORT_AGAIN_S = 0.01
 """Interval of repeated aborts, since a request that is just entering the engine cannot be aborted yet."""
 
 
-class ServingGate:
-    """Gate that is open, so that groups may be taken, while the served version is at most `max_lag` + 1 behind the trainer's
-    last announced one. Versions are announced before they are served. Groups that were taken before the gate closes continue.
+class Sampler:
+    """Samples completions and episodes of prompt groups, and decodes at most `places` of them at once.
 
-    The gate is closed before the first commit, when the actor serves weights that no trainer recorded. If `max_lag` is None,
-    any served version opens it.
+    It returns a sequence: that of a completion without a reward, that of an episode with it, and a failed one with its reason.
+    An actor has one sampler for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation.
     """
 
-    def __init__(self, max_lag: int | None) -> None:
-        self._max_lag = max_lag
-        self.opened = asyncio.Event()
-        self.served: PolicyVersion | None = None
-        self.announced: PolicyVersion | None = None
-        self.draining = False
-        self.swapping = False
-        """True if a swap to another version is running."""
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        gate: ServingGate,
+        *,
+        instance: str,
+        max_context: int,
+        places: int,
+        split: Split = Split.TRAIN,
+        episodes: EpisodeRunner | None = None,
+        metrics: ActorMetrics | None = None,
+        keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None,
+        stopped: asyncio.Event | None = None,
+    ) -> None:
+        """`episodes`: needed if samples of a task are episodes. `metrics` None: it counts nothing. `keep(group, partial)` is
+        called with all usable tokens of a sample that is finished or interrupted. `stopped` ends episodes."""
+        self._engine, self._gate, self._instance, self._max_context = engine, gate, instance, max_context
+        self._split, self._episodes, self._metrics, self._keep = split, episodes, metrics, keep
+        self._places = asyncio.Semaphore(places)
+        self._stopped = stopped or asyncio.Event()
+        self._generating: set[str] = set()
+        self._playing: set[asyncio.Task[Any]] = set()
+        self.interrupted = False
 
-    @property
-    def cache_salt(self) -> str:
-        """Salt of a request that begins now. Only requests of one salt share cached keys and values, so that none reads a cache
-        of weights older than its own. During a swap, a request may begin with either version, so it shares nothing.
+    async def sample(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
+        """Continue `start` and return the finished sequence, or a failed one with its reason, or None if it was interrupted.
+        Raises `EngineError` only if the engine is dead. `trace`: parent of an episode's spans."""
+        return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
+
+    async def interrupt(self, timeout_s: float) -> None:
+        """End sampling for good and keep the unfinished sequences.
+
+        If the engine does not answer within `timeout_s`, its sequences are lost and an error is logged.
         """
-        return uuid.uuid4().hex if self.swapping else f"begun at {self.served}"
+        self.interrupted = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._generating:
+                    await self._engine.abort(sorted(self._generating))
+                    await asyncio.sleep(ABORT_AGAIN_S)
+        except (EngineError, TimeoutError) as error:
+            left = len(self._generating)
+            log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
+        self._stopped.set()  # episodes keep their turns in their records
+        if self._playing:
+            await asyncio.wait(self._playing, timeout=timeout_s)
 
-    @property
-    def phase(self) -> Phase:
-        if self.draining:
-            return "draining"
-        return "joining" if self.served is None else "serving"
+    async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
+        index, began_s = start.sample_index, time.monotonic()
+        salt = EpisodeSalt(self._gate)
+        if self._episodes is None or group.task not in self._episodes.tasks:
+            problem = f"{group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
+            return self._failed(group, index, f"unknown_task: {problem}")
+        task = asyncio.current_task()
+        assert task is not None
+        self._playing.add(task)
+        task.add_done_callback(self._playing.discard)
 
-    @property
-    def reason(self) -> str:
-        """Why the gate is closed, for /readyz and logs; empty if it is open."""
-        if self.draining:
-            return "draining"
-        if self.served is None:
-            return "no policy version served yet"
-        if self.announced is not None and self._max_lag is not None:
-            same = self.served.incarnation == self.announced.incarnation
-            if not same or self.announced.number - self.served.number > self._max_lag + 1:
-                return f"serves {self.served}, more than max_lag + 1 = {self._max_lag + 1} behind {self.announced}"
-        return ""
+        async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Completion:
+            seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
+            name = f"{group.sequence_id(index)}.{number}"
+            return salt.keep(await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt)))
 
-    def serve(self, version: PolicyVersion) -> None:
-        self.served = version
-        self._update()
+        request = self._episodes.request(group, index, self._split, trace)
+        episode, result = await self._episodes.play(request, group.sampling, sample, self._stopped, start.branches)
+        elapsed_s = start.generation_s + time.monotonic() - began_s
+        self._keep(group, episode.record.partial(index, elapsed_s))
+        failure, result = verdict_of(episode, result) if result is not None else ("", None)
+        # A failure after an interrupted turn may be caused by the interruption.
+        is_cut = any(not turn.is_finished for turn in episode.record.served)
+        if result is None or (self.interrupted and (failure or is_cut)):
+            return None
+        if failure:
+            log.error("episode %s failed: %s", request.sequence_id, failure)
+        return sequence_of_episode(
+            group, index, episode, result, self._instance, self._engine.decode,
+            failure=failure, generation_s=elapsed_s,
+        )  # fmt: skip
 
-    def announce(self, version: PolicyVersion) -> None:
-        """Note the trainer's newest version. Older ones, which a joiner's side group receives, are ignored."""
-        if self.announced is None or newer(version, self.announced):
-            self.announced = version
-        self._update()
+    async def _complete(self, group: PromptGroup, start: PartialSequence) -> Sequence | None:
+        prompt_tokens, sample_index = len(group.prompt_token_ids), start.sample_index
+        if prompt_tokens >= self._max_context:
+            return self._failed(group, sample_index, f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}")
+        try:
+            sample = await self._continue(group, start)
+        except EngineError as error:
+            await self._engine.check_health()
+            log.error("sequence %s failed: %s", group.sequence_id(sample_index), error)
+            return self._failed(group, sample_index, f"engine: {error}"[:500])
+        if not defect_of(sample):
+            self._keep(group, sample)
+        if sample.finish_reason is None and self.interrupted:
+            return None
+        text = before_stop(self._engine.decode(sample.completion_token_ids), group.sampling.stop)
+        return sequence_of(group, sample, self._instance, text)
 
-    def drain(self) -> None:
-        self.draining = True
-        self._update()
+    def _failed(self, group: PromptGroup, sample_index: int, failure: str) -> Sequence:
+        return sequence_of(group, PartialSequence(sample_index=sample_index), self._instance, failure=failure)
 
-    def _update(self) -> None:
-        if self.reason:
-            self.opened.clear()
-        else:
-            self.opened.set()
+    async def _continue(self, group: PromptGroup, start: PartialSequence) -> PartialSequence:
+        """Continue `start` up to its end or an interruption. Raises `EngineError`."""
+        finish_reason = finish_of(group, start, self._max_context)
+        if finish_reason is not None or self.interrupted:
+            return replace(start, finish_reason=finish_reason)
+        started = time.monotonic()
 
+        def request() -> GenerationRequest:
+            nonlocal started
+            started = time.monotonic()
+            return request_of(group, start, lambda: self._gate.cache_salt)
 
-def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
-    """Return whether `one` is of a later trainer, or of the same after more optimizer steps. Pure."""
-    return (one.incarnation, one.number) > (other.incarnation, other.number)
+        more = await self._generated(request)
+        sample = replace(followed_by(start, more), generation_s=start.generation_s + time.monotonic() - started)
+        return cut_at_stop(sample, len(start.completion_token_ids), group.sampling.stop, self._engine.decode)
 
-
-class EpisodeSalt:
-    """The cache salt of an episode, fixed by its first turn with tokens, so that later turns find its cached prefix."""
-
-    def __init__(self, gate: ServingGate) -> None:
-        self._gate, self._kept, self._is_kept = gate, "", False
-
-    def __call__(self) -> str:
-        if not self._is_kept:
-            self._kept = self._gate.cache_salt
-        return self._kept
-
-    def keep(self, made: Completion) -> Completion:
-        self._is_kept = self._is_kept or bool(len(made.completion_token_ids))
-        return made
+    async def _generated(self, make: Callable[[], GenerationRequest]) -> Completion:
+        """Wait for a place, then make the request, since weights may change until then, and generate until its end or an
+        interruption. Raises `EngineError`."""
+        async with self._places:
+            if self.interrupted:
+                return Completion()
+            request = make()
+            self._generating.add(request.request_id)
+            try:
+                with self._metrics.busy if self._metrics else nullcontext():
+                    completion = await self._engine.generate(request)
+            finally:
+                self._generating.discard(request.request_id)
+        if self._metrics:
+            self._metrics.count_generated(len(completion.completion_token_ids))
+        return completion
 
 
 class GenerationLoop:
-    """Keeps H sequences decoding, which `metrics.busy` counts.
+    """Keeps H sequences decoding, the places of its sampler, which `metrics.busy` counts.
 
     Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
     commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
@@ -157,29 +211,18 @@ class GenerationLoop:
     def __init__(
         self,
         bus: Bus,
-        engine: InferenceEngine,
+        sampler: Sampler,
         finisher: Finisher,
         held: HeldGroups,
         gate: ServingGate,
         metrics: ActorMetrics,
         *,
         instance: str,
-        sequences_in_progress: int,
-        max_context: int,
-        samples_in_progress: int | None = None,
-        episodes: EpisodeRunner | None = None,
+        samples_in_progress: int,
     ) -> None:
-        """`samples_in_progress`: None = `sequences_in_progress`. `episodes`: needed if samples of a task are episodes."""
-        self._bus, self._engine, self._finisher = bus, engine, finisher
+        self._bus, self._sampler, self._finisher = bus, sampler, finisher
         self._held, self._gate, self._metrics = held, gate, metrics
-        self._instance, self._max_context = instance, max_context
-        self._slots = asyncio.Semaphore(samples_in_progress or sequences_in_progress)
-        self._places = asyncio.Semaphore(sequences_in_progress)
-        self._generating: set[str] = set()
-        self._interrupted = False
-        self._episodes = episodes
-        self._playing: set[asyncio.Task[Any]] = set()
-        self._stop_playing = asyncio.Event()
+        self._instance, self._slots = instance, asyncio.Semaphore(samples_in_progress)
 
     async def run(self) -> None:
         """Generate until cancelled. Raises `EngineError` if the engine dies."""
@@ -196,33 +239,12 @@ class GenerationLoop:
                 for position, sample_index in enumerate(samples):
                     if position:
                         await self._slots.acquire()
-                    if self._interrupted:
+                    if self._sampler.interrupted:
                         return
                     if not self._gate.opened.is_set() and await self._handed_back(group, samples[position:]):
                         self._slots.release()
                         break
-                    sampling = tasks.create_task(self._sample(group, sample_index, trace))
-                    if group.episodic:
-                        self._playing.add(sampling)
-                        sampling.add_done_callback(self._playing.discard)
-
-    async def interrupt(self, timeout_s: float) -> None:
-        """End generation for good and keep the unfinished sequences in `HeldGroups`. Evaluation goes on.
-
-        If the engine does not answer within `timeout_s`, its sequences are lost and an error is logged.
-        """
-        self._interrupted = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._generating:
-                    await self._engine.abort(sorted(self._generating))
-                    await asyncio.sleep(ABORT_AGAIN_S)
-        except (EngineError, TimeoutError) as error:
-            left = len(self._generating)
-            log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
-        self._stop_playing.set()  # episodes keep their turns in their records
-        if self._playing:
-            await asyncio.wait(self._playing, timeout=timeout_s)
+                    tasks.create_task(self._sample(group, sample_index, trace))
 
     async def _next_group(self) -> tuple[PromptGroup, list[int], Trace] | None:
         delivery = await retry_forever(
@@ -289,9 +311,10 @@ class GenerationLoop:
             self._metrics.carried_tokens.inc(carried)
         name = "episode.generate" if group.episodic else "sequence.generate"
         try:
-            with child(trace, name, attributes=about) as span:
+            episodes = self._metrics.episodes.track_inprogress() if group.episodic else nullcontext()
+            with child(trace, name, attributes=about) as span, episodes:
                 follows = trace_of(span) or trace
-                sequence = await (self._play(group, start, follows) if group.episodic else self._complete(group, start))
+                sequence = await self._sampler.sample(group, start, follows)
                 if sequence is None:  # another actor continues it
                     span.add_event("interrupted")
                 elif span.is_recording():
@@ -301,92 +324,6 @@ class GenerationLoop:
                 await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))
         finally:
             self._slots.release()
-
-    async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
-        """Return the finished episode, or a failed one with its reason, or None if it was interrupted and its record kept."""
-        index, began_s = start.sample_index, time.monotonic()
-        salt = EpisodeSalt(self._gate)
-        if self._episodes is None or group.task not in self._episodes.tasks:
-            failure = (
-                f"unknown_task: {group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
-            )
-            return sequence_of(group, PartialSequence(sample_index=index), self._instance, failure=failure)
-
-        async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Completion:
-            seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
-            name = f"{group.sequence_id(index)}.{number}"
-            return salt.keep(await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt)))
-
-        request = self._episodes.request(group.sequence_id(index), Split.TRAIN, group, group.sampling, trace)
-        with self._metrics.episodes.track_inprogress():
-            episode, result = await self._episodes.play(request, group.sampling, sample, self._stop_playing, start.branches)
-        elapsed_s = start.generation_s + time.monotonic() - began_s
-        self._held.keep(group, episode.record.partial(index, elapsed_s))
-        failure, result = verdict_of(episode, result) if result is not None else ("", None)
-        # A failure after an interrupted turn may be caused by the interruption.
-        is_cut = any(not turn.is_finished for turn in episode.record.served)
-        if result is None or (self._interrupted and (failure or is_cut)):
-            return None
-        if failure:
-            log.error("episode %s failed: %s", request.sequence_id, failure)
-        return sequence_of_episode(
-            group, index, episode, result, self._instance, self._engine.decode,
-            failure=failure, generation_s=elapsed_s,
-        )  # fmt: skip
-
-    async def _complete(self, group: PromptGroup, start: PartialSequence) -> Sequence | None:
-        """Return the finished sequence, or a failed one with its reason, or None if it was interrupted. Raises `EngineError`
-        only if the engine is dead."""
-        prompt_tokens, sample_index = len(group.prompt_token_ids), start.sample_index
-        if prompt_tokens >= self._max_context:
-            failure = f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}"
-            return sequence_of(group, PartialSequence(sample_index=sample_index), self._instance, failure=failure)
-        try:
-            sample = await self._continue(group, start)
-        except EngineError as error:
-            await self._engine.check_health()
-            log.error("sequence %s failed: %s", group.sequence_id(sample_index), error)
-            failure = f"engine: {error}"[:500]
-            return sequence_of(group, PartialSequence(sample_index=sample_index), self._instance, failure=failure)
-        if not defect_of(sample):
-            self._held.keep(group, sample)
-        if sample.finish_reason is None and self._interrupted:
-            return None
-        text = before_stop(self._engine.decode(sample.completion_token_ids), group.sampling.stop)
-        return sequence_of(group, sample, self._instance, text)
-
-    async def _continue(self, group: PromptGroup, start: PartialSequence) -> PartialSequence:
-        """Continue `start` up to its end or an interruption. Raises `EngineError`."""
-        finish_reason = finish_of(group, start, self._max_context)
-        if finish_reason is not None or self._interrupted:
-            return replace(start, finish_reason=finish_reason)
-        started = time.monotonic()
-
-        def request() -> GenerationRequest:
-            nonlocal started
-            started = time.monotonic()
-            return request_of(group, start, lambda: self._gate.cache_salt)
-
-        generation = await self._generated(request)
-        sample = replace(followed_by(start, generation), generation_s=start.generation_s + time.monotonic() - started)
-        return cut_at_stop(sample, len(start.completion_token_ids), group.sampling.stop, self._engine.decode)
-
-    async def _generated(self, make: Callable[[], GenerationRequest]) -> Completion:
-        """Wait for one of the H places, then make the request, since weights may change until then, and generate until its end
-        or an interruption. Raises `EngineError`."""
-        async with self._places:
-            if self._interrupted:
-                return Completion()
-            request = make()
-            self._metrics.busy.enter()
-            self._generating.add(request.request_id)
-            try:
-                generation = await self._engine.generate(request)
-            finally:
-                self._generating.discard(request.request_id)
-                self._metrics.busy.leave()
-        self._metrics.count_generated(len(generation.completion_token_ids))
-        return generation
 
 
 async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:

@@ -36,17 +36,17 @@ IGNORED_FIELDS = (
 
 
 class BusyClock:
-    """Counts the seconds with at least one item in progress. Updated on one event loop, read on any thread."""
+    """Counts the seconds in at least one `with` block of it. Updated on one event loop, read on any thread."""
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
         """Number of items in progress, start of the current busy time, and seconds of earlier ones. Replaced as a whole."""
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         running, since, total_s = self._state
         self._state = (running + 1, since if running else time.monotonic(), total_s)
 
-    def leave(self) -> None:
+    def __exit__(self, *exc: object) -> None:
         running, since, total_s = self._state
         ended_s = time.monotonic() - since if running == 1 else 0.0
         self._state = (running - 1, since, total_s + ended_s)

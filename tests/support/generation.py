@@ -25,9 +25,10 @@ from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResul
 from services.actor.engine import EngineError, GenerationRequest
 from services.actor.episodes.episode import EpisodeRunner
 from services.actor.finishing import Finisher
-from services.actor.generation import GenerationLoop, ServingGate
+from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups, hand_over
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.gate import ServingGate
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group
 
@@ -140,6 +141,7 @@ class Stage:
     server: MemoryServer
     engine: ScriptedEngine
     verifier: ScriptedVerifier
+    sampler: Sampler
     loop: GenerationLoop
     gate: ServingGate
     held: HeldGroups
@@ -174,7 +176,7 @@ class Stage:
     async def leave(self, timeout_s: float = 1.0) -> None:
         """What a stopped actor does when nothing more gets finished."""
         self.gate.drain()
-        await self.loop.interrupt(timeout_s)
+        await self.sampler.interrupt(timeout_s)
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
         await hand_over(self.bus, self.held, self.metrics, instance="a", timeout_s=timeout_s)
@@ -210,19 +212,18 @@ async def stage(
         registry = CollectorRegistry()
         metrics, held, gate = ActorMetrics(registry), HeldGroups(), ServingGate(max_lag=1)
         finisher = Finisher(bus, verifier, metrics, held.published, buffer_size=buffer_size, batch_size=4)  # type: ignore[arg-type]
-        loop = GenerationLoop(
-            bus,
+        sampler = Sampler(
             engine,
-            finisher,
-            held,
             gate,
-            metrics,
             instance="a",
-            sequences_in_progress=in_progress,
             max_context=64,
-            samples_in_progress=samples_in_progress,
+            places=in_progress,
             episodes=await stack.enter_async_context(episodes(engine, metrics)) if episodes else None,
+            metrics=metrics,
+            keep=held.keep,
         )
+        most = samples_in_progress or in_progress
+        loop = GenerationLoop(bus, sampler, finisher, held, gate, metrics, instance="a", samples_in_progress=most)
         if serve:
             gate.serve(PolicyVersion(1, 0))
 
@@ -233,7 +234,7 @@ async def stage(
 
         running = asyncio.create_task(run())
         try:
-            yield Stage(bus, server, engine, verifier, loop, gate, held, metrics, registry, running)
+            yield Stage(bus, server, engine, verifier, sampler, loop, gate, held, metrics, registry, running)
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError, ExceptionGroup):

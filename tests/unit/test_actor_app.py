@@ -279,11 +279,20 @@ async def test_several_answers_to_one_prompt_are_drawn_with_seeds_of_their_own()
 
 async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_only() -> None:
     async with answering() as (_, address), ActorClient("a", address) as client:
-        prompts = prompts_of(good=tokens(1, 2, 7), bad=tokens(9, 1))
+        prompts = prompts_of(good=tokens(1, 2, 7), bad=tokens(9, 1), long=np.ones(64, np.int32))
         answers = {c.id: c async for c in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)}
     assert (answers["good"].completion_text, answers["good"].failure) == ("7", "")
     assert read_completion(answers["good"], "GenerateResult")["spans"] == SPANS
-    assert answers["bad"].failure == "refused"
+    assert answers["bad"].failure == "engine: refused"
+    assert answers["long"].failure == "prompt_too_long: 64 tokens, context 64"
+
+
+async def test_a_held_out_prompt_is_answered_also_while_the_engine_dies() -> None:
+    engine = Engine()
+    async with answering(engine=engine) as (_, address), ActorClient("a", address) as client:
+        engine.alive = False
+        (answer,) = [c async for c in client.generate(prompts_of(p=tokens(9)), SAMPLING, seed=1, timeout_s=60)]
+    assert answer.failure == "engine: the engine process died"
 
 
 @pytest.mark.parametrize("bad", [-1, 10])

@@ -39,8 +39,8 @@ from pipelinerl.messages.sequences import (
 )
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.transfer.manifest import Manifest
-from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.updates import UpdateListener, decode_order
 from services.trainer.weight_sync.updater import ANSWER_TYPES, WeightUpdater
 from tests.support.generation import stage

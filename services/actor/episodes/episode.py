@@ -34,7 +34,6 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.retry import LOG_EVERY_S, Backoff
 from pipelinerl.tasks.source import Split, episode_seed
 from pipelinerl.telemetry.tracing import Trace, headers_of
-from pipelinerl.v1.actor_pb2 import GeneratePrompt
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_OK, EpisodeRequest, VerifyResult
 from services.actor.engine import EngineError, cut_at_stop, defect_of, sequence_of
 from services.actor.episodes.record import EpisodeRecord, RecordedTurn
@@ -272,17 +271,15 @@ class EpisodeRunner:
         self._told_at_s = -math.inf
         self._address, self.tasks = address, recipe.episodic_tasks
 
-    def request(
-        self, name: str, split: Split, problem: PromptGroup | GeneratePrompt, sampling: SamplingParams, trace: Trace
-    ) -> EpisodeRequest:
-        """Return the request for a verifier. `name`: id of the sample."""
+    def request(self, group: PromptGroup, sample_index: int, split: Split, trace: Trace) -> EpisodeRequest:
+        """Return the request for a verifier."""
         return EpisodeRequest(
-            sequence_id=name,
-            task=problem.task,
-            prompt_text=problem.prompt_text,
-            reference_json=problem.reference_json,
-            seed=episode_seed(self._recipe.seed, split, problem.problem_index),
-            max_tokens=sampling.max_tokens,
+            sequence_id=group.sequence_id(sample_index),
+            task=group.task,
+            prompt_text=group.prompt_text,
+            reference_json=group.reference_json,
+            seed=episode_seed(self._recipe.seed, split, group.problem_index),
+            max_tokens=group.sampling.max_tokens,
             traceparent=headers_of(trace).get("traceparent", ""),
         )
 
