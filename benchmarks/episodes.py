@@ -59,7 +59,7 @@ from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import create_run_dir
 from pipelinerl.service.http import serve_http
 from services.actor.episodes.endpoint import episode_app
-from services.actor.episodes.episode import EpisodeBook, EpisodeRunner
+from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import ChatFormat, chat_format
 from services.actor.episodes.rendering import Rendering
 from services.actor.finishing import Finisher
@@ -150,7 +150,8 @@ class Stage:
         """In a run of its own. `tokens_per_s`: about as fast as it is, for prompts until its end. Raises `ServiceError` when an
         episode failed."""
         recipe, engine, name = self._recipe, self._engine, f"round-{next(self._numbers)}"
-        metrics, held, book = ActorMetrics(CollectorRegistry()), HeldGroups(), EpisodeBook()
+        metrics, held = ActorMetrics(CollectorRegistry()), HeldGroups()
+        episodes = Episodes(self._verifier, metrics, recipe, engine.decode)
         gate = ServingGate(recipe.algorithm.max_lag)
         gate.serve(VERSION)
         (task,) = recipe.episodic_tasks
@@ -176,9 +177,9 @@ class Stage:
                     episodic=True,
                 )
                 await bus.publish_prompt(encode_group(group), group.group_id)
-            app = episode_app(book, Rendering(self._chat), metrics, model="policy", vocab_size=engine.vocab_size)
+            app = episode_app(episodes, Rendering(self._chat), metrics, model="policy", vocab_size=engine.vocab_size)
             port = await stack.enter_async_context(serve_http(app, HOST, 0, on_this_loop=True))
-            episodes = EpisodeRunner(book, self._verifier, metrics, recipe, f"{HOST}:{port}", engine.decode)
+            episodes.address = f"{HOST}:{port}"
             finisher = Finisher(
                 bus,
                 self._verifier,

@@ -56,7 +56,7 @@ from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, StartEngine, start_of
 from services.actor.episodes.endpoint import episode_app
-from services.actor.episodes.episode import EpisodeBook, EpisodeRunner
+from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import chat_format_of
 from services.actor.episodes.rendering import Rendering
 from services.actor.finishing import Finisher
@@ -107,13 +107,13 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         episodes = None
         if recipe.episodic_tasks:
             use_chat_template(engine.tokenizer, recipe.model)
-            book, rendering = EpisodeBook(), Rendering(chat_format_of(engine.tokenizer, recipe.model))
-            endpoint = episode_app(book, rendering, metrics, model=recipe.model.name, vocab_size=engine.vocab_size)
+            episodes = Episodes(verifier, metrics, recipe, engine.decode)
+            rendering = Rendering(chat_format_of(engine.tokenizer, recipe.model))
+            endpoint = episode_app(episodes, rendering, metrics, model=recipe.model.name, vocab_size=engine.vocab_size)
             serving = serve_http(endpoint, settings.episode_host, settings.episode_port, on_this_loop=True)
             episode_port = await stack.enter_async_context(serving)
-            address_of_turns = host_port(settings.advertise_host, episode_port)
-            episodes = EpisodeRunner(book, verifier, metrics, recipe, address_of_turns, engine.decode)
-            log.info("environments request turns at %s", address_of_turns)
+            episodes.address = host_port(settings.advertise_host, episode_port)
+            log.info("environments request turns at %s", episodes.address)
         actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes)
         credentials = server_credentials(settings.tls_dir)
         served = serve_grpc(
@@ -140,7 +140,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         metrics: ActorMetrics,
         context: LogContext,
         stop: asyncio.Event,
-        episodes: EpisodeRunner | None = None,
+        episodes: Episodes | None = None,
     ) -> None:
         self._settings, self._recipe, self._bus, self._engine = settings, recipe, bus, engine
         self._metrics, self._context, self._stop = metrics, context, stop

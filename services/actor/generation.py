@@ -43,7 +43,7 @@ from services.actor.engine import (
     state_of,
     turn_seed,
 )
-from services.actor.episodes.episode import EpisodeRunner, sequence_of_episode, verdict_of
+from services.actor.episodes.episode import Episodes, sequence_of_episode
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
 from services.actor.hand_over import HeldGroups, hand_back
 from services.actor.metrics import ActorMetrics
@@ -73,7 +73,7 @@ class Sampler:
         max_context: int,
         places: int,
         split: Split = Split.TRAIN,
-        episodes: EpisodeRunner | None = None,
+        episodes: Episodes | None = None,
         metrics: ActorMetrics | None = None,
         keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None,
         stopped: asyncio.Event | None = None,
@@ -127,21 +127,18 @@ class Sampler:
             name = f"{group.sequence_id(index)}.{number}"
             return salt.keep(await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt)))
 
-        request = self._episodes.request(group, index, self._split, trace)
-        episode, result = await self._episodes.play(request, group.sampling, sample, self._stopped, start.branches)
-        elapsed_s = start.generation_s + time.monotonic() - began_s
-        self._keep(group, episode.record.partial(index, elapsed_s))
-        failure, result = verdict_of(episode, result) if result is not None else ("", None)
-        # A failure after an interrupted turn may be caused by the interruption.
-        is_cut = any(not turn.is_finished for turn in episode.record.served)
-        if result is None or (self.interrupted and (failure or is_cut)):
+        episode, result = await self._episodes.play(group, start, sample, split=self._split, stopped=self._stopped, trace=trace)
+        made = episode.partial(index, start.generation_s + time.monotonic() - began_s)
+        self._keep(group, made)
+        is_cut = any(not turn.is_finished for turn in episode.served)
+        if result is None or (self.interrupted and is_cut):
             return None
-        if failure:
-            log.error("episode %s failed: %s", request.sequence_id, failure)
-        return sequence_of_episode(
-            group, index, episode, result, self._instance, self._engine.decode,
-            failure=failure, generation_s=elapsed_s,
-        )  # fmt: skip
+        sequence = sequence_of_episode(group, made, episode, result, self._instance)
+        if sequence.failure and self.interrupted:  # the interruption may be its cause
+            return None
+        if sequence.failure:
+            log.error("episode %s failed: %s", sequence.sequence_id, sequence.failure)
+        return sequence
 
     async def _complete(self, group: PromptGroup, start: PartialSequence) -> Sequence | None:
         prompt_tokens, sample_index = len(group.prompt_token_ids), start.sample_index

@@ -23,7 +23,7 @@ from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor import app
 from services.actor.engine import GenerationRequest
 from services.actor.episodes.endpoint import episode_app
-from services.actor.episodes.episode import EpisodeBook, EpisodeRunner
+from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import TemplateFormat
 from services.actor.episodes.rendering import Rendering
 from services.actor.metrics import ActorMetrics
@@ -43,7 +43,7 @@ VOCAB_SIZE = 400
 END = TOKENIZER.eos_token_id
 HALF = [*TOKENIZER.encode("0.5", add_special_tokens=False), END]
 DATA = recipe(task={"config": {"bonus": 0.25}}, model={"source": "path", "name": "unused", "max_context": 2048})
-Episodes = Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[EpisodeRunner]]
+MakeEpisodes = Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[Episodes]]
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +59,18 @@ def half(version: int = 0, left: int = 0, finish: FinishReason | None = FinishRe
     return Completion(np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), spans, finish)
 
 
-def episodes(address: str, data: dict[str, Any] = DATA) -> Episodes:
+def episodes(address: str, data: dict[str, Any] = DATA) -> MakeEpisodes:
     """The endpoint and what runs episodes, as the service puts them together."""
 
     @asynccontextmanager
-    async def running(engine: ScriptedEngine, metrics: ActorMetrics) -> AsyncIterator[EpisodeRunner]:
+    async def running(engine: ScriptedEngine, metrics: ActorMetrics) -> AsyncIterator[Episodes]:
         engine.answer = lambda request: half()
-        book, rendering = EpisodeBook(), Rendering(TemplateFormat(TOKENIZER))
-        endpoint = episode_app(book, rendering, metrics, model="m", vocab_size=VOCAB_SIZE)
-        async with serve_http(endpoint, "127.0.0.1", 0, on_this_loop=True) as port, VerifierClient(address) as client:
-            recipe, here = Recipe.model_validate(data), host_port("127.0.0.1", port)
-            yield EpisodeRunner(book, client, metrics, recipe, here, engine.decode)
+        async with VerifierClient(address) as client:
+            started = Episodes(client, metrics, Recipe.model_validate(data), engine.decode)
+            endpoint = episode_app(started, Rendering(TemplateFormat(TOKENIZER)), metrics, model="m", vocab_size=VOCAB_SIZE)
+            async with serve_http(endpoint, "127.0.0.1", 0, on_this_loop=True) as port:
+                started.address = host_port("127.0.0.1", port)
+                yield started
 
     return running
 

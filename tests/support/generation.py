@@ -1,7 +1,7 @@
 """A generation loop over an in-memory bus, an engine that does as it is told, and a verifier that can be away."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +12,12 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.messages.sequences import (
+    Branch,
     Completion,
     FinishReason,
     PartialSequence,
     PolicyVersion,
+    SamplingParams,
     VersionSpan,
     decode_sequence,
     encode_group,
@@ -23,7 +25,7 @@ from pipelinerl.messages.sequences import (
 from pipelinerl.messages.sequences import Sequence as TrainedSequence
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.actor.engine import EngineError, GenerationRequest
-from services.actor.episodes.episode import EpisodeRunner
+from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups, hand_over
@@ -46,6 +48,16 @@ def partial(index: int, *tokens: int, version: int = 1, finish: FinishReason | N
 
 
 GOOD = generated(7, 2)
+
+
+async def sample_nothing(*_: object) -> Completion:
+    raise AssertionError("no turn is sampled here")
+
+
+def recorded(branches: Iterable[Branch] = ()) -> Episode:
+    """An episode with the branches that another actor has recorded; it samples no turn itself."""
+    limits, metrics = EpisodeLimits(100, 10_000, 1.0), ActorMetrics(CollectorRegistry())
+    return Episode(SamplingParams(), limits, sample_nothing, metrics, lambda tokens: "", branches)
 
 
 @dataclass
@@ -199,7 +211,7 @@ async def stage(
     serve: bool = True,
     server: MemoryServer | None = None,
     limits: StreamLimits | None = None,
-    episodes: Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[EpisodeRunner]] | None = None,
+    episodes: Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[Episodes]] | None = None,
     samples_in_progress: int | None = None,
 ) -> AsyncIterator[Stage]:
     server = server or MemoryServer(max_payload_bytes=max_payload_bytes)

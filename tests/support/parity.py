@@ -34,7 +34,7 @@ from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, build_manifest
 from services.actor.engine import GenerationRequest, OnStep
-from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits
+from services.actor.episodes.episode import Episode, EpisodeLimits
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import StagedWeights, WeightLoading, WeightUpdateClient
@@ -381,19 +381,18 @@ async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None
     metrics, decode = ActorMetrics(CollectorRegistry()), run.engine.decode
     episode = Episode(sampling, limits, sample, metrics, decode)
     context = np.array(PROMPT, np.int32)
-    with EpisodeBook().running(episode):
-        for number, version in enumerate(versions):
-            change_strongly(run.model, seed=version.number)
-            models[version.number] = random_model_like(run.model)
-            await run.transfer(version)
-            if number % 2 == 0:  # between turns; the others within, unless the turn is short
-                await run.client.commit(version)
-            asked = asyncio.create_task(episode.turn(context))
-            while not asked.done() and not any(size >= 5 for size in run.engine.progress().values()):
-                await asyncio.sleep(0)
-            if number % 2:
-                await run.client.commit(version)
-            context = np.concatenate([(await asked).token_ids, np.arange(30, 37, dtype=np.int32)])
+    for number, version in enumerate(versions):
+        change_strongly(run.model, seed=version.number)
+        models[version.number] = random_model_like(run.model)
+        await run.transfer(version)
+        if number % 2 == 0:  # between turns; the others within, unless the turn is short
+            await run.client.commit(version)
+        asked = asyncio.create_task(episode.turn(context))
+        while not asked.done() and not any(size >= 5 for size in run.engine.progress().values()):
+            await asyncio.sleep(0)
+        if number % 2:
+            await run.client.commit(version)
+        context = np.concatenate([(await asked).token_ids, np.arange(30, 37, dtype=np.int32)])
     (branch,) = episode.result()
     sampled_by = [{span.version for span in branch.spans if turn.start <= span.start < turn.end} for turn in branch.turns]
     assert len(sampled_by) == len(versions)
