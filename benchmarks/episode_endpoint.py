@@ -118,7 +118,7 @@ async def serve(model: str) -> None:
         )
 
         def begun(name: str) -> Episode:
-            async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Completion:
+            async def sample(context: TokenIds, _: Completion, sampling: SamplingParams, number: int) -> Completion:
                 return await engine.generate(GenerationRequest(f"{name}.{number}", context, sampling, None, "begun at 0"))
 
             return Episode(sampling, limits, sample, metrics, engine.decode)

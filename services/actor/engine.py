@@ -106,41 +106,16 @@ def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
     return next(given, None) or PartialSequence(sample_index=sample_index)
 
 
-def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> FinishReason | None:
-    """Return the finish reason of a sample that needs no more tokens, else None. `max_context`: tokens, prompt included."""
-    room = min(group.sampling.max_tokens, max_context - len(group.prompt_token_ids))
-    if start.finish_reason is None and len(start.completion_token_ids) >= room:
-        return FinishReason.LENGTH
-    return start.finish_reason
+def seed_of(group: PromptGroup, sample_index: int, num_tokens: int = 0, number: int = 0) -> int | None:
+    """Return the seed of a request whose sample goes on after `num_tokens`, and which is an episode's request `number`; None if
+    the group has none. No two requests get the same one, since it would repeat the first random numbers."""
+    return (group.seed + sample_index + (num_tokens + (number << 32)) * _SEED_STEP) % (1 << 63) if group.seed else None
 
 
-def turn_seed(seed: int, num_context: int, number: int = 0) -> int:
-    """Return the seed for tokens after `num_context` others, in an episode's request `number`, so that equal requests get
-    different answers."""
-    return (seed + (num_context + (number << 32)) * _SEED_STEP) % (1 << 63)
+Made = TypeVar("Made", bound=Completion)
 
 
-def request_of(group: PromptGroup, start: PartialSequence, cache_salt: Callable[[], str] = str) -> GenerationRequest:
-    """Return the request that continues after prompt and `start`, up to the length that the group allows in total."""
-    carried, sampling = len(start.completion_token_ids), group.sampling
-    seed = group.seed + start.sample_index if group.seed else None
-    if carried:
-        sampling = replace(sampling, max_tokens=sampling.max_tokens - carried)
-        # Each continuation needs another seed, because the same one would repeat the sample's first random numbers.
-        seed = turn_seed(seed, carried) if seed is not None else None
-    return GenerationRequest(
-        request_id=group.sequence_id(start.sample_index),
-        prompt_token_ids=np.concatenate([group.prompt_token_ids, start.completion_token_ids]).astype(np.int32),
-        sampling=sampling,
-        seed=seed,
-        cache_salt=cache_salt,
-    )
-
-
-_Made = TypeVar("_Made", bound=Completion)
-
-
-def followed_by(made: _Made, more: Completion) -> _Made:
+def followed_by(made: Made, more: Completion) -> Made:
     """Return `made` followed by `more`. Each token keeps its log-probability and version."""
     carried, spans = len(made.completion_token_ids), list(made.spans)
     for span in more.spans:
@@ -171,7 +146,7 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
     return text if found is None else text[: found[0]]
 
 
-def cut_at_stop(made: _Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> _Made:
+def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
     """Cut a sample or turn at the token that completes a stop string which begins in its first `carried` tokens, if any.
 
     An engine looks for stop strings only in the tokens that it samples itself. Dropping the tokens after such a string changes

@@ -10,11 +10,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge
 from pipelinerl.messages.sequences import (
     Completion,
+    FinishReason,
     PartialSequence,
     PromptGroup,
     SamplingParams,
@@ -32,16 +35,15 @@ from services.actor.engine import (
     EngineError,
     GenerationRequest,
     InferenceEngine,
+    Made,
     before_stop,
     cut_at_stop,
     defect_of,
-    finish_of,
     followed_by,
-    request_of,
+    seed_of,
     sequence_of,
     start_of,
     state_of,
-    turn_seed,
 )
 from services.actor.episodes.episode import Episodes, sequence_of_episode
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
@@ -122,10 +124,12 @@ class Sampler:
         self._playing.add(task)
         task.add_done_callback(self._playing.discard)
 
-        async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Completion:
-            seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
-            name = f"{group.sequence_id(index)}.{number}"
-            return salt.keep(await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt)))
+        async def sample(context: TokenIds, made: Completion, sampling: SamplingParams, number: int) -> Completion:
+            carried, name = len(made.completion_token_ids), f"{group.sequence_id(index)}.{number}"
+            seed = seed_of(group, index, len(context) + carried, number)
+            turn, _ = await self.extend(name, context, made, sampling, seed, salt)
+            salt.keep(len(turn.completion_token_ids) - carried)
+            return turn
 
         episode, result = await self._episodes.play(group, start, sample, split=self._split, stopped=self._stopped, trace=trace)
         made = episode.partial(index, start.generation_s + time.monotonic() - began_s)
@@ -141,15 +145,19 @@ class Sampler:
         return sequence
 
     async def _complete(self, group: PromptGroup, start: PartialSequence) -> Sequence | None:
-        prompt_tokens, sample_index = len(group.prompt_token_ids), start.sample_index
-        if prompt_tokens >= self._max_context:
-            return self._failed(group, sample_index, f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}")
+        prompt, index, name = group.prompt_token_ids, start.sample_index, group.sequence_id(start.sample_index)
+        room = self._max_context - len(prompt)
+        if room < 1:
+            return self._failed(group, index, f"prompt_too_long: {len(prompt)} tokens, context {self._max_context}")
+        sampling = replace(group.sampling, max_tokens=min(group.sampling.max_tokens, room))
+        seed = seed_of(group, index, len(start.completion_token_ids))
         try:
-            sample = await self._continue(group, start)
+            sample, elapsed_s = await self.extend(name, prompt, start, sampling, seed, lambda: self._gate.cache_salt)
         except EngineError as error:
             await self._engine.check_health()
-            log.error("sequence %s failed: %s", group.sequence_id(sample_index), error)
-            return self._failed(group, sample_index, f"engine: {error}"[:500])
+            log.error("sequence %s failed: %s", name, error)
+            return self._failed(group, index, f"engine: {error}"[:500])
+        sample = replace(sample, generation_s=start.generation_s + elapsed_s)
         if not defect_of(sample):
             self._keep(group, sample)
         if sample.finish_reason is None and self.interrupted:
@@ -160,38 +168,32 @@ class Sampler:
     def _failed(self, group: PromptGroup, sample_index: int, failure: str) -> Sequence:
         return sequence_of(group, PartialSequence(sample_index=sample_index), self._instance, failure=failure)
 
-    async def _continue(self, group: PromptGroup, start: PartialSequence) -> PartialSequence:
-        """Continue `start` up to its end or an interruption. Raises `EngineError`."""
-        finish_reason = finish_of(group, start, self._max_context)
-        if finish_reason is not None or self.interrupted:
-            return replace(start, finish_reason=finish_reason)
-        started = time.monotonic()
-
-        def request() -> GenerationRequest:
-            nonlocal started
-            started = time.monotonic()
-            return request_of(group, start, lambda: self._gate.cache_salt)
-
-        more = await self._generated(request)
-        sample = replace(followed_by(start, more), generation_s=start.generation_s + time.monotonic() - started)
-        return cut_at_stop(sample, len(start.completion_token_ids), group.sampling.stop, self._engine.decode)
-
-    async def _generated(self, make: Callable[[], GenerationRequest]) -> Completion:
-        """Wait for a place, then make the request, since weights may change until then, and generate until its end or an
-        interruption. Raises `EngineError`."""
+    async def extend(
+        self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
+    ) -> tuple[Made, float]:
+        """Continue `made` after `context`, to its end, to `sampling.max_tokens` in total or to an interruption, in one of the
+        places. Return it with its seconds in the engine. `salt()` is called when it enters the engine. Raises `EngineError`."""
+        carried, elapsed_s = len(made.completion_token_ids), 0.0
+        if made.finish_reason is None and carried >= sampling.max_tokens:
+            made = replace(made, finish_reason=FinishReason.LENGTH)
+        if made.finish_reason is not None:
+            return made, elapsed_s
+        token_ids = np.concatenate([context, made.completion_token_ids]).astype(np.int32)
+        left = replace(sampling, max_tokens=sampling.max_tokens - carried)
         async with self._places:
             if self.interrupted:
-                return Completion()
-            request = make()
-            self._generating.add(request.request_id)
+                return made, elapsed_s
+            began_s = time.monotonic()
+            self._generating.add(name)
             try:
                 with self._metrics.busy if self._metrics else nullcontext():
-                    completion = await self._engine.generate(request)
+                    more = await self._engine.generate(GenerationRequest(name, token_ids, left, seed, salt))
             finally:
-                self._generating.discard(request.request_id)
+                self._generating.discard(name)
+            elapsed_s = time.monotonic() - began_s
         if self._metrics:
-            self._metrics.count_generated(len(completion.completion_token_ids))
-        return completion
+            self._metrics.count_generated(len(more.completion_token_ids))
+        return cut_at_stop(followed_by(made, more), carried, sampling.stop, self._engine.decode), elapsed_s
 
 
 class GenerationLoop:

@@ -374,7 +374,7 @@ async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None
     token the trainer's forward of the version that sampled it."""
     temperature, models = 0.8, dict[int, PreTrainedModel]()
 
-    async def sample(context: TokenIds, sampling: SamplingParams, call: int) -> Completion:
+    async def sample(context: TokenIds, _: Completion, sampling: SamplingParams, call: int) -> Completion:
         return await run.engine.generate(GenerationRequest(f"turn {call}", context, sampling, cache_salt=lambda: "an episode"))
 
     limits, sampling = EpisodeLimits(len(versions), 1024, 60.0), SamplingParams(temperature, max_tokens=70)

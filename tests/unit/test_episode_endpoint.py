@@ -19,7 +19,7 @@ from pipelinerl.service.http import serve_http
 from services.actor.engine import EngineError
 from services.actor.episodes import endpoint
 from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
-from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes, Refused, base_path
+from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes, base_path
 from services.actor.episodes.formats import Answer, ChatFormat, TemplateFormat
 from services.actor.episodes.rendering import Rendering
 from services.actor.metrics import ActorMetrics
@@ -45,7 +45,7 @@ class Sampler:
     is_interrupted: bool = False
     under_way: int = 0
 
-    async def __call__(self, context: TokenIds, sampling: SamplingParams, number: int) -> Completion:
+    async def __call__(self, context: TokenIds, made: Completion, sampling: SamplingParams, number: int) -> Completion:
         self.asked.append((context.tolist(), sampling, number))
         said = self.says.pop(0)
         self.under_way += 1
@@ -411,19 +411,6 @@ async def test_a_turn_is_not_served_to_a_request_with_other_limits() -> None:
         await client.chat.completions.create(model="m", messages=[*ASK, stopped.choices[0].message, *ASK])
         assert [branch.turns[-1].finish_reason for branch in s.episode.result()] == ["stop", "length"]
         assert s.episode.finish_reason == "stop"
-
-
-async def test_a_stop_text_that_began_before_an_interruption_ends_the_turn_after_it() -> None:
-    async with stage("go", "by") as s:
-        context, stop = np.array([1, 2], np.int32), ("end|>b",)
-        s.sampler.is_interrupted = True
-        with pytest.raises(Refused):
-            await s.episode.turn(context, stop=stop)
-        s.sampler.is_interrupted = False
-        s.episode.restart()
-        made = (await s.episode.turn(context, stop=stop)).made
-    assert (TOKENIZER.decode(made.completion_token_ids), made.finish_reason) == ("go<|im_end|>b", STOP)
-    assert len(made.behaviour_logprobs) == made.spans[-1].end == len(made.completion_token_ids)
 
 
 async def test_what_the_actor_cannot_do_fails_the_episode_and_an_interruption_does_not() -> None:

@@ -43,7 +43,7 @@ from pipelinerl.service.retry import LOG_EVERY_S, Backoff
 from pipelinerl.tasks.source import Split, episode_seed
 from pipelinerl.telemetry.tracing import Trace, headers_of
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_OK, EpisodeRequest, VerifyResult
-from services.actor.engine import EngineError, cut_at_stop, defect_of, followed_by, sequence_of
+from services.actor.engine import EngineError, defect_of, sequence_of
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
@@ -55,10 +55,10 @@ MOST_RUNS = 5
 NO_TURNS = "no_turns: the environment ended without requesting a turn"
 _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
-Sample = Callable[[TokenIds, SamplingParams, int], Awaitable[Completion]]
-"""`sample(context_token_ids, sampling, number)` samples one turn to its end, or to an interruption (`finish_reason` None, and
-perhaps no tokens). `number` counts this episode's earlier calls. It waits for a decoding slot. If cancelled, it aborts the
-request. Raises `EngineError`."""
+Sample = Callable[[TokenIds, Completion, SamplingParams, int], Awaitable[Completion]]
+"""`sample(context_token_ids, made, sampling, number)` continues the turn `made`, which may have no tokens yet, to its end or to
+an interruption (`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` counts this episode's earlier
+calls. It waits for a decoding slot. If cancelled, it aborts the request. Raises `EngineError`."""
 
 
 class Refused(PipelineRLError):
@@ -277,14 +277,9 @@ class Episode:
 
     async def _go_on_with(self, turn: RecordedTurn, sampling: SamplingParams) -> None:
         """Sample the rest of a turn, after tokens that an actor that stopped has sampled."""
-        carried = len(turn.made.completion_token_ids)
-        if carried >= sampling.max_tokens:
-            turn.made = replace(turn.made, finish_reason=FinishReason.LENGTH)
-            return
-        sampling = replace(sampling, max_tokens=sampling.max_tokens - carried)
         try:
             async with asyncio.timeout(self.limits.turn_timeout_s):
-                made = await self._sample(turn.token_ids, sampling, next(self._calls))
+                made = await self._sample(turn.context_token_ids, turn.made, sampling, next(self._calls))
         except (EngineError, TimeoutError) as error:
             timeout = f"turn_timeout: no turn within {self.limits.turn_timeout_s:g} s (task.turn_timeout_s)"
             self._fail(turn, f"engine: {error}"[:500] if isinstance(error, EngineError) else timeout)
@@ -293,7 +288,7 @@ class Episode:
         if not is_interrupted_before_any and (defect := defect_of(made)):
             self._fail(turn, defect)
         else:
-            turn.made = cut_at_stop(followed_by(turn.made, made), carried, sampling.stop, self.decode)
+            turn.made = made
 
     def _fail(self, turn: RecordedTurn, failure: str) -> None:
         """Drop a turn. The episode fails only if this run of the environment waits for the turn."""

@@ -9,7 +9,7 @@ import asyncio
 import uuid
 
 from pipelinerl.messages.control import Phase
-from pipelinerl.messages.sequences import Completion, PolicyVersion
+from pipelinerl.messages.sequences import PolicyVersion
 
 
 class ServingGate:
@@ -92,6 +92,6 @@ class EpisodeSalt:
             self._kept = self._gate.cache_salt
         return self._kept
 
-    def keep(self, made: Completion) -> Completion:
-        self._is_kept = self._is_kept or bool(len(made.completion_token_ids))
-        return made
+    def keep(self, num_sampled: int) -> None:
+        """Note that a request with this salt has sampled so many tokens."""
+        self._is_kept = self._is_kept or num_sampled > 0
