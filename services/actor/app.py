@@ -143,11 +143,11 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         episodes: Episodes | None = None,
     ) -> None:
         self._settings, self._recipe, self._bus, self._engine = settings, recipe, bus, engine
-        self._metrics, self._context, self._stop = metrics, context, stop
+        self.metrics, self._context, self._stop = metrics, context, stop
         self._started_s = time.monotonic()
         self._process = uuid.uuid4().hex[:12]
         instance, of_actor = settings.instance, recipe.actor
-        self._gate = gate = ServingGate(recipe.algorithm.max_lag)
+        self.gate = gate = ServingGate(recipe.algorithm.max_lag)
         self._held = held = HeldGroups()
         self._finisher = Finisher(
             bus, verifier, metrics, held.published, buffer_size=of_actor.publish_buffer, batch_size=of_actor.verify_batch
@@ -183,7 +183,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             ranks=self._recipe.actor.engine.tensor_parallel_size,
             pod_uid=settings.pod_uid,
         )
-        heartbeat = Heartbeat(self._bus, self._gate, lambda: self._updates.manifest_id, me)
+        heartbeat = Heartbeat(self._bus, self.gate, lambda: self._updates.manifest_id, me)
         producing = [self._finisher.run(), self._generation.run()]
         beside = [
             self._updates.run(),
@@ -196,7 +196,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                 producers = [tasks.create_task(part) for part in producing]
                 others = [tasks.create_task(part) for part in beside]
                 await self._stop.wait()
-                self._gate.drain()
+                self.gate.drain()
                 readiness.reason = "draining"
                 tasks.create_task(heartbeat.leave())
                 await self._training.interrupt(INTERRUPT_S)
@@ -207,7 +207,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     log.warning("finished sequences were not verified and stored within %g s; they are handed over", DRAIN_S)
                 await _cancelled(producers)
                 started, num_groups = time.monotonic(), len(self._held)
-                await hand_over(self._bus, self._held, self._metrics, instance=instance, timeout_s=HAND_OVER_S)
+                await hand_over(self._bus, self._held, self.metrics, instance=instance, timeout_s=HAND_OVER_S)
                 log.info("stopped; handed over %d groups in %.1f s", num_groups, time.monotonic() - started)
                 await _cancelled(others)
         finally:
@@ -217,8 +217,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         """Update /readyz and the policy version in log lines, and raise an error if the engine is dead."""
         while True:
             await self._engine.check_health()
-            readiness.reason = self._gate.reason
-            served = self._gate.served
+            readiness.reason = self.gate.reason
+            served = self.gate.served
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
@@ -226,18 +226,18 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     # vocabulary, on which an engine would fail, or which it would take for other tokens.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
-        served = self._gate.served
+        served = self.gate.served
         return actor_pb2.ActorState(
             instance=self._settings.instance,
-            phase=actor_pb2.ActorPhase.Value(f"ACTOR_PHASE_{self._gate.phase.upper()}"),
+            phase=actor_pb2.ActorPhase.Value(f"ACTOR_PHASE_{self.gate.phase.upper()}"),
             policy_version=served.number if served else 0,
             incarnation=served.incarnation if served else 0,
             epoch=self._updates.epoch.epoch if self._updates.epoch else 0,
-            sequences_in_progress=self._metrics.busy.running,
-            generated_tokens=self._metrics.tokens_total,
-            busy_s=self._metrics.busy.total_s,
+            sequences_in_progress=self.metrics.busy.running,
+            generated_tokens=self.metrics.tokens_total,
+            busy_s=self.metrics.busy.total_s,
             uptime_s=time.monotonic() - self._started_s,
-            sequences_finished=self._metrics.finished_total,
+            sequences_finished=self.metrics.finished_total,
         )
 
     async def Generate(
@@ -270,7 +270,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                 f"token_ids: {len(tokens)} tokens, give 2 to {self._recipe.model.max_context - 1}",
             )
         async with self._updates.serving:
-            served = self._gate.served
+            served = self.gate.served
             if served is None:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no policy version is served yet")
                 raise AssertionError("abort raises")

@@ -1,9 +1,9 @@
-"""The interface to an inference engine, requests for a group's samples, and the sequences made of its answers.
+"""The interface to an inference engine, and the sequences made of its completions.
 
 `vllm_engine.py` implements `InferenceEngine` with vLLM; tests use a light one. `weight_sync/client.py` gives an engine new
 weights. An engine takes and returns tokens; it does not know prompts as text, rewards or streams.
 
-An answer becomes a sequence without reward, a failed sequence with its reason, or a partial sequence that another generation
+A completion becomes a sequence without reward, a failed sequence with its reason, or a partial sequence that another actor
 continues. The functions for this are pure, without an engine, stream or clock.
 """
 
@@ -195,6 +195,11 @@ def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: s
         group_token=group.token,
     )
     return without_arrays(sequence, failure) if failure else sequence
+
+
+def failed_sequence(group: PromptGroup, sample_index: int, actor: str, failure: str) -> Sequence:
+    """Return a sequence without tokens for a sample that could not be generated."""
+    return sequence_of(group, PartialSequence(sample_index=sample_index), actor, failure=failure[:500])
 
 
 def defect_of(made: Completion) -> str:

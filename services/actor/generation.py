@@ -39,6 +39,7 @@ from services.actor.engine import (
     before_stop,
     cut_at_stop,
     defect_of,
+    failed_sequence,
     followed_by,
     seed_of,
     sequence_of,
@@ -117,8 +118,10 @@ class Sampler:
         index, began_s = start.sample_index, time.monotonic()
         salt = EpisodeSalt(self._gate)
         if self._episodes is None or group.task not in self._episodes.tasks:
-            problem = f"{group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
-            return self._failed(group, index, f"unknown_task: {problem}")
+            problem = (
+                f"unknown_task: {group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
+            )
+            return failed_sequence(group, index, self._instance, problem)
         task = asyncio.current_task()
         assert task is not None
         self._playing.add(task)
@@ -148,7 +151,8 @@ class Sampler:
         prompt, index, name = group.prompt_token_ids, start.sample_index, group.sequence_id(start.sample_index)
         room = self._max_context - len(prompt)
         if room < 1:
-            return self._failed(group, index, f"prompt_too_long: {len(prompt)} tokens, context {self._max_context}")
+            problem = f"prompt_too_long: {len(prompt)} tokens, context {self._max_context}"
+            return failed_sequence(group, index, self._instance, problem)
         sampling = replace(group.sampling, max_tokens=min(group.sampling.max_tokens, room))
         seed = seed_of(group, index, len(start.completion_token_ids))
         try:
@@ -156,7 +160,7 @@ class Sampler:
         except EngineError as error:
             await self._engine.check_health()
             log.error("sequence %s failed: %s", name, error)
-            return self._failed(group, index, f"engine: {error}"[:500])
+            return failed_sequence(group, index, self._instance, f"engine: {error}")
         sample = replace(sample, generation_s=start.generation_s + elapsed_s)
         if not defect_of(sample):
             self._keep(group, sample)
@@ -164,9 +168,6 @@ class Sampler:
             return None
         text = before_stop(self._engine.decode(sample.completion_token_ids), group.sampling.stop)
         return sequence_of(group, sample, self._instance, text)
-
-    def _failed(self, group: PromptGroup, sample_index: int, failure: str) -> Sequence:
-        return sequence_of(group, PartialSequence(sample_index=sample_index), self._instance, failure=failure)
 
     async def extend(
         self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
@@ -221,27 +222,27 @@ class GenerationLoop:
     ) -> None:
         self._bus, self._sampler, self._finisher = bus, sampler, finisher
         self._held, self._gate, self._metrics = held, gate, metrics
-        self._instance, self._slots = instance, asyncio.Semaphore(samples_in_progress)
+        self._instance, self.slots = instance, asyncio.Semaphore(samples_in_progress)
 
     async def run(self) -> None:
         """Generate until cancelled. Raises `EngineError` if the engine dies."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._gate.opened.wait()
-                await self._slots.acquire()
+                await self.slots.acquire()
                 # The gate may have closed during the wait for a slot.
                 taken = await self._next_group() if self._gate.opened.is_set() else None
                 if taken is None:
-                    self._slots.release()
+                    self.slots.release()
                     continue
                 group, samples, trace = taken
                 for position, sample_index in enumerate(samples):
                     if position:
-                        await self._slots.acquire()
+                        await self.slots.acquire()
                     if self._sampler.interrupted:
                         return
                     if not self._gate.opened.is_set() and await self._handed_back(group, samples[position:]):
-                        self._slots.release()
+                        self.slots.release()
                         break
                     tasks.create_task(self._sample(group, sample_index, trace))
 
@@ -254,9 +255,11 @@ class GenerationLoop:
         if self._gate.draining:  # since this fetch began
             await _as_far_as_possible(delivery.give_back(), "hand back a group")
             return None
-        return await self._admit(delivery)
+        return await self.admit(delivery)
 
-    async def _admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int], Trace] | None:
+    async def admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int], Trace] | None:
+        """Take a message and return its group with the samples to generate, or None if there are none. A group that cannot be
+        generated ends as failed sequences and a dead letter."""
         try:
             group = decode_group(delivery.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -293,7 +296,7 @@ class GenerationLoop:
             await _as_far_as_possible(delivery.terminate(failure), "terminate a group")
             return
         for sample_index in self._held.take(group, delivery):
-            failed = sequence_of(group, PartialSequence(sample_index=sample_index), self._instance, failure=failure[:500])
+            failed = failed_sequence(group, sample_index, self._instance, failure)
             await self._finisher.put(FinishedSample(group, failed, trace_in(delivery.headers)))
         await self._held.acknowledge(group.group_id)
 
@@ -322,7 +325,7 @@ class GenerationLoop:
                 self._metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
                 await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))
         finally:
-            self._slots.release()
+            self.slots.release()
 
 
 async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:

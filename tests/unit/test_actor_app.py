@@ -78,7 +78,7 @@ async def running(engine: ScriptedEngine | None = None, version: int | None = 0)
         actor = app.Actor(settings(), make_recipe(), engine, bus, verifier, ActorMetrics(registry), CONTEXT, stop)  # type: ignore[arg-type]
         task = asyncio.create_task(actor.run("a:1", readiness))
         if version is not None:
-            actor._gate.serve(PolicyVersion(1, version))
+            actor.gate.serve(PolicyVersion(1, version))
         try:
             yield Running(actor, bus, engine, verifier, readiness, stop, task, registry)
         finally:
@@ -99,7 +99,7 @@ async def test_a_stop_stores_what_is_finished_takes_nothing_new_and_leaves_first
     async with running() as one:
         one.verifier.up.clear()
         await issue(one.bus, 0)
-        await one.until(lambda: len(one.engine.started) == 2 and one.actor._metrics.busy.running == 0)
+        await one.until(lambda: len(one.engine.started) == 2 and one.actor.metrics.busy.running == 0)
         assert await one.num_stored() == 0
         of = one.registry.get_sample_value
         names = ("policy_version", "ready", "prompts_held_groups", "sequences_in_progress_max")
@@ -261,7 +261,7 @@ async def test_held_out_prompts_enter_the_engine_gradually_and_leave_training_it
         evaluating = asyncio.create_task(evaluate())
         await one.until(lambda: one.engine.running >= EVALUATION_SLOTS)
         await issue(one.bus, 0)
-        await one.until(lambda: one.actor._metrics.busy.running == 2)
+        await one.until(lambda: one.actor.metrics.busy.running == 2)
         one.engine.open.set()
         assert await evaluating == EVALUATION_SLOTS + 20
     assert one.engine.most_running == EVALUATION_SLOTS + 2
@@ -333,9 +333,9 @@ async def test_the_state_is_answered_also_while_it_drains() -> None:
         await issue(one.bus, 0)
         await one.until(lambda: one.engine.running == 2)
         assert (await stub.GetState(actor_pb2.GetStateRequest())).sequences_in_progress == 2
-        one.actor._gate.drain()
+        one.actor.gate.drain()
         one.engine.open.set()
-        await one.until(lambda: one.actor._metrics.busy.running == 0)
+        await one.until(lambda: one.actor.metrics.busy.running == 0)
         state = await stub.GetState(actor_pb2.GetStateRequest())
         assert (state.phase, state.policy_version) == (actor_pb2.ACTOR_PHASE_DRAINING, 3)
         assert (state.instance, state.sequences_finished, state.generated_tokens) == ("a", 2, 4)

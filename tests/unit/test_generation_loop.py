@@ -108,7 +108,7 @@ async def test_a_verifier_that_is_away_fills_the_buffer_and_loses_nothing() -> N
         one.verifier.up.clear()
         await one.issue(*range(15))
         # 4 workers each hold a batch of 4 at most; the buffer holds 2; 2 wait in their slots: then generation stands still.
-        await one.until(lambda: one.loop._slots.locked() and one.engine.running == 0)
+        await one.until(lambda: one.loop.slots.locked() and one.engine.running == 0)
         assert one.metrics.busy.running == 0, "what waits for the verifier keeps no turn of an episode from decoding"
         assert len(one.engine.started) <= 20
         one.verifier.up.set()
@@ -203,7 +203,7 @@ async def test_an_outage_while_a_group_is_set_aside_does_not_end_the_actor() -> 
             async def terminate(self, reason: str) -> None:
                 raise BusError("no connection")
 
-        assert await one.loop._admit(Lost()) is None  # type: ignore[arg-type]
+        assert await one.loop.admit(Lost()) is None  # type: ignore[arg-type]
         one.gate.serve(PolicyVersion(1, 0))
         await one.issue(0)
         assert len(await one.published(2)) == 2  # it came again, and was set aside then
