@@ -42,7 +42,7 @@ from benchmarks.samples import percentile
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.services import available_cores, plan_threads
-from pipelinerl.messages.sequences import SamplingParams, TokenIds
+from pipelinerl.messages.sequences import Completion, SamplingParams, TokenIds
 from pipelinerl.recipe.fields import Recipe
 from services.verifier.confinement import children
 
@@ -95,10 +95,11 @@ async def serve(model: str) -> None:
     prints, alternates with one that ends them."""
     from prometheus_client import CollectorRegistry
 
+    from pipelinerl.messages.verification import VerifierClient
     from pipelinerl.service.http import serve_http
-    from services.actor.engine import Generation, GenerationRequest
+    from services.actor.engine import GenerationRequest
     from services.actor.episodes.endpoint import episode_app
-    from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits, base_path
+    from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes, base_path
     from services.actor.episodes.formats import chat_format
     from services.actor.episodes.rendering import Rendering
     from services.actor.metrics import ActorMetrics
@@ -107,16 +108,17 @@ async def serve(model: str) -> None:
     recipe = _recipe(model)
     sampling = SamplingParams(recipe.sampling.temperature, TURN_TOKENS)
     limits = EpisodeLimits(TURNS, recipe.model.max_context, turn_timeout_s=60.0)
-    book, metrics = EpisodeBook(), ActorMetrics(CollectorRegistry())
+    metrics = ActorMetrics(CollectorRegistry())
     async with start_engine(recipe, model) as engine:
         gc.freeze()  # as the service does
         await engine.llm.update_weight_version("1.0")
+        serving = Episodes(VerifierClient("127.0.0.1:1"), metrics, recipe, engine.decode)  # environments run in this process
         app = episode_app(
-            book, Rendering(chat_format(engine.tokenizer, "")), metrics, model="policy", vocab_size=engine.vocab_size
+            serving, Rendering(chat_format(engine.tokenizer, "")), metrics, model="policy", vocab_size=engine.vocab_size
         )
 
         def begun(name: str) -> Episode:
-            async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
+            async def sample(context: TokenIds, _: Completion, sampling: SamplingParams, number: int) -> Completion:
                 return await engine.generate(GenerationRequest(f"{name}.{number}", context, sampling, None, "begun at 0"))
 
             return Episode(sampling, limits, sample, metrics, engine.decode)
@@ -129,7 +131,7 @@ async def serve(model: str) -> None:
                 rounds += 1
                 with ExitStack() as under_way:
                     episodes = [begun(f"{rounds}-{index}") for index in range(int(line))]
-                    keys = [under_way.enter_context(book.running(episode)) for episode in episodes]
+                    keys = [under_way.enter_context(serving.running(episode)) for episode in episodes]
                     print(json.dumps([base_path(key) for key in keys]), flush=True)
                     await lines.readline()
                 if any(len(episode.result()) != 1 for episode in episodes):

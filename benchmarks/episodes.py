@@ -59,14 +59,15 @@ from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import create_run_dir
 from pipelinerl.service.http import serve_http
 from services.actor.episodes.endpoint import episode_app
-from services.actor.episodes.episode import EpisodeBook, EpisodeRunner
+from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import ChatFormat, chat_format
 from services.actor.episodes.rendering import Rendering
 from services.actor.finishing import Finisher
-from services.actor.generation import GenerationLoop, ServingGate
+from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
+from services.actor.weight_sync.gate import ServingGate
 
 NAME = "episodes"
 RESULT = Path(__file__).parent / "results" / f"{NAME}.json"
@@ -149,7 +150,8 @@ class Stage:
         """In a run of its own. `tokens_per_s`: about as fast as it is, for prompts until its end. Raises `ServiceError` when an
         episode failed."""
         recipe, engine, name = self._recipe, self._engine, f"round-{next(self._numbers)}"
-        metrics, held, book = ActorMetrics(CollectorRegistry()), HeldGroups(), EpisodeBook()
+        metrics, held = ActorMetrics(CollectorRegistry()), HeldGroups()
+        episodes = Episodes(self._verifier, metrics, recipe, engine.decode)
         gate = ServingGate(recipe.algorithm.max_lag)
         gate.serve(VERSION)
         (task,) = recipe.episodic_tasks
@@ -175,9 +177,9 @@ class Stage:
                     episodic=True,
                 )
                 await bus.publish_prompt(encode_group(group), group.group_id)
-            app = episode_app(book, Rendering(self._chat), metrics, model="policy", vocab_size=engine.vocab_size)
+            app = episode_app(episodes, Rendering(self._chat), metrics, model="policy", vocab_size=engine.vocab_size)
             port = await stack.enter_async_context(serve_http(app, HOST, 0, on_this_loop=True))
-            episodes = EpisodeRunner(book, self._verifier, metrics, recipe, f"{HOST}:{port}", engine.decode)
+            episodes.address = f"{HOST}:{port}"
             finisher = Finisher(
                 bus,
                 self._verifier,
@@ -186,24 +188,24 @@ class Stage:
                 buffer_size=recipe.actor.publish_buffer,
                 batch_size=recipe.actor.verify_batch,
             )
-            generation = GenerationLoop(
-                bus,
+            sampler = Sampler(
                 engine,
-                finisher,
-                held,
                 gate,
-                metrics,
                 instance="actor-0",
-                sequences_in_progress=self._load.in_progress,
                 max_context=recipe.model.max_context,
-                samples_in_progress=num_episodes,
+                places=self._load.in_progress,
                 episodes=episodes,
+                metrics=metrics,
+                keep=held.keep,
+            )
+            generation = GenerationLoop(
+                bus, sampler, finisher, held, gate, metrics, instance="actor-0", samples_in_progress=num_episodes
             )
             async with running(finisher.run(), generation.run(), held.keep_alive(KEEP_ALIVE_S)):
                 await asyncio.sleep(warm_s)
                 measured = await self._window(lambda: metrics.tokens_total, lambda: metrics.busy.running)
                 left = await bus.pending_prompts()
-                await generation.interrupt(STOP_S)
+                await sampler.interrupt(STOP_S)
                 await finisher.drained()
             if not left:
                 raise ServiceError("there were no prompts left at the end of a round: its window says nothing")

@@ -20,10 +20,11 @@ from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, decode_seq
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from services.actor.finishing import Finisher
-from services.actor.generation import GenerationLoop, ServingGate
+from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine
+from services.actor.weight_sync.gate import ServingGate
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
@@ -139,16 +140,13 @@ class Actor:
             buffer_size=recipe.actor.publish_buffer,
             batch_size=recipe.actor.verify_batch,
         )
+        most = recipe.actor.sequences_in_progress
+        sampler = Sampler(
+            engine, gate, instance="actor-0", max_context=recipe.model.max_context, places=most, metrics=metrics,
+            keep=self.held.keep,
+        )  # fmt: skip
         self._generation = GenerationLoop(
-            bus,
-            engine,
-            self._finisher,
-            self.held,
-            gate,
-            metrics,
-            instance="actor-0",
-            sequences_in_progress=recipe.actor.sequences_in_progress,
-            max_context=recipe.model.max_context,
+            bus, sampler, self._finisher, self.held, gate, metrics, instance="actor-0", samples_in_progress=most
         )
 
     async def run(self) -> int:

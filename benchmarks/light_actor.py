@@ -21,14 +21,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.light_members import TensorReceiver
-from pipelinerl.messages.sequences import FinishReason, Logprobs, PolicyVersion, TokenIds, VersionSpan
+from pipelinerl.messages.sequences import Completion, FinishReason, Logprobs, PolicyVersion, TokenIds, VersionSpan
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import run_service
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 from services.actor.app import serve
-from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep, stop_in
+from services.actor.engine import EngineError, GenerationRequest, OnStep, stop_in
 from services.actor.weight_sync.client import WeightLoading
 
 
@@ -43,7 +43,7 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
 
-    def generation(self, finish_reason: FinishReason | None) -> Generation:
+    def generation(self, finish_reason: FinishReason | None) -> Completion:
         """What there is of it; a step that is under way may be about to add a token."""
         versions = self.versions.copy()
         spans, start = [], 0
@@ -52,7 +52,7 @@ class Running:
             spans.append(VersionSpan(version.number, start, end, version.incarnation))
             start = end
         tokens, logprobs = self.tokens[:start], self.logprobs[:start]
-        return Generation(np.array(tokens, np.int32), np.array(logprobs, np.float32), tuple(spans), finish_reason)
+        return Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), tuple(spans), finish_reason)
 
 
 class LightEngine:
@@ -124,7 +124,7 @@ class LightEngine:
             self.version = version
             return time.monotonic() - started
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Completion:
         if len(request.prompt_token_ids) >= self._max_context:
             raise EngineError(f"request {request.request_id}: the prompt fills the context")
         random = torch.Generator().manual_seed(request.seed % (1 << 63)) if request.seed else self._random

@@ -36,9 +36,9 @@ from pipelinerl.transfer.chunks import checksum
 from pipelinerl.transfer.group import WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from services.actor.app import Heartbeat
-from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import StagedWeights, WeightLoading
+from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.updates import UpdateListener
 from services.actor.weight_sync.worker import Receiver
 

@@ -31,7 +31,7 @@ from pipelinerl.messages.control import (
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, TransferResult, build_manifest
 from services.actor.app import Heartbeat
-from services.actor.generation import ServingGate
+from services.actor.weight_sync.gate import ServingGate
 
 RUN = "simulated"
 MANIFEST: Manifest = build_manifest([("w", (4,), "float32")])

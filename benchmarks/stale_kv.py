@@ -42,10 +42,9 @@ from benchmarks.side_comparison import RESULTS
 from benchmarks.table import COLUMNS, table
 from pipelinerl.errors import FieldError
 from pipelinerl.local.services import available_cores, plan_threads
-from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, TokenIds
+from pipelinerl.messages.sequences import Completion, PolicyVersion, SamplingParams, TokenIds
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from services.actor.engine import Generation
 
 if TYPE_CHECKING:
     from pipelinerl.transfer.group import WeightGroup
@@ -70,7 +69,7 @@ class Sampled:
     """One finished sequence."""
 
     prompt_token_ids: TokenIds
-    generation: Generation
+    generation: Completion
     candidates: NDArray[np.int64]
     """[completion tokens, K]: the most probable tokens at each position."""
     logprobs: NDArray[np.float64]
@@ -79,7 +78,7 @@ class Sampled:
 
 async def sample(engine: VllmEngine, name: str, prompt: TokenIds, sampling: SamplingParams, seed: int) -> Sampled:
     """As `VllmEngine.generate`, with more log-probabilities."""
-    from services.actor.vllm_engine import generation_of, vllm_sampling
+    from services.actor.vllm_engine import completion_of, vllm_sampling
 
     parameters = vllm_sampling(sampling, seed).clone()
     parameters.logprobs = count = min(CANDIDATES, engine.vocab_size)
@@ -91,7 +90,7 @@ async def sample(engine: VllmEngine, name: str, prompt: TokenIds, sampling: Samp
     shape = len(completion.token_ids), count + 1  # the sampled token comes first, and again in its place
     candidates = np.array(completion.logprobs.token_ids, np.int64).reshape(shape)[:, 1:]
     logprobs = np.array(completion.logprobs.logprobs, np.float64).reshape(shape)[:, 1:]
-    return Sampled(prompt, generation_of(completion), candidates, logprobs)
+    return Sampled(prompt, completion_of(completion), candidates, logprobs)
 
 
 class PolicyArrivals:

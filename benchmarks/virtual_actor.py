@@ -27,13 +27,13 @@ from transformers import DynamicCache
 
 from benchmarks.light_actor import LightEngine, ModelReceiver, Running
 from benchmarks.virtual_profile import Pace, Profile, arguments
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion
+from pipelinerl.messages.sequences import Completion, FinishReason, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import run_service
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from services.actor.app import serve
-from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep
+from services.actor.engine import EngineError, GenerationRequest, OnStep
 from services.actor.weight_sync.client import StagedWeights
 
 ADMISSION = 0.2
@@ -162,7 +162,7 @@ class VirtualEngine(LightEngine):
             accelerator.last_R1 = tokens_R1
             return [one for row, one in rows if len(one.tokens) >= accelerator.lengths[row]]
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Completion:
         if len(request.prompt_token_ids) != 1:
             raise EngineError(f"request {request.request_id}: virtual accelerators take prompts of one token")
         return await super().generate(request)

@@ -88,6 +88,10 @@ class Done:
     correct: bool | None = None
 
 
+MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE = "max_turns_exceeded", "context_length_exceeded", "request_too_large"
+POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE)
+"""Error codes with which an actor refuses a turn because the policy went on for too long. The episode then earns 0."""
+
 Start = Messages | str
 """A text stands for one message of the user."""
 Reply = Messages | str | Done

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ from pipelinerl.messages.validation import (
     token_ids_from_bytes,
 )
 from pipelinerl.v1 import sequence_pb2 as pb
+from pipelinerl.v1.actor_pb2 import GenerateResult
 from pipelinerl.v1.sequence_pb2 import DeadLetter
 
 TokenIds = NDArray[np.int32]
@@ -84,19 +86,30 @@ class Turn:
     finish_reason: FinishReason | None = FinishReason.STOP
 
 
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """Tokens that the policy sampled.
+
+    completion_token_ids int32[tokens], with the end-of-sequence token. behaviour_logprobs float32[tokens]: log μ of each token,
+    nats, after temperature and truncation. `spans` cover the tokens without gap or overlap. `finish_reason` None: it was
+    interrupted and is to be continued.
+    """
+
+    completion_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    behaviour_logprobs: Logprobs = field(default_factory=lambda: np.empty(0, np.float32))
+    spans: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Branch:
+class Branch(Completion):
     """Tokens of an episode that extend each other: a prompt, then turns with an environment's observations between them.
 
-    prompt_token_ids int32[prompt]: input of its first turn. completion_token_ids int32[completion]: from the first turn to the
-    last. behaviour_logprobs float32[sampled]: log μ of each sampled token, nats. `spans` cover the turns without gap or
-    overlap, in completion tokens. Without `turns`, the whole completion is one turn.
+    prompt_token_ids int32[prompt]: input of its first turn. The completion reaches from the first turn to the last one;
+    behaviour_logprobs and `spans` leave out the observations. Without `turns`, the whole completion is one turn.
     """
 
     prompt_token_ids: TokenIds
-    completion_token_ids: TokenIds
-    behaviour_logprobs: Logprobs
-    spans: tuple[VersionSpan, ...]
     turns: tuple[Turn, ...] = ()
 
     @property
@@ -113,20 +126,15 @@ class Branch:
         return len(self.prompt_token_ids) + len(self.completion_token_ids)
 
 
-@dataclass(frozen=True, eq=False)
-class PartialSequence:
-    """Tokens of one sample that an actor had generated when it left. `completion_token_ids`, `behaviour_logprobs`: [tokens].
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PartialSequence(Completion):
+    """Tokens of one sample that an actor had generated when it left. A finished one lacks only its reward and publication.
 
-    `finish_reason` None: the sample is to be continued. Otherwise it is complete and lacks only its reward and publication. An
-    episode has only `branches`: their turns are served again if its environment asks the same, and a turn whose `finish_reason`
-    is None is continued.
+    An episode has only `branches`: their turns are served again if its environment asks the same, and a turn whose
+    `finish_reason` is None is continued.
     """
 
     sample_index: int
-    completion_token_ids: TokenIds
-    behaviour_logprobs: Logprobs
-    spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason | None = None
     generation_s: float = 0.0
     branches: tuple[Branch, ...] = ()
 
@@ -223,6 +231,8 @@ MAX_SAMPLES = 65_536
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
 FINISH_REASON_TO_PROTO = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items()}
+CompletionMessage = pb.Sequence | pb.PartialSequence | pb.Branch | GenerateResult
+"""Messages with the fields of a completion."""
 _SAME_IN_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "reward", "failure", "actor"),
     *("completion_text", "prompt_text", "reference_json", "generation_s", "answer", "reason", "group_token"),
@@ -242,13 +252,10 @@ def encode_sequence(sequence: Sequence) -> bytes:
         message = pb.Sequence(
             **{name: fields[name] for name in _SAME_IN_SEQUENCE},
             prompt_token_ids=sequence.prompt_token_ids.tobytes(),
-            completion_token_ids=sequence.completion_token_ids.tobytes(),
-            behaviour_logprobs=sequence.behaviour_logprobs.tobytes(),
             finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason],
+            turns=map(_turn_to_proto, sequence.turns),
         )
-        for span in sequence.spans:  # added in place: half the cost of handing over a list
-            message.spans.add(version=span.version, start=span.start, end=span.end, incarnation=span.incarnation)
-        message.turns.extend(map(_turn_to_proto, sequence.turns))
+        write_completion(message, sequence)
         message.branches.extend(map(branch_to_proto, sequence.branches))
         message.reward_components.update(sequence.reward_components)
         message.metrics.update(sequence.metrics)
@@ -262,9 +269,7 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
     sequence = Sequence(
         **{name: getattr(message, name) for name in _SAME_IN_SEQUENCE},
         prompt_token_ids=token_ids_from_bytes(message.prompt_token_ids, _SEQUENCE, "prompt_token_ids"),
-        completion_token_ids=token_ids_from_bytes(message.completion_token_ids, _SEQUENCE, "completion_token_ids"),
-        behaviour_logprobs=logprobs_from_bytes(message.behaviour_logprobs, _SEQUENCE, "behaviour_logprobs"),
-        spans=spans_from_proto(message.spans),
+        **read_completion(message, _SEQUENCE),
         turns=tuple(map(_turn_from_proto, message.turns)),
         branches=tuple(branch_from_proto(branch, _SEQUENCE) for branch in message.branches),
         reward_components=dict(message.reward_components),
@@ -356,13 +361,23 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     )
 
 
-def spans_to_proto(spans: Iterable[VersionSpan]) -> list[pb.VersionSpan]:
-    return [pb.VersionSpan(**vars(span)) for span in spans]
+def write_completion(message: CompletionMessage, completion: Completion) -> None:
+    """Write tokens, log-probabilities and spans to a message without them."""
+    message.completion_token_ids = completion.completion_token_ids.tobytes()
+    message.behaviour_logprobs = completion.behaviour_logprobs.tobytes()
+    for span in completion.spans:  # added in place: half the cost of handing over a list
+        message.spans.add(version=span.version, start=span.start, end=span.end, incarnation=span.incarnation)
 
 
-def spans_from_proto(messages: Iterable[pb.VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Convert without checks, which need the number of tokens."""
-    return tuple(VersionSpan(span.version, span.start, span.end, span.incarnation) for span in messages)
+def read_completion(message: CompletionMessage, kind: str, prefix: str = "") -> dict[str, Any]:
+    """Return tokens, log-probabilities and spans of a message as fields of a `Completion`, checking only the lengths of the
+    arrays. Raises `MessageError`."""
+    spans = tuple(VersionSpan(span.version, span.start, span.end, span.incarnation) for span in message.spans)
+    return {
+        "completion_token_ids": token_ids_from_bytes(message.completion_token_ids, kind, f"{prefix}completion_token_ids"),
+        "behaviour_logprobs": logprobs_from_bytes(message.behaviour_logprobs, kind, f"{prefix}behaviour_logprobs"),
+        "spans": spans,
+    }
 
 
 def _finish_reason(number: int, kind: str) -> FinishReason:
@@ -374,24 +389,21 @@ def _finish_reason(number: int, kind: str) -> FinishReason:
 
 
 def _partial_to_proto(partial: PartialSequence) -> pb.PartialSequence:
-    return pb.PartialSequence(
+    message = pb.PartialSequence(
         sample_index=partial.sample_index,
-        completion_token_ids=partial.completion_token_ids.tobytes(),
-        behaviour_logprobs=partial.behaviour_logprobs.tobytes(),
-        spans=spans_to_proto(partial.spans),
         finish_reason=FINISH_REASON_TO_PROTO[partial.finish_reason] if partial.finish_reason else None,
         generation_s=partial.generation_s,
         branches=map(branch_to_proto, partial.branches),
     )
+    write_completion(message, partial)
+    return message
 
 
 def _partial_from_proto(message: pb.PartialSequence) -> PartialSequence:
     unfinished = message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
     return PartialSequence(
         sample_index=message.sample_index,
-        completion_token_ids=token_ids_from_bytes(message.completion_token_ids, _GROUP, "partials.completion_token_ids"),
-        behaviour_logprobs=logprobs_from_bytes(message.behaviour_logprobs, _GROUP, "partials.behaviour_logprobs"),
-        spans=spans_from_proto(message.spans),
+        **read_completion(message, _GROUP, "partials."),
         finish_reason=None if unfinished else _finish_reason(message.finish_reason, _GROUP),
         generation_s=message.generation_s,
         branches=tuple(branch_from_proto(branch, _GROUP) for branch in message.branches),
@@ -399,23 +411,19 @@ def _partial_from_proto(message: pb.PartialSequence) -> PartialSequence:
 
 
 def branch_to_proto(branch: Branch) -> pb.Branch:
-    return pb.Branch(
-        prompt_token_ids=branch.prompt_token_ids.tobytes(),
-        completion_token_ids=branch.completion_token_ids.tobytes(),
-        behaviour_logprobs=branch.behaviour_logprobs.tobytes(),
-        spans=spans_to_proto(branch.spans),
-        turns=map(_turn_to_proto, branch.turns),
-    )
+    message = pb.Branch(prompt_token_ids=branch.prompt_token_ids.tobytes(), turns=map(_turn_to_proto, branch.turns))
+    write_completion(message, branch)
+    return message
 
 
 def branch_from_proto(message: pb.Branch, kind: str) -> Branch:
     """Convert a branch, checking only the lengths of its arrays. Raises `MessageError`."""
+    turns = tuple(map(_turn_from_proto, message.turns))
     return Branch(
         prompt_token_ids=token_ids_from_bytes(message.prompt_token_ids, kind, "branches.prompt_token_ids"),
-        completion_token_ids=token_ids_from_bytes(message.completion_token_ids, kind, "branches.completion_token_ids"),
-        behaviour_logprobs=logprobs_from_bytes(message.behaviour_logprobs, kind, "branches.behaviour_logprobs"),
-        spans=spans_from_proto(message.spans),
-        turns=tuple(map(_turn_from_proto, message.turns)),
+        turns=turns,
+        finish_reason=turns[-1].finish_reason if turns else None,
+        **read_completion(message, kind, "branches."),
     )
 
 
@@ -514,7 +522,7 @@ def check_sampling(sampling: SamplingParams, kind: str, prefix: str = "") -> Non
         raise MessageError(kind, f"{prefix}stop", "holds an empty text, which would end every completion")
 
 
-def _check_tokens(tokens: Branch | PartialSequence, kind: str, prefix: str, turns: tuple[Turn, ...] = ()) -> None:
+def _check_tokens(tokens: Completion, kind: str, prefix: str, turns: tuple[Turn, ...] = ()) -> None:
     completion, logprobs, num_sampled = tokens.completion_token_ids, tokens.behaviour_logprobs, 0
     check_token_ids(completion, kind, f"{prefix}completion_token_ids")
     check_logprobs(logprobs, kind, f"{prefix}behaviour_logprobs")

@@ -75,6 +75,19 @@ def judged(sequence: Sequence, result: VerifyResult) -> Sequence:
     )
 
 
+def result_of(sequence: Sequence) -> VerifyResult:
+    """Return the result that `judged` took into a sequence without a failure."""
+    return VerifyResult(
+        sequence_id=sequence.sequence_id,
+        status=VERIFY_STATUS_OK,
+        reward=sequence.reward,
+        components=sequence.reward_components,
+        metrics=sequence.metrics,
+        answer=sequence.answer,
+        message=sequence.reason,
+    )
+
+
 def status_name(status: int) -> str:
     """Return the name of a `VerifyStatus` in lower case without its prefix."""
     return VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()

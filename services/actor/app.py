@@ -14,8 +14,10 @@ import os
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from functools import partial
 
 import grpc
 import numpy as np
@@ -27,17 +29,16 @@ from pipelinerl.initial_model import model_source
 from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import (
     FINISH_REASON_TO_PROTO,
-    FinishReason,
     PolicyVersion,
-    SamplingParams,
+    PromptGroup,
     TokenIds,
     branch_to_proto,
     check_sampling,
     sampling_from_proto,
-    spans_to_proto,
+    write_completion,
 )
 from pipelinerl.messages.validation import token_ids_from_bytes
-from pipelinerl.messages.verification import VerifierClient
+from pipelinerl.messages.verification import VerifierClient, result_of
 from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
@@ -53,26 +54,17 @@ from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
-from services.actor.engine import (
-    UNFINISHED,
-    EngineError,
-    Generation,
-    GenerationRequest,
-    InferenceEngine,
-    StartEngine,
-    before_stop,
-    defect_of,
-    turn_seed,
-)
+from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, StartEngine, start_of
 from services.actor.episodes.endpoint import episode_app
-from services.actor.episodes.episode import NO_TURNS, EpisodeBook, EpisodeRunner, verdict_of
+from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import chat_format_of
 from services.actor.episodes.rendering import Rendering
 from services.actor.finishing import Finisher
-from services.actor.generation import EpisodeSalt, GenerationLoop, ServingGate
+from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups, hand_over
 from services.actor.metrics import STAGING_STATES, ActorMetrics
 from services.actor.vllm_engine import start_engine
+from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.updates import UpdateListener
 
 log = logging.getLogger(__name__)
@@ -115,13 +107,13 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         episodes = None
         if recipe.episodic_tasks:
             use_chat_template(engine.tokenizer, recipe.model)
-            book, rendering = EpisodeBook(), Rendering(chat_format_of(engine.tokenizer, recipe.model))
-            endpoint = episode_app(book, rendering, metrics, model=recipe.model.name, vocab_size=engine.vocab_size)
+            episodes = Episodes(verifier, metrics, recipe, engine.decode)
+            rendering = Rendering(chat_format_of(engine.tokenizer, recipe.model))
+            endpoint = episode_app(episodes, rendering, metrics, model=recipe.model.name, vocab_size=engine.vocab_size)
             serving = serve_http(endpoint, settings.episode_host, settings.episode_port, on_this_loop=True)
             episode_port = await stack.enter_async_context(serving)
-            address_of_turns = host_port(settings.advertise_host, episode_port)
-            episodes = EpisodeRunner(book, verifier, metrics, recipe, address_of_turns, engine.decode)
-            log.info("environments request turns at %s", address_of_turns)
+            episodes.address = host_port(settings.advertise_host, episode_port)
+            log.info("environments request turns at %s", episodes.address)
         actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes)
         credentials = server_credentials(settings.tls_dir)
         served = serve_grpc(
@@ -148,32 +140,32 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         metrics: ActorMetrics,
         context: LogContext,
         stop: asyncio.Event,
-        episodes: EpisodeRunner | None = None,
+        episodes: Episodes | None = None,
     ) -> None:
-        self._episodes = episodes
-        self._heldout = asyncio.Semaphore(EVALUATION_SLOTS)  # beside H, so that training requests do not wait for evaluation
         self._settings, self._recipe, self._bus, self._engine = settings, recipe, bus, engine
-        self._metrics, self._context, self._stop = metrics, context, stop
+        self.metrics, self._context, self._stop = metrics, context, stop
         self._started_s = time.monotonic()
         self._process = uuid.uuid4().hex[:12]
         instance, of_actor = settings.instance, recipe.actor
-        self._gate = gate = ServingGate(recipe.algorithm.max_lag)
+        self.gate = gate = ServingGate(recipe.algorithm.max_lag)
         self._held = held = HeldGroups()
         self._finisher = Finisher(
             bus, verifier, metrics, held.published, buffer_size=of_actor.publish_buffer, batch_size=of_actor.verify_batch
         )
+        sampler = partial(Sampler, engine, gate, instance=instance, max_context=recipe.model.max_context, episodes=episodes)
+        self._training = sampler(places=of_actor.sequences_in_progress, metrics=metrics, keep=held.keep)
+        # Training requests do not wait for evaluation, which has its own places.
+        self._heldout = sampler(places=EVALUATION_SLOTS, split=Split.HELDOUT, stopped=stop)
+        self._heldout_samples = asyncio.Semaphore(EVALUATION_SLOTS)
         self._generation = GenerationLoop(
             bus,
-            engine,
+            self._training,
             self._finisher,
             held,
             gate,
             metrics,
             instance=instance,
-            sequences_in_progress=of_actor.sequences_in_progress,
-            max_context=recipe.model.max_context,
             samples_in_progress=max(of_actor.samples_in_progress(share.task) for share in recipe.mixture.values()),
-            episodes=episodes,
         )
         self._updates = updates = UpdateListener(bus, engine.weights, gate, metrics, instance=instance, process=self._process)
         metrics.version.read(lambda: gate.served.number if gate.served else None)
@@ -191,7 +183,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             ranks=self._recipe.actor.engine.tensor_parallel_size,
             pod_uid=settings.pod_uid,
         )
-        heartbeat = Heartbeat(self._bus, self._gate, lambda: self._updates.manifest_id, me)
+        heartbeat = Heartbeat(self._bus, self.gate, lambda: self._updates.manifest_id, me)
         producing = [self._finisher.run(), self._generation.run()]
         beside = [
             self._updates.run(),
@@ -204,10 +196,10 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                 producers = [tasks.create_task(part) for part in producing]
                 others = [tasks.create_task(part) for part in beside]
                 await self._stop.wait()
-                self._gate.drain()
+                self.gate.drain()
                 readiness.reason = "draining"
                 tasks.create_task(heartbeat.leave())
-                await self._generation.interrupt(INTERRUPT_S)
+                await self._training.interrupt(INTERRUPT_S)
                 try:
                     async with asyncio.timeout(DRAIN_S):
                         await self._finisher.drained()
@@ -215,7 +207,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     log.warning("finished sequences were not verified and stored within %g s; they are handed over", DRAIN_S)
                 await _cancelled(producers)
                 started, num_groups = time.monotonic(), len(self._held)
-                await hand_over(self._bus, self._held, self._metrics, instance=instance, timeout_s=HAND_OVER_S)
+                await hand_over(self._bus, self._held, self.metrics, instance=instance, timeout_s=HAND_OVER_S)
                 log.info("stopped; handed over %d groups in %.1f s", num_groups, time.monotonic() - started)
                 await _cancelled(others)
         finally:
@@ -225,8 +217,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         """Update /readyz and the policy version in log lines, and raise an error if the engine is dead."""
         while True:
             await self._engine.check_health()
-            readiness.reason = self._gate.reason
-            served = self._gate.served
+            readiness.reason = self.gate.reason
+            served = self.gate.served
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
@@ -234,36 +226,32 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     # vocabulary, on which an engine would fail, or which it would take for other tokens.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
-        served = self._gate.served
+        served = self.gate.served
         return actor_pb2.ActorState(
             instance=self._settings.instance,
-            phase=actor_pb2.ActorPhase.Value(f"ACTOR_PHASE_{self._gate.phase.upper()}"),
+            phase=actor_pb2.ActorPhase.Value(f"ACTOR_PHASE_{self.gate.phase.upper()}"),
             policy_version=served.number if served else 0,
             incarnation=served.incarnation if served else 0,
             epoch=self._updates.epoch.epoch if self._updates.epoch else 0,
-            sequences_in_progress=self._metrics.busy.running,
-            generated_tokens=self._metrics.tokens_total,
-            busy_s=self._metrics.busy.total_s,
+            sequences_in_progress=self.metrics.busy.running,
+            generated_tokens=self.metrics.tokens_total,
+            busy_s=self.metrics.busy.total_s,
             uptime_s=time.monotonic() - self._started_s,
-            sequences_finished=self._metrics.finished_total,
+            sequences_finished=self.metrics.finished_total,
         )
 
     async def Generate(
         self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[actor_pb2.GenerateResult]:
         try:
-            sampling, prompts = read_prompts(request, self._engine.vocab_size)
-            episodes = [prompt for prompt in request.prompts if prompt.task]
-            if unknown := {prompt.task for prompt in episodes} - self._recipe.episodic_tasks.keys():
-                raise MessageError("GenerateRequest", "prompts.task", f"{unknown} are not episodic tasks of the recipe")
+            groups = read_prompts(request, self._engine.vocab_size, self._recipe.episodic_tasks)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         trace = trace_in(dict(context.invocation_metadata() or ()))
         about = {**attributes.rpc("pipelinerl.v1.ActorService/Generate"), attributes.PROMPTS: len(request.prompts)}
         with child(trace, "evaluation.generate", kind=SpanKind.SERVER, attributes=about) as span:
             trace = trace_of(span) or trace
-            tasks = [asyncio.create_task(self._complete(key, p, sampling, request.seed)) for key, p in prompts.items()]
-            tasks += [asyncio.create_task(self._heldout_episode(p, sampling, request.seed, trace)) for p in episodes]
+            tasks = [asyncio.create_task(self._answer(key, group, trace)) for key, group in groups.items()]
             try:
                 for finished in asyncio.as_completed(tasks):
                     yield await finished
@@ -282,7 +270,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                 f"token_ids: {len(tokens)} tokens, give 2 to {self._recipe.model.max_context - 1}",
             )
         async with self._updates.serving:
-            served = self._gate.served
+            served = self.gate.served
             if served is None:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no policy version is served yet")
                 raise AssertionError("abort raises")
@@ -297,55 +285,24 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             loader=self._updates.loader,
         )
 
-    async def _complete(self, key: str, prompt: TokenIds, sampling: SamplingParams, seed: int) -> actor_pb2.GenerateResult:
-        # Several answers to one prompt get different seeds.
-        own_seed = seed + zlib.crc32(key.encode()) if seed else None
-        name = f"eval-{key}-{os.urandom(4).hex()}"
-        request = GenerationRequest(name, prompt, sampling, own_seed, lambda: self._gate.cache_salt)
-        try:
-            async with self._heldout:
-                generation = await self._engine.generate(request)
-        except EngineError as error:
-            return actor_pb2.GenerateResult(id=key, failure=str(error)[:500])
-        return actor_pb2.GenerateResult(
-            id=key,
-            completion_token_ids=generation.completion_token_ids.tobytes(),
-            behaviour_logprobs=np.asarray(generation.behaviour_logprobs, dtype=np.float32).tobytes(),
-            spans=spans_to_proto(generation.spans),
-            finish_reason=FINISH_REASON_TO_PROTO[generation.finish_reason or FinishReason.STOP],
-            completion_text=before_stop(self._engine.decode(generation.completion_token_ids), sampling.stop),
-            failure=defect_of(generation) if generation.finish_reason else UNFINISHED,
+    async def _answer(self, prompt_id: str, group: PromptGroup, trace: Trace) -> actor_pb2.GenerateResult:
+        """Sample a held-out completion or episode, beside those of training."""
+        async with self._heldout_samples:
+            try:
+                sequence = await self._heldout.sample(group, start_of(group, 0), trace)
+            except EngineError as error:  # it is dead, which ends the actor within `HEALTH_CHECK_S`
+                return actor_pb2.GenerateResult(id=prompt_id, failure=f"engine: {error}"[:500])
+        if sequence is None or sequence.failure:
+            return actor_pb2.GenerateResult(id=prompt_id, failure=sequence.failure if sequence else UNFINISHED)
+        result = actor_pb2.GenerateResult(
+            id=prompt_id, finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason], completion_text=sequence.completion_text
         )
-
-    async def _heldout_episode(
-        self, prompt: actor_pb2.GeneratePrompt, sampling: SamplingParams, seed: int, trace: Trace
-    ) -> actor_pb2.GenerateResult:
-        """Run a held-out episode, which decodes in slots besides those of training."""
-        assert self._episodes is not None, "checked by the caller"
-        async with self._heldout:
-            name, salt = f"eval-{prompt.id}-{os.urandom(4).hex()}", EpisodeSalt(self._gate)
-
-            async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
-                own_seed = turn_seed(seed + zlib.crc32(prompt.id.encode()), len(context), number) if seed else None
-                request = GenerationRequest(f"{name}.{number}", context, sampling, own_seed, salt)
-                return salt.keep(await self._engine.generate(request))
-
-            asked = self._episodes.request(name, Split.HELDOUT, prompt, sampling, trace)
-            episode, result = await self._episodes.play(asked, sampling, sample, self._stop)
-        if result is None:
-            return actor_pb2.GenerateResult(id=prompt.id, failure=UNFINISHED)
-        failure, result = verdict_of(episode, result)
-        branches = episode.result()
-        if failure or not branches:
-            return actor_pb2.GenerateResult(id=prompt.id, failure=failure or NO_TURNS)
-        result.sequence_id = prompt.id
-        return actor_pb2.GenerateResult(
-            id=prompt.id,
-            branches=map(branch_to_proto, branches),
-            finish_reason=FINISH_REASON_TO_PROTO[episode.finish_reason or FinishReason.STOP],
-            completion_text=self._engine.decode(branches[0].completion_token_ids),
-            verdict=result,
-        )
+        if group.episodic:
+            result.branches.extend(map(branch_to_proto, sequence.all_branches))
+            result.verdict.CopyFrom(result_of(replace(sequence, sequence_id=prompt_id)))
+        else:
+            write_completion(result, sequence)
+        return result
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
@@ -355,19 +312,34 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.wait(tasks)
 
 
-def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int) -> tuple[SamplingParams, dict[str, TokenIds]]:
-    """Return sampling, and all prompts by id except those of episodes. Raises `MessageError`. Pure."""
-    kind = "GenerateRequest"
+def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: Container[str] = ()) -> dict[str, PromptGroup]:
+    """Return each prompt by its id, as a group of one sample. Raises `MessageError`. `episodic`: the tasks whose samples are
+    episodes."""
+    kind, call = "GenerateRequest", os.urandom(4).hex()
     if len(request.prompts) > MAX_PROMPTS:
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
-    prompts = {
-        prompt.id: read_tokens(prompt.prompt_token_ids, vocab_size, kind, f"prompts[{prompt.id}].prompt_token_ids")
-        for prompt in request.prompts
-        if not prompt.task
-    }
+    if unknown := {prompt.task for prompt in request.prompts if prompt.task and prompt.task not in episodic}:
+        raise MessageError(kind, "prompts.task", f"{unknown} are not episodic tasks of the recipe")
     sampling = sampling_from_proto(request.sampling)
     check_sampling(sampling, "SamplingParams")
-    return sampling, prompts
+    return {
+        prompt.id: PromptGroup(
+            run="",
+            group_id=f"eval-{prompt.id}-{call}",
+            problem_index=prompt.problem_index,
+            task=prompt.task,
+            prompt_token_ids=read_tokens(prompt.prompt_token_ids, vocab_size, kind, f"prompts[{prompt.id}].prompt_token_ids"),
+            prompt_text=prompt.prompt_text,
+            reference_json=prompt.reference_json,
+            num_samples=1,
+            sampling=sampling,
+            # Several answers to one prompt get different seeds.
+            seed=request.seed + zlib.crc32(prompt.id.encode()) if request.seed else 0,
+            issued_version=0,
+            episodic=bool(prompt.task),
+        )
+        for prompt in request.prompts
+    }
 
 
 def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds:

@@ -1,9 +1,9 @@
-"""The interface to an inference engine, requests for a group's samples, and the sequences made of its answers.
+"""The interface to an inference engine, and the sequences made of its completions.
 
 `vllm_engine.py` implements `InferenceEngine` with vLLM; tests use a light one. `weight_sync/client.py` gives an engine new
 weights. An engine takes and returns tokens; it does not know prompts as text, rewards or streams.
 
-An answer becomes a sequence without reward, a failed sequence with its reason, or a partial sequence that another generation
+A completion becomes a sequence without reward, a failed sequence with its reason, or a partial sequence that another actor
 continues. The functions for this are pure, without an engine, stream or clock.
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.messages.sequences import (
+    Completion,
     FinishReason,
     Logprobs,
     PartialSequence,
@@ -26,7 +27,6 @@ from pipelinerl.messages.sequences import (
     SamplingParams,
     Sequence,
     TokenIds,
-    VersionSpan,
 )
 
 if TYPE_CHECKING:
@@ -55,21 +55,6 @@ class GenerationRequest:
     cache_salt: Callable[[], str] = str
 
 
-@dataclass(frozen=True, eq=False)
-class Generation:
-    """A completion. `behaviour_logprobs` are log μ of the sampling distribution, including temperature and truncation.
-    `spans` cover the tokens, including end-of-sequence. If `finish_reason` is None, it was aborted and is incomplete.
-    """
-
-    completion_token_ids: TokenIds
-    behaviour_logprobs: Logprobs
-    spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason | None
-
-
-NO_TOKENS = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), None)
-
-
 class InferenceEngine(Protocol):
     """Generates on one policy version at a time."""
 
@@ -83,8 +68,9 @@ class InferenceEngine(Protocol):
         """Size of the vocabulary; token ids are smaller."""
         ...
 
-    async def generate(self, request: GenerationRequest) -> Generation:
-        """Generate a completion. Raises `EngineError` if the request is refused (prompt too long) or the engine died."""
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Generate a completion, up to its end or an abort. Raises `EngineError` if the request is refused (prompt too long) or
+        the engine died."""
         ...
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
@@ -117,45 +103,19 @@ StartEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
 def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
     """Return the part of this sample that another actor has handed over, or an empty one."""
     given = (partial for partial in group.partials if partial.sample_index == sample_index)
-    return next(given, None) or nothing_yet(sample_index)
+    return next(given, None) or PartialSequence(sample_index=sample_index)
 
 
-def nothing_yet(sample_index: int) -> PartialSequence:
-    return PartialSequence(sample_index, np.empty(0, np.int32), np.empty(0, np.float32), ())
+def seed_of(group: PromptGroup, sample_index: int, num_tokens: int = 0, number: int = 0) -> int | None:
+    """Return the seed of a request whose sample goes on after `num_tokens`, and which is an episode's request `number`; None if
+    the group has none. No two requests get the same one, since it would repeat the first random numbers."""
+    return (group.seed + sample_index + (num_tokens + (number << 32)) * _SEED_STEP) % (1 << 63) if group.seed else None
 
 
-def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> FinishReason | None:
-    """Return the finish reason of a sample that needs no more tokens, else None. `max_context`: tokens, prompt included."""
-    room = min(group.sampling.max_tokens, max_context - len(group.prompt_token_ids))
-    if start.finish_reason is None and len(start.completion_token_ids) >= room:
-        return FinishReason.LENGTH
-    return start.finish_reason
+Made = TypeVar("Made", bound=Completion)
 
 
-def turn_seed(seed: int, num_context: int, number: int = 0) -> int:
-    """Return the seed for tokens after `num_context` others, in an episode's request `number`, so that equal requests get
-    different answers."""
-    return (seed + (num_context + (number << 32)) * _SEED_STEP) % (1 << 63)
-
-
-def request_of(group: PromptGroup, start: PartialSequence, cache_salt: Callable[[], str] = str) -> GenerationRequest:
-    """Return the request that continues after prompt and `start`, up to the length that the group allows in total."""
-    carried, sampling = len(start.completion_token_ids), group.sampling
-    seed = group.seed + start.sample_index if group.seed else None
-    if carried:
-        sampling = replace(sampling, max_tokens=sampling.max_tokens - carried)
-        # Each continuation needs another seed, because the same one would repeat the sample's first random numbers.
-        seed = turn_seed(seed, carried) if seed is not None else None
-    return GenerationRequest(
-        request_id=group.sequence_id(start.sample_index),
-        prompt_token_ids=np.concatenate([group.prompt_token_ids, start.completion_token_ids]).astype(np.int32),
-        sampling=sampling,
-        seed=seed,
-        cache_salt=cache_salt,
-    )
-
-
-def appended(made: Generation, more: Generation) -> Generation:
+def followed_by(made: Made, more: Completion) -> Made:
     """Return `made` followed by `more`. Each token keeps its log-probability and version."""
     carried, spans = len(made.completion_token_ids), list(made.spans)
     for span in more.spans:
@@ -164,19 +124,12 @@ def appended(made: Generation, more: Generation) -> Generation:
             spans[-1] = replace(spans[-1], end=moved.end)
         else:
             spans.append(moved)
-    return Generation(
+    return replace(
+        made,
         completion_token_ids=np.concatenate([made.completion_token_ids, more.completion_token_ids]),
         behaviour_logprobs=np.concatenate([made.behaviour_logprobs, more.behaviour_logprobs]),
         spans=tuple(spans),
         finish_reason=more.finish_reason,
-    )
-
-
-def continued(start: PartialSequence, generation: Generation, generation_s: float = 0.0) -> PartialSequence:
-    """Return `start` followed by a generation that took `generation_s`."""
-    made = Generation(start.completion_token_ids, start.behaviour_logprobs, start.spans, start.finish_reason)
-    return PartialSequence(
-        **vars(appended(made, generation)), sample_index=start.sample_index, generation_s=start.generation_s + generation_s
     )
 
 
@@ -193,10 +146,7 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
     return text if found is None else text[: found[0]]
 
 
-_Made = TypeVar("_Made", Generation, PartialSequence)
-
-
-def cut_at_stop(made: _Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> _Made:
+def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
     """Cut a sample or turn at the token that completes a stop string which begins in its first `carried` tokens, if any.
 
     An engine looks for stop strings only in the tokens that it samples itself. Dropping the tokens after such a string changes
@@ -247,7 +197,12 @@ def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: s
     return without_arrays(sequence, failure) if failure else sequence
 
 
-def defect_of(made: Generation | PartialSequence) -> str:
+def failed_sequence(group: PromptGroup, sample_index: int, actor: str, failure: str) -> Sequence:
+    """Return a sequence without tokens for a sample that could not be generated."""
+    return sequence_of(group, PartialSequence(sample_index=sample_index), actor, failure=failure[:500])
+
+
+def defect_of(made: Completion) -> str:
     """Return why these tokens can be neither trained on nor continued; empty if they can."""
     num_tokens = len(made.completion_token_ids)
     if not num_tokens:

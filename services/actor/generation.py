@@ -1,22 +1,24 @@
-"""The generation loop, which keeps H sequences in progress, and the gate that decides when it may take prompt groups."""
+"""The sampler of prompt groups, and the generation loop, which keeps H sequences of training in progress."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge
-from pipelinerl.messages.control import Phase
 from pipelinerl.messages.sequences import (
+    Completion,
+    FinishReason,
     PartialSequence,
-    PolicyVersion,
     PromptGroup,
     SamplingParams,
     Sequence,
@@ -30,27 +32,25 @@ from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from services.actor.engine import (
-    NO_TOKENS,
     EngineError,
-    Generation,
     GenerationRequest,
     InferenceEngine,
+    Made,
     before_stop,
-    continued,
     cut_at_stop,
     defect_of,
-    finish_of,
-    nothing_yet,
-    request_of,
+    failed_sequence,
+    followed_by,
+    seed_of,
     sequence_of,
     start_of,
     state_of,
-    turn_seed,
 )
-from services.actor.episodes.episode import EpisodeRunner, sequence_of_episode, verdict_of
+from services.actor.episodes.episode import Episodes, sequence_of_episode
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
 from services.actor.hand_over import HeldGroups, hand_back
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.gate import EpisodeSalt, ServingGate
 
 log = logging.getLogger(__name__)
 
@@ -60,93 +60,145 @@ ABORT_AGAIN_S = 0.01
 """Interval of repeated aborts, since a request that is just entering the engine cannot be aborted yet."""
 
 
-class ServingGate:
-    """Gate that is open, so that groups may be taken, while the served version is at most `max_lag` + 1 behind the trainer's
-    last announced one. Versions are announced before they are served. Groups that were taken before the gate closes continue.
+class Sampler:
+    """Samples completions and episodes of prompt groups, and decodes at most `places` of them at once.
 
-    The gate is closed before the first commit, when the actor serves weights that no trainer recorded. If `max_lag` is None,
-    any served version opens it.
+    It returns a sequence: that of a completion without a reward, that of an episode with it, and a failed one with its reason.
+    An actor has one sampler for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation.
     """
 
-    def __init__(self, max_lag: int | None) -> None:
-        self._max_lag = max_lag
-        self.opened = asyncio.Event()
-        self.served: PolicyVersion | None = None
-        self.announced: PolicyVersion | None = None
-        self.draining = False
-        self.swapping = False
-        """True if a swap to another version is running."""
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        gate: ServingGate,
+        *,
+        instance: str,
+        max_context: int,
+        places: int,
+        split: Split = Split.TRAIN,
+        episodes: Episodes | None = None,
+        metrics: ActorMetrics | None = None,
+        keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None,
+        stopped: asyncio.Event | None = None,
+    ) -> None:
+        """`episodes`: needed if samples of a task are episodes. `metrics` None: it counts nothing. `keep(group, partial)` is
+        called with all usable tokens of a sample that is finished or interrupted. `stopped` ends episodes."""
+        self._engine, self._gate, self._instance, self._max_context = engine, gate, instance, max_context
+        self._split, self._episodes, self._metrics, self._keep = split, episodes, metrics, keep
+        self._places = asyncio.Semaphore(places)
+        self._stopped = stopped or asyncio.Event()
+        self._generating: set[str] = set()
+        self._playing: set[asyncio.Task[Any]] = set()
+        self.interrupted = False
 
-    @property
-    def cache_salt(self) -> str:
-        """Salt of a request that begins now. Only requests of one salt share cached keys and values, so that none reads a cache
-        of weights older than its own. During a swap, a request may begin with either version, so it shares nothing.
+    async def sample(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
+        """Continue `start` and return the finished sequence, or a failed one with its reason, or None if it was interrupted.
+        Raises `EngineError` only if the engine is dead. `trace`: parent of an episode's spans."""
+        return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
+
+    async def interrupt(self, timeout_s: float) -> None:
+        """End sampling for good and keep the unfinished sequences.
+
+        If the engine does not answer within `timeout_s`, its sequences are lost and an error is logged.
         """
-        return uuid.uuid4().hex if self.swapping else f"begun at {self.served}"
+        self.interrupted = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._generating:
+                    await self._engine.abort(sorted(self._generating))
+                    await asyncio.sleep(ABORT_AGAIN_S)
+        except (EngineError, TimeoutError) as error:
+            left = len(self._generating)
+            log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
+        self._stopped.set()  # episodes keep their turns in their records
+        if self._playing:
+            await asyncio.wait(self._playing, timeout=timeout_s)
 
-    @property
-    def phase(self) -> Phase:
-        if self.draining:
-            return "draining"
-        return "joining" if self.served is None else "serving"
+    async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
+        index, began_s = start.sample_index, time.monotonic()
+        salt = EpisodeSalt(self._gate)
+        if self._episodes is None or group.task not in self._episodes.tasks:
+            problem = (
+                f"unknown_task: {group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
+            )
+            return failed_sequence(group, index, self._instance, problem)
+        task = asyncio.current_task()
+        assert task is not None
+        self._playing.add(task)
+        task.add_done_callback(self._playing.discard)
 
-    @property
-    def reason(self) -> str:
-        """Why the gate is closed, for /readyz and logs; empty if it is open."""
-        if self.draining:
-            return "draining"
-        if self.served is None:
-            return "no policy version served yet"
-        if self.announced is not None and self._max_lag is not None:
-            same = self.served.incarnation == self.announced.incarnation
-            if not same or self.announced.number - self.served.number > self._max_lag + 1:
-                return f"serves {self.served}, more than max_lag + 1 = {self._max_lag + 1} behind {self.announced}"
-        return ""
+        async def sample(context: TokenIds, made: Completion, sampling: SamplingParams, number: int) -> Completion:
+            carried, name = len(made.completion_token_ids), f"{group.sequence_id(index)}.{number}"
+            seed = seed_of(group, index, len(context) + carried, number)
+            turn, _ = await self.extend(name, context, made, sampling, seed, salt)
+            salt.keep(len(turn.completion_token_ids) - carried)
+            return turn
 
-    def serve(self, version: PolicyVersion) -> None:
-        self.served = version
-        self._update()
+        episode, result = await self._episodes.play(group, start, sample, split=self._split, stopped=self._stopped, trace=trace)
+        made = episode.partial(index, start.generation_s + time.monotonic() - began_s)
+        self._keep(group, made)
+        is_cut = any(not turn.is_finished for turn in episode.served)
+        if result is None or (self.interrupted and is_cut):
+            return None
+        sequence = sequence_of_episode(group, made, episode, result, self._instance)
+        if sequence.failure and self.interrupted:  # the interruption may be its cause
+            return None
+        if sequence.failure:
+            log.error("episode %s failed: %s", sequence.sequence_id, sequence.failure)
+        return sequence
 
-    def announce(self, version: PolicyVersion) -> None:
-        """Note the trainer's newest version. Older ones, which a joiner's side group receives, are ignored."""
-        if self.announced is None or newer(version, self.announced):
-            self.announced = version
-        self._update()
+    async def _complete(self, group: PromptGroup, start: PartialSequence) -> Sequence | None:
+        prompt, index, name = group.prompt_token_ids, start.sample_index, group.sequence_id(start.sample_index)
+        room = self._max_context - len(prompt)
+        if room < 1:
+            problem = f"prompt_too_long: {len(prompt)} tokens, context {self._max_context}"
+            return failed_sequence(group, index, self._instance, problem)
+        sampling = replace(group.sampling, max_tokens=min(group.sampling.max_tokens, room))
+        seed = seed_of(group, index, len(start.completion_token_ids))
+        try:
+            sample, elapsed_s = await self.extend(name, prompt, start, sampling, seed, lambda: self._gate.cache_salt)
+        except EngineError as error:
+            await self._engine.check_health()
+            log.error("sequence %s failed: %s", name, error)
+            return failed_sequence(group, index, self._instance, f"engine: {error}")
+        sample = replace(sample, generation_s=start.generation_s + elapsed_s)
+        if not defect_of(sample):
+            self._keep(group, sample)
+        if sample.finish_reason is None and self.interrupted:
+            return None
+        text = before_stop(self._engine.decode(sample.completion_token_ids), group.sampling.stop)
+        return sequence_of(group, sample, self._instance, text)
 
-    def drain(self) -> None:
-        self.draining = True
-        self._update()
-
-    def _update(self) -> None:
-        if self.reason:
-            self.opened.clear()
-        else:
-            self.opened.set()
-
-
-def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
-    """Return whether `one` is of a later trainer, or of the same after more optimizer steps. Pure."""
-    return (one.incarnation, one.number) > (other.incarnation, other.number)
-
-
-class EpisodeSalt:
-    """The cache salt of an episode, fixed by its first turn with tokens, so that later turns find its cached prefix."""
-
-    def __init__(self, gate: ServingGate) -> None:
-        self._gate, self._kept, self._is_kept = gate, "", False
-
-    def __call__(self) -> str:
-        if not self._is_kept:
-            self._kept = self._gate.cache_salt
-        return self._kept
-
-    def keep(self, made: Generation) -> Generation:
-        self._is_kept = self._is_kept or bool(len(made.completion_token_ids))
-        return made
+    async def extend(
+        self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
+    ) -> tuple[Made, float]:
+        """Continue `made` after `context`, to its end, to `sampling.max_tokens` in total or to an interruption, in one of the
+        places. Return it with its seconds in the engine. `salt()` is called when it enters the engine. Raises `EngineError`."""
+        carried, elapsed_s = len(made.completion_token_ids), 0.0
+        if made.finish_reason is None and carried >= sampling.max_tokens:
+            made = replace(made, finish_reason=FinishReason.LENGTH)
+        if made.finish_reason is not None:
+            return made, elapsed_s
+        token_ids = np.concatenate([context, made.completion_token_ids]).astype(np.int32)
+        left = replace(sampling, max_tokens=sampling.max_tokens - carried)
+        async with self._places:
+            if self.interrupted:
+                return made, elapsed_s
+            began_s = time.monotonic()
+            self._generating.add(name)
+            try:
+                with self._metrics.busy if self._metrics else nullcontext():
+                    more = await self._engine.generate(GenerationRequest(name, token_ids, left, seed, salt))
+            finally:
+                self._generating.discard(name)
+            elapsed_s = time.monotonic() - began_s
+        if self._metrics:
+            self._metrics.count_generated(len(more.completion_token_ids))
+        return cut_at_stop(followed_by(made, more), carried, sampling.stop, self._engine.decode), elapsed_s
 
 
 class GenerationLoop:
-    """Keeps H sequences decoding, which `metrics.busy` counts.
+    """Keeps H sequences decoding, the places of its sampler, which `metrics.busy` counts.
 
     Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
     commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
@@ -159,72 +211,40 @@ class GenerationLoop:
     def __init__(
         self,
         bus: Bus,
-        engine: InferenceEngine,
+        sampler: Sampler,
         finisher: Finisher,
         held: HeldGroups,
         gate: ServingGate,
         metrics: ActorMetrics,
         *,
         instance: str,
-        sequences_in_progress: int,
-        max_context: int,
-        samples_in_progress: int | None = None,
-        episodes: EpisodeRunner | None = None,
+        samples_in_progress: int,
     ) -> None:
-        """`samples_in_progress`: None = `sequences_in_progress`. `episodes`: needed if samples of a task are episodes."""
-        self._bus, self._engine, self._finisher = bus, engine, finisher
+        self._bus, self._sampler, self._finisher = bus, sampler, finisher
         self._held, self._gate, self._metrics = held, gate, metrics
-        self._instance, self._max_context = instance, max_context
-        self._slots = asyncio.Semaphore(samples_in_progress or sequences_in_progress)
-        self._places = asyncio.Semaphore(sequences_in_progress)
-        self._generating: set[str] = set()
-        self._interrupted = False
-        self._episodes = episodes
-        self._playing: set[asyncio.Task[Any]] = set()
-        self._stop_playing = asyncio.Event()
+        self._instance, self.slots = instance, asyncio.Semaphore(samples_in_progress)
 
     async def run(self) -> None:
         """Generate until cancelled. Raises `EngineError` if the engine dies."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._gate.opened.wait()
-                await self._slots.acquire()
+                await self.slots.acquire()
                 # The gate may have closed during the wait for a slot.
                 taken = await self._next_group() if self._gate.opened.is_set() else None
                 if taken is None:
-                    self._slots.release()
+                    self.slots.release()
                     continue
                 group, samples, trace = taken
                 for position, sample_index in enumerate(samples):
                     if position:
-                        await self._slots.acquire()
-                    if self._interrupted:
+                        await self.slots.acquire()
+                    if self._sampler.interrupted:
                         return
                     if not self._gate.opened.is_set() and await self._handed_back(group, samples[position:]):
-                        self._slots.release()
+                        self.slots.release()
                         break
-                    sampling = tasks.create_task(self._sample(group, sample_index, trace))
-                    if group.episodic:
-                        self._playing.add(sampling)
-                        sampling.add_done_callback(self._playing.discard)
-
-    async def interrupt(self, timeout_s: float) -> None:
-        """End generation for good and keep the unfinished sequences in `HeldGroups`. Evaluation goes on.
-
-        If the engine does not answer within `timeout_s`, its sequences are lost and an error is logged.
-        """
-        self._interrupted = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._generating:
-                    await self._engine.abort(sorted(self._generating))
-                    await asyncio.sleep(ABORT_AGAIN_S)
-        except (EngineError, TimeoutError) as error:
-            left = len(self._generating)
-            log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
-        self._stop_playing.set()  # episodes keep their turns in their records
-        if self._playing:
-            await asyncio.wait(self._playing, timeout=timeout_s)
+                    tasks.create_task(self._sample(group, sample_index, trace))
 
     async def _next_group(self) -> tuple[PromptGroup, list[int], Trace] | None:
         delivery = await retry_forever(
@@ -235,9 +255,11 @@ class GenerationLoop:
         if self._gate.draining:  # since this fetch began
             await _as_far_as_possible(delivery.give_back(), "hand back a group")
             return None
-        return await self._admit(delivery)
+        return await self.admit(delivery)
 
-    async def _admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int], Trace] | None:
+    async def admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int], Trace] | None:
+        """Take a message and return its group with the samples to generate, or None if there are none. A group that cannot be
+        generated ends as failed sequences and a dead letter."""
         try:
             group = decode_group(delivery.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -274,7 +296,7 @@ class GenerationLoop:
             await _as_far_as_possible(delivery.terminate(failure), "terminate a group")
             return
         for sample_index in self._held.take(group, delivery):
-            failed = sequence_of(group, nothing_yet(sample_index), self._instance, failure=failure[:500])
+            failed = failed_sequence(group, sample_index, self._instance, failure)
             await self._finisher.put(FinishedSample(group, failed, trace_in(delivery.headers)))
         await self._held.acknowledge(group.group_id)
 
@@ -291,9 +313,10 @@ class GenerationLoop:
             self._metrics.carried_tokens.inc(carried)
         name = "episode.generate" if group.episodic else "sequence.generate"
         try:
-            with child(trace, name, attributes=about) as span:
+            episodes = self._metrics.episodes.track_inprogress() if group.episodic else nullcontext()
+            with child(trace, name, attributes=about) as span, episodes:
                 follows = trace_of(span) or trace
-                sequence = await (self._play(group, start, follows) if group.episodic else self._complete(group, start))
+                sequence = await self._sampler.sample(group, start, follows)
                 if sequence is None:  # another actor continues it
                     span.add_event("interrupted")
                 elif span.is_recording():
@@ -302,93 +325,7 @@ class GenerationLoop:
                 self._metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
                 await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))
         finally:
-            self._slots.release()
-
-    async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
-        """Return the finished episode, or a failed one with its reason, or None if it was interrupted and its record kept."""
-        index, began_s = start.sample_index, time.monotonic()
-        salt = EpisodeSalt(self._gate)
-        if self._episodes is None or group.task not in self._episodes.tasks:
-            failure = (
-                f"unknown_task: {group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
-            )
-            return sequence_of(group, nothing_yet(index), self._instance, failure=failure)
-
-        async def sample(context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
-            seed = turn_seed(group.seed + index, len(context), number) if group.seed else None
-            name = f"{group.sequence_id(index)}.{number}"
-            return salt.keep(await self._generated(lambda: GenerationRequest(name, context, sampling, seed, salt)))
-
-        request = self._episodes.request(group.sequence_id(index), Split.TRAIN, group, group.sampling, trace)
-        with self._metrics.episodes.track_inprogress():
-            episode, result = await self._episodes.play(request, group.sampling, sample, self._stop_playing, start.branches)
-        elapsed_s = start.generation_s + time.monotonic() - began_s
-        self._held.keep(group, episode.record.partial(index, elapsed_s))
-        failure, result = verdict_of(episode, result) if result is not None else ("", None)
-        # A failure after an interrupted turn may be caused by the interruption.
-        is_cut = any(not turn.is_finished for turn in episode.record.served)
-        if result is None or (self._interrupted and (failure or is_cut)):
-            return None
-        if failure:
-            log.error("episode %s failed: %s", request.sequence_id, failure)
-        return sequence_of_episode(
-            group, index, episode, result, self._instance, self._engine.decode,
-            failure=failure, generation_s=elapsed_s,
-        )  # fmt: skip
-
-    async def _complete(self, group: PromptGroup, start: PartialSequence) -> Sequence | None:
-        """Return the finished sequence, or a failed one with its reason, or None if it was interrupted. Raises `EngineError`
-        only if the engine is dead."""
-        prompt_tokens, sample_index = len(group.prompt_token_ids), start.sample_index
-        if prompt_tokens >= self._max_context:
-            failure = f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}"
-            return sequence_of(group, nothing_yet(sample_index), self._instance, failure=failure)
-        try:
-            sample = await self._continue(group, start)
-        except EngineError as error:
-            await self._engine.check_health()
-            log.error("sequence %s failed: %s", group.sequence_id(sample_index), error)
-            failure = f"engine: {error}"[:500]
-            return sequence_of(group, nothing_yet(sample_index), self._instance, failure=failure)
-        if not defect_of(sample):
-            self._held.keep(group, sample)
-        if sample.finish_reason is None and self._interrupted:
-            return None
-        text = before_stop(self._engine.decode(sample.completion_token_ids), group.sampling.stop)
-        return sequence_of(group, sample, self._instance, text)
-
-    async def _continue(self, group: PromptGroup, start: PartialSequence) -> PartialSequence:
-        """Continue `start` up to its end or an interruption. Raises `EngineError`."""
-        finish_reason = finish_of(group, start, self._max_context)
-        if finish_reason is not None or self._interrupted:
-            return replace(start, finish_reason=finish_reason)
-        started = time.monotonic()
-
-        def request() -> GenerationRequest:
-            nonlocal started
-            started = time.monotonic()
-            return request_of(group, start, lambda: self._gate.cache_salt)
-
-        generation = await self._generated(request)
-        sample, carried = continued(start, generation, time.monotonic() - started), len(start.completion_token_ids)
-        return cut_at_stop(sample, carried, group.sampling.stop, self._engine.decode)
-
-    async def _generated(self, make: Callable[[], GenerationRequest]) -> Generation:
-        """Wait for one of the H places, then make the request, since weights may change until then, and generate until its end
-        or an interruption. Raises `EngineError`."""
-        async with self._places:
-            if self._interrupted:
-                return NO_TOKENS
-            request = make()
-            self._metrics.busy.enter()
-            self._generating.add(request.request_id)
-            try:
-                generation = await self._engine.generate(request)
-            finally:
-                self._generating.discard(request.request_id)
-                self._metrics.busy.leave()
-        self._metrics.count_generated(len(generation.completion_token_ids))
-        return generation
+            self.slots.release()
 
 
 async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:

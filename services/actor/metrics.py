@@ -6,6 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
+from pipelinerl.episodes.environment import POLICY_FAULTS
 from pipelinerl.messages.sequences import FinishReason
 from pipelinerl.messages.verification import FAILURE_CODES
 from pipelinerl.telemetry.metrics import MetricSet
@@ -23,15 +24,8 @@ COMPLETION_TOKENS = tuple(2**power for power in range(2, 18))
 STAGING_STATES = ("idle", "receiving", "staged", "committing")
 CARRIED_STATES = ("unfinished", "finished")
 REFUSALS = (
-    *(
-        "max_turns_exceeded",
-        "context_length_exceeded",
-        "episode_not_found",
-        "invalid_request",
-        "request_too_large",
-        "request_timeout",
-    ),
-    *("not_found", "failed", "interrupted", "internal_error", "hung_up"),
+    *(*POLICY_FAULTS, "episode_not_found", "invalid_request", "request_timeout", "not_found", "failed", "interrupted"),
+    *("internal_error", "hung_up"),
 )
 """Error codes in answers to an episode's environment."""
 IGNORED_FIELDS = (
@@ -42,17 +36,17 @@ IGNORED_FIELDS = (
 
 
 class BusyClock:
-    """Counts the seconds with at least one item in progress. Updated on one event loop, read on any thread."""
+    """Counts the seconds in at least one `with` block of it. Updated on one event loop, read on any thread."""
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
         """Number of items in progress, start of the current busy time, and seconds of earlier ones. Replaced as a whole."""
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         running, since, total_s = self._state
         self._state = (running + 1, since if running else time.monotonic(), total_s)
 
-    def leave(self) -> None:
+    def __exit__(self, *exc: object) -> None:
         running, since, total_s = self._state
         ended_s = time.monotonic() - since if running == 1 else 0.0
         self._state = (running - 1, since, total_s + ended_s)

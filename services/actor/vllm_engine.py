@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from pipelinerl.messages.sequences import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.messages.sequences import Completion, FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
-from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep
+from services.actor.engine import EngineError, GenerationRequest, OnStep
 from services.actor.weight_sync.client import WeightUpdateClient, parse_version
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class VllmEngine:
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]
         await asyncio.gather(*(self._run(request_id, prompt, sampling) for request_id in requests))
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Completion:
         sampling = vllm_sampling(request.sampling, request.seed)
         name = request.request_id
         while True:
@@ -283,7 +283,7 @@ class VllmEngine:
             try:
                 output = await self._run(name, request.prompt_token_ids, sampling, request.cache_salt())
                 if name not in self._overtaken:
-                    return generation_of(output.outputs[0])
+                    return completion_of(output.outputs[0])
             finally:
                 self._inside.discard(name)
                 self._overtaken.discard(name)
@@ -374,7 +374,7 @@ def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingPar
     )
 
 
-def generation_of(output: CompletionOutput) -> Generation:
+def completion_of(output: CompletionOutput) -> Completion:
     """Convert vLLM's output. Raises `EngineError` if its arrays do not match."""
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
     flat: Any = output.logprobs  # vLLM lists the sampled token first at every position
@@ -390,4 +390,4 @@ def generation_of(output: CompletionOutput) -> Generation:
         for version in (parse_version(span.version),)
     )
     finish_reason = None if output.finish_reason == _ABORTED else FinishReason(output.finish_reason)
-    return Generation(token_ids, logprobs, spans, finish_reason)
+    return Completion(token_ids, logprobs, spans, finish_reason)

@@ -1,8 +1,7 @@
 """Run one episode between an environment, tools or an agent and the actor that samples the policy's turns.
 
 An episode has its own process, and the verifier keeps its deadlines (`episode_pool`). An error of users' code becomes the
-result's status. If the actor refuses a turn because the policy used up its context or its turns, that is the policy's fault,
-and the episode earns 0.
+result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns 0.
 """
 
 from __future__ import annotations
@@ -24,7 +23,17 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipelinerl.episodes.environment import Done, Environment, Messages, Tool, ToolCall, Turn, check_environment_class, tool_of
+from pipelinerl.episodes.environment import (
+    POLICY_FAULTS,
+    Done,
+    Environment,
+    Messages,
+    Tool,
+    ToolCall,
+    Turn,
+    check_environment_class,
+    tool_of,
+)
 from pipelinerl.errors import FieldError, UserError, as_unicode, located
 from pipelinerl.recipe.fields import ProblemSet
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
@@ -40,8 +49,6 @@ from pipelinerl.v1.verifier_pb2 import (
 from services.verifier.rewards.compose import imported, make_reward, wrong_number
 from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
 
-POLICY_FAULTS = ("max_turns_exceeded", "context_length_exceeded")
-"""OpenAI error codes of HTTP 400 with which an actor refuses a turn because of the policy's length or number of turns."""
 _MOST_ANSWER_BYTES = 1024**2
 _MOST_RESULT_CHARACTERS = 256 * 1024
 """Limit of the results of all tools that one turn calls, far below the actor's limit of a request."""
@@ -110,7 +117,7 @@ class Policy:
         if response.status == 200 and answer:
             return answer
         refusal = answer.get("error") or {}
-        if response.status == 400 and refusal.get("code") in POLICY_FAULTS:
+        if refusal.get("code") in POLICY_FAULTS:
             raise PolicyFault(refusal["code"], str(refusal.get("message", "")))
         raise EpisodeFailed(f"the actor answers HTTP {response.status}: {text[:300].decode(errors='replace')}")
 

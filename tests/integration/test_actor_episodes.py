@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion, Sequence, VersionSpan
+from pipelinerl.messages.sequences import Completion, FinishReason, PolicyVersion, Sequence, VersionSpan
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.grpc import serve_grpc
@@ -21,9 +21,9 @@ from pipelinerl.service.http import serve_http
 from pipelinerl.service.settings import host_port
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor import app
-from services.actor.engine import Generation, GenerationRequest
+from services.actor.engine import GenerationRequest
 from services.actor.episodes.endpoint import episode_app
-from services.actor.episodes.episode import EpisodeBook, EpisodeRunner
+from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import TemplateFormat
 from services.actor.episodes.rendering import Rendering
 from services.actor.metrics import ActorMetrics
@@ -43,7 +43,7 @@ VOCAB_SIZE = 400
 END = TOKENIZER.eos_token_id
 HALF = [*TOKENIZER.encode("0.5", add_special_tokens=False), END]
 DATA = recipe(task={"config": {"bonus": 0.25}}, model={"source": "path", "name": "unused", "max_context": 2048})
-Episodes = Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[EpisodeRunner]]
+MakeEpisodes = Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[Episodes]]
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +52,25 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]
         yield running.wait_until_serving()
 
 
-def half(version: int = 0, left: int = 0, finish: FinishReason | None = FinishReason.STOP) -> Generation:
+def half(version: int = 0, left: int = 0, finish: FinishReason | None = FinishReason.STOP) -> Completion:
     """`0.5`, but for its first `left` tokens; all but the last one where it is cut."""
     tokens = HALF[left:] if finish else HALF[left:-1]
     spans = (VersionSpan(version, 0, len(tokens), 1),)
-    return Generation(np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), spans, finish)
+    return Completion(np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), spans, finish)
 
 
-def episodes(address: str, data: dict[str, Any] = DATA) -> Episodes:
+def episodes(address: str, data: dict[str, Any] = DATA) -> MakeEpisodes:
     """The endpoint and what runs episodes, as the service puts them together."""
 
     @asynccontextmanager
-    async def running(engine: ScriptedEngine, metrics: ActorMetrics) -> AsyncIterator[EpisodeRunner]:
+    async def running(engine: ScriptedEngine, metrics: ActorMetrics) -> AsyncIterator[Episodes]:
         engine.answer = lambda request: half()
-        book, rendering = EpisodeBook(), Rendering(TemplateFormat(TOKENIZER))
-        endpoint = episode_app(book, rendering, metrics, model="m", vocab_size=VOCAB_SIZE)
-        async with serve_http(endpoint, "127.0.0.1", 0, on_this_loop=True) as port, VerifierClient(address) as client:
-            recipe, here = Recipe.model_validate(data), host_port("127.0.0.1", port)
-            yield EpisodeRunner(book, client, metrics, recipe, here, engine.decode)
+        async with VerifierClient(address) as client:
+            started = Episodes(client, metrics, Recipe.model_validate(data), engine.decode)
+            endpoint = episode_app(started, Rendering(TemplateFormat(TOKENIZER)), metrics, model="m", vocab_size=VOCAB_SIZE)
+            async with serve_http(endpoint, "127.0.0.1", 0, on_this_loop=True) as port:
+                started.address = host_port("127.0.0.1", port)
+                yield started
 
     return running
 
@@ -126,7 +127,7 @@ async def test_an_actor_that_is_told_to_stop_hands_its_record_over_and_the_next_
     both = stage(server=server, episodes=runner), stage(server=server, episodes=runner, serve=False)
     async with both[0] as first, both[1] as second:
 
-        def answer(request: GenerationRequest) -> Generation:
+        def answer(request: GenerationRequest) -> Completion:
             first.engine.open.clear()
             return half(version=1)
 
@@ -156,7 +157,7 @@ async def test_an_episode_whose_verifier_dies_is_run_again_and_nothing_is_sample
         address = dying.wait_until_serving().address.grpc
         async with stage(in_progress=2, episodes=episodes(address)) as one:
 
-            def answer(request: GenerationRequest) -> Generation:
+            def answer(request: GenerationRequest) -> Completion:
                 if len(one.engine.requests) == 2:
                     one.engine.open.clear()
                 return half()

@@ -11,8 +11,8 @@ from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import PolicyVersion
 from services.actor.app import Heartbeat
-from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.updates import UpdateListener
 from services.trainer.weight_sync.updater import WeightUpdater
 from tests.unit.test_update_protocol import ScriptedReceiver, ScriptedSender, Told

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from pipelinerl.errors import ManifestMismatch
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion, SamplingParams
+from pipelinerl.messages.sequences import Completion, FinishReason, PolicyVersion, SamplingParams
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.service.lifecycle import StartStopped
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.manifest import build_manifest
-from services.actor.engine import Generation, GenerationRequest
+from services.actor.engine import GenerationRequest
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.client import WeightLoading
 from services.trainer.data.evaluation import TOLERANCE_16_BIT, Scored, compare
@@ -106,7 +106,7 @@ async def check_stops(run: Running) -> None:
     """What ends a completion is its last token, and changes nothing before it."""
     decode = partial(run.llm.get_tokenizer().decode, skip_special_tokens=False)
 
-    async def sampled(**changes: Any) -> Generation:
+    async def sampled(**changes: Any) -> Completion:
         sampling = replace(SamplingParams(max_tokens=60), **changes)
         return await run.engine.generate(GenerationRequest("s", np.array([5, 6, 7], np.int32), sampling, seed=3))
 

@@ -122,9 +122,11 @@ async def test_an_environment_says_what_is_right(
     assert result.reward == 0.75
 
 
-@pytest.mark.parametrize("code", ["max_turns_exceeded", "context_length_exceeded"])
-async def test_a_turn_for_which_the_policy_has_no_room_is_its_fault(hostile: Verifier, code: str) -> None:
-    turns = iter([says("one"), refuses(code)])
+@pytest.mark.parametrize(
+    ("code", "http_status"), [("max_turns_exceeded", 400), ("context_length_exceeded", 400), ("request_too_large", 413)]
+)
+async def test_a_turn_for_which_the_policy_has_no_room_is_its_fault(hostile: Verifier, code: str, http_status: int) -> None:
+    turns = iter([says("one"), refuses(code, http_status)])
     with fake_endpoint(lambda _: next(turns)) as endpoint:
         (result,) = await run(hostile.address.grpc, episode(endpoint, {"turns": 3}))
     assert (status_name(result.status), result.reward, result.message.partition(":")[0]) == ("ok", 0.0, code)

@@ -21,8 +21,8 @@ from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import decode_group, encode_group
 from services.actor.app import Heartbeat
-from services.actor.generation import ServingGate
 from services.actor.hand_over import HeldGroups
+from services.actor.weight_sync.gate import ServingGate
 from tests.support.guarded_nats import PASSWORDS, guarded, logged, reload
 from tests.unit.builders import make_group
 

@@ -21,13 +21,13 @@ from pipelinerl.bus.jetstream import service_bus
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.following import background
 from pipelinerl.messages import verification
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion, VersionSpan
+from pipelinerl.messages.sequences import Completion, FinishReason, PolicyVersion, VersionSpan
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness, leave, run_service
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ActorSettings
 from services.actor import app
-from services.actor.engine import Generation, GenerationRequest
+from services.actor.engine import GenerationRequest
 from services.actor.vllm_engine import start_engine
 
 
@@ -55,7 +55,7 @@ class LightEngine:
         self._aborted: dict[str, asyncio.Event] = {}
         self.lengths: dict[str, int] = {}
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Completion:
         aborted = self._aborted[request.request_id] = asyncio.Event()
         start, length = len(request.prompt_token_ids), 0
         try:
@@ -67,7 +67,7 @@ class LightEngine:
         finally:
             del self._aborted[request.request_id]
         version = self._options.version
-        return Generation(
+        return Completion(
             np.arange(start, start + length, dtype=np.int32),
             np.full(length, -float(version), np.float32),
             (VersionSpan(version, 0, length),) if length else (),

@@ -1,7 +1,7 @@
 """A generation loop over an in-memory bus, an engine that does as it is told, and a verifier that can be away."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,39 +12,52 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.messages.sequences import (
+    Branch,
+    Completion,
     FinishReason,
     PartialSequence,
     PolicyVersion,
+    SamplingParams,
     VersionSpan,
     decode_sequence,
     encode_group,
 )
 from pipelinerl.messages.sequences import Sequence as TrainedSequence
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
-from services.actor.engine import EngineError, Generation, GenerationRequest
-from services.actor.episodes.episode import EpisodeRunner
+from services.actor.engine import EngineError, GenerationRequest
+from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes
 from services.actor.finishing import Finisher
-from services.actor.generation import GenerationLoop, ServingGate
+from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups, hand_over
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.gate import ServingGate
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group
 
 STOP = FinishReason.STOP
 
 
-def generated(*tokens: int, version: int = 0, finish: FinishReason | None = STOP) -> Generation:
+def generated(*tokens: int, version: int = 0, finish: FinishReason | None = STOP) -> Completion:
     """Tokens with log-probability -version."""
     spans = (VersionSpan(version, 0, len(tokens)),) if tokens else ()
-    return Generation(np.array(tokens, np.int32), np.full(len(tokens), -float(version), np.float32), spans, finish)
+    return Completion(np.array(tokens, np.int32), np.full(len(tokens), -float(version), np.float32), spans, finish)
 
 
 def partial(index: int, *tokens: int, version: int = 1, finish: FinishReason | None = None) -> PartialSequence:
-    made = generated(*tokens, version=version)
-    return PartialSequence(index, made.completion_token_ids, made.behaviour_logprobs, made.spans, finish)
+    return PartialSequence(**vars(generated(*tokens, version=version, finish=finish)), sample_index=index)
 
 
 GOOD = generated(7, 2)
+
+
+async def sample_nothing(*_: object) -> Completion:
+    raise AssertionError("no turn is sampled here")
+
+
+def recorded(branches: Iterable[Branch] = ()) -> Episode:
+    """An episode with the branches that another actor has recorded; it samples no turn itself."""
+    limits, metrics = EpisodeLimits(100, 10_000, 1.0), ActorMetrics(CollectorRegistry())
+    return Episode(SamplingParams(), limits, sample_nothing, metrics, lambda tokens: "", branches)
 
 
 @dataclass
@@ -73,8 +86,8 @@ class Delivery:
 class ScriptedEngine:
     """Answers with `answer(request)` once `open`, or with `so_far(request)` when it is aborted; counts what is under way."""
 
-    answer: Callable[[GenerationRequest], Generation] = lambda request: GOOD
-    so_far: Callable[[GenerationRequest], Generation] = lambda request: generated(7, 2, finish=None)
+    answer: Callable[[GenerationRequest], Completion] = lambda request: GOOD
+    so_far: Callable[[GenerationRequest], Completion] = lambda request: generated(7, 2, finish=None)
     open: asyncio.Event = field(default_factory=asyncio.Event)
     alive: bool = True
     running: int = 0
@@ -87,7 +100,7 @@ class ScriptedEngine:
     weights: None = None
     tokenizer: Any = None
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Completion:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         self.started.append(request.request_id)
@@ -140,6 +153,7 @@ class Stage:
     server: MemoryServer
     engine: ScriptedEngine
     verifier: ScriptedVerifier
+    sampler: Sampler
     loop: GenerationLoop
     gate: ServingGate
     held: HeldGroups
@@ -174,7 +188,7 @@ class Stage:
     async def leave(self, timeout_s: float = 1.0) -> None:
         """What a stopped actor does when nothing more gets finished."""
         self.gate.drain()
-        await self.loop.interrupt(timeout_s)
+        await self.sampler.interrupt(timeout_s)
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
         await hand_over(self.bus, self.held, self.metrics, instance="a", timeout_s=timeout_s)
@@ -197,7 +211,7 @@ async def stage(
     serve: bool = True,
     server: MemoryServer | None = None,
     limits: StreamLimits | None = None,
-    episodes: Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[EpisodeRunner]] | None = None,
+    episodes: Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[Episodes]] | None = None,
     samples_in_progress: int | None = None,
 ) -> AsyncIterator[Stage]:
     server = server or MemoryServer(max_payload_bytes=max_payload_bytes)
@@ -210,19 +224,18 @@ async def stage(
         registry = CollectorRegistry()
         metrics, held, gate = ActorMetrics(registry), HeldGroups(), ServingGate(max_lag=1)
         finisher = Finisher(bus, verifier, metrics, held.published, buffer_size=buffer_size, batch_size=4)  # type: ignore[arg-type]
-        loop = GenerationLoop(
-            bus,
+        sampler = Sampler(
             engine,
-            finisher,
-            held,
             gate,
-            metrics,
             instance="a",
-            sequences_in_progress=in_progress,
             max_context=64,
-            samples_in_progress=samples_in_progress,
+            places=in_progress,
             episodes=await stack.enter_async_context(episodes(engine, metrics)) if episodes else None,
+            metrics=metrics,
+            keep=held.keep,
         )
+        most = samples_in_progress or in_progress
+        loop = GenerationLoop(bus, sampler, finisher, held, gate, metrics, instance="a", samples_in_progress=most)
         if serve:
             gate.serve(PolicyVersion(1, 0))
 
@@ -233,7 +246,7 @@ async def stage(
 
         running = asyncio.create_task(run())
         try:
-            yield Stage(bus, server, engine, verifier, loop, gate, held, metrics, registry, running)
+            yield Stage(bus, server, engine, verifier, sampler, loop, gate, held, metrics, registry, running)
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError, ExceptionGroup):

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.light_actor import LightEngine, start_light_engine
+from pipelinerl.messages.sequences import Completion
 from pipelinerl.service.lifecycle import run_service
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from services.actor.app import serve
-from services.actor.engine import Generation, GenerationRequest
+from services.actor.engine import GenerationRequest
 
 LIAR = "actor-1"
 
@@ -22,7 +23,7 @@ async def start_lying_engine(*arguments: Any, **options: Any) -> AsyncIterator[L
     async with start_light_engine(*arguments, **options) as engine:
         honest = engine.generate
 
-        async def generate(request: GenerationRequest) -> Generation:
+        async def generate(request: GenerationRequest) -> Completion:
             made = await honest(request)
             return replace(made, behaviour_logprobs=made.behaviour_logprobs - 0.5)
 

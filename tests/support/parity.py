@@ -28,13 +28,13 @@ from transformers import (
 from benchmarks.small_models.supervised import character_tokenizer
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, TokenIds
+from pipelinerl.messages.sequences import Completion, PolicyVersion, SamplingParams, TokenIds
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, TransferResult, build_manifest
-from services.actor.engine import Generation, GenerationRequest, OnStep
-from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits
+from services.actor.engine import GenerationRequest, OnStep
+from services.actor.episodes.episode import Episode, EpisodeLimits
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import StagedWeights, WeightLoading, WeightUpdateClient
@@ -374,26 +374,25 @@ async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None
     token the trainer's forward of the version that sampled it."""
     temperature, models = 0.8, dict[int, PreTrainedModel]()
 
-    async def sample(context: TokenIds, sampling: SamplingParams, call: int) -> Generation:
+    async def sample(context: TokenIds, _: Completion, sampling: SamplingParams, call: int) -> Completion:
         return await run.engine.generate(GenerationRequest(f"turn {call}", context, sampling, cache_salt=lambda: "an episode"))
 
     limits, sampling = EpisodeLimits(len(versions), 1024, 60.0), SamplingParams(temperature, max_tokens=70)
     metrics, decode = ActorMetrics(CollectorRegistry()), run.engine.decode
     episode = Episode(sampling, limits, sample, metrics, decode)
     context = np.array(PROMPT, np.int32)
-    with EpisodeBook().running(episode):
-        for number, version in enumerate(versions):
-            change_strongly(run.model, seed=version.number)
-            models[version.number] = random_model_like(run.model)
-            await run.transfer(version)
-            if number % 2 == 0:  # between turns; the others within, unless the turn is short
-                await run.client.commit(version)
-            asked = asyncio.create_task(episode.turn(context))
-            while not asked.done() and not any(size >= 5 for size in run.engine.progress().values()):
-                await asyncio.sleep(0)
-            if number % 2:
-                await run.client.commit(version)
-            context = np.concatenate([(await asked).token_ids, np.arange(30, 37, dtype=np.int32)])
+    for number, version in enumerate(versions):
+        change_strongly(run.model, seed=version.number)
+        models[version.number] = random_model_like(run.model)
+        await run.transfer(version)
+        if number % 2 == 0:  # between turns; the others within, unless the turn is short
+            await run.client.commit(version)
+        asked = asyncio.create_task(episode.turn(context))
+        while not asked.done() and not any(size >= 5 for size in run.engine.progress().values()):
+            await asyncio.sleep(0)
+        if number % 2:
+            await run.client.commit(version)
+        context = np.concatenate([(await asked).token_ids, np.arange(30, 37, dtype=np.int32)])
     (branch,) = episode.result()
     sampled_by = [{span.version for span in branch.spans if turn.start <= span.start < turn.end} for turn in branch.turns]
     assert len(sampled_by) == len(versions)

@@ -17,12 +17,13 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import (
+    Completion,
     PolicyVersion,
     SamplingParams,
     VersionSpan,
     decode_group,
     encode_group,
-    spans_from_proto,
+    read_completion,
 )
 from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.grpc import serve_grpc
@@ -31,7 +32,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor import app
-from services.actor.engine import EngineError, Generation, GenerationRequest
+from services.actor.engine import EngineError, GenerationRequest
 from services.actor.metrics import ActorMetrics
 from services.trainer.data.evaluation import ActorClient
 from tests.support.generation import ScriptedEngine, ScriptedVerifier, generated
@@ -77,7 +78,7 @@ async def running(engine: ScriptedEngine | None = None, version: int | None = 0)
         actor = app.Actor(settings(), make_recipe(), engine, bus, verifier, ActorMetrics(registry), CONTEXT, stop)  # type: ignore[arg-type]
         task = asyncio.create_task(actor.run("a:1", readiness))
         if version is not None:
-            actor._gate.serve(PolicyVersion(1, version))
+            actor.gate.serve(PolicyVersion(1, version))
         try:
             yield Running(actor, bus, engine, verifier, readiness, stop, task, registry)
         finally:
@@ -98,7 +99,7 @@ async def test_a_stop_stores_what_is_finished_takes_nothing_new_and_leaves_first
     async with running() as one:
         one.verifier.up.clear()
         await issue(one.bus, 0)
-        await one.until(lambda: len(one.engine.started) == 2 and one.actor._metrics.busy.running == 0)
+        await one.until(lambda: len(one.engine.started) == 2 and one.actor.metrics.busy.running == 0)
         assert await one.num_stored() == 0
         of = one.registry.get_sample_value
         names = ("policy_version", "ready", "prompts_held_groups", "sequences_in_progress_max")
@@ -223,7 +224,7 @@ class Engine(ScriptedEngine):
         super().__init__(vocab_size=10)
         self.seeds: list[int | None] = []
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Completion:
         self.seeds.append(request.seed)
         if request.prompt_token_ids[0] == 9:
             raise EngineError("refused")
@@ -260,7 +261,7 @@ async def test_held_out_prompts_enter_the_engine_gradually_and_leave_training_it
         evaluating = asyncio.create_task(evaluate())
         await one.until(lambda: one.engine.running >= EVALUATION_SLOTS)
         await issue(one.bus, 0)
-        await one.until(lambda: one.actor._metrics.busy.running == 2)
+        await one.until(lambda: one.actor.metrics.busy.running == 2)
         one.engine.open.set()
         assert await evaluating == EVALUATION_SLOTS + 20
     assert one.engine.most_running == EVALUATION_SLOTS + 2
@@ -278,11 +279,20 @@ async def test_several_answers_to_one_prompt_are_drawn_with_seeds_of_their_own()
 
 async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_only() -> None:
     async with answering() as (_, address), ActorClient("a", address) as client:
-        prompts = prompts_of(good=tokens(1, 2, 7), bad=tokens(9, 1))
+        prompts = prompts_of(good=tokens(1, 2, 7), bad=tokens(9, 1), long=np.ones(64, np.int32))
         answers = {c.id: c async for c in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)}
     assert (answers["good"].completion_text, answers["good"].failure) == ("7", "")
-    assert spans_from_proto(answers["good"].spans) == SPANS
-    assert answers["bad"].failure == "refused"
+    assert read_completion(answers["good"], "GenerateResult")["spans"] == SPANS
+    assert answers["bad"].failure == "engine: refused"
+    assert answers["long"].failure == "prompt_too_long: 64 tokens, context 64"
+
+
+async def test_a_held_out_prompt_is_answered_also_while_the_engine_dies() -> None:
+    engine = Engine()
+    async with answering(engine=engine) as (_, address), ActorClient("a", address) as client:
+        engine.alive = False
+        (answer,) = [c async for c in client.generate(prompts_of(p=tokens(9)), SAMPLING, seed=1, timeout_s=60)]
+    assert answer.failure == "engine: the engine process died"
 
 
 @pytest.mark.parametrize("bad", [-1, 10])
@@ -323,9 +333,9 @@ async def test_the_state_is_answered_also_while_it_drains() -> None:
         await issue(one.bus, 0)
         await one.until(lambda: one.engine.running == 2)
         assert (await stub.GetState(actor_pb2.GetStateRequest())).sequences_in_progress == 2
-        one.actor._gate.drain()
+        one.actor.gate.drain()
         one.engine.open.set()
-        await one.until(lambda: one.actor._metrics.busy.running == 0)
+        await one.until(lambda: one.actor.metrics.busy.running == 0)
         state = await stub.GetState(actor_pb2.GetStateRequest())
         assert (state.phase, state.policy_version) == (actor_pb2.ACTOR_PHASE_DRAINING, 3)
         assert (state.instance, state.sequences_finished, state.generated_tokens) == ("a", 2, 4)

@@ -39,8 +39,8 @@ from pipelinerl.messages.sequences import (
 )
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.transfer.manifest import Manifest
-from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.updates import UpdateListener, decode_order
 from services.trainer.weight_sync.updater import ANSWER_TYPES, WeightUpdater
 from tests.support.generation import stage
@@ -62,7 +62,9 @@ def good(message: Any, decode: Callable[[Any], object]) -> bool:
 
 # --- PROMPTS
 
-PARTIAL = PartialSequence(1, np.array([7, 8], np.int32), np.array([-0.5, -1.0], np.float32), (VersionSpan(3, 0, 2),), None, 0.5)
+PARTIAL = PartialSequence(
+    np.array([7, 8], np.int32), np.array([-0.5, -1.0], np.float32), (VersionSpan(3, 0, 2),), sample_index=1, generation_s=0.5
+)
 GROUPS = st.sampled_from(
     [
         encode_group(make_group(5, num_samples=3, done_samples=(0,), partials=(PARTIAL,))),

@@ -62,8 +62,8 @@ SEQUENCE = Sequence(
     generation_s=0.125,
 )
 """Three completion tokens, the last two of a newer version."""
-PARTIAL = PartialSequence(2, ids(9, 10), logs(-0.25, -2.0), (VersionSpan(1, 0, 2),))
-WITHOUT_A_TOKEN = PartialSequence(2, ids(), logs(), (), FinishReason.STOP)
+PARTIAL = PartialSequence(ids(9, 10), logs(-0.25, -2.0), (VersionSpan(1, 0, 2),), sample_index=2)
+WITHOUT_A_TOKEN = PartialSequence(finish_reason=FinishReason.STOP, sample_index=2)
 GROUP = PromptGroup(
     run="demo",
     group_id="g7",
@@ -189,6 +189,11 @@ def branches(draw: st.DrawFn, *, shortest: int = 1, interrupted: bool = False) -
     }
 
 
+def branch(fields: dict[str, Any]) -> Branch:
+    turns = fields["turns"]
+    return Branch(**fields, finish_reason=turns[-1].finish_reason if turns else None)
+
+
 @st.composite
 def sequences(draw: st.DrawFn) -> Sequence:
     failure = draw(TEXT)
@@ -203,7 +208,7 @@ def sequences(draw: st.DrawFn) -> Sequence:
         group_size=group_size,
         task=draw(NAME),
         **draw(branches(shortest=shortest)),
-        branches=tuple(Branch(**draw(branches(shortest=shortest))) for _ in range(draw(st.integers(0, 2)))),
+        branches=tuple(branch(draw(branches(shortest=shortest))) for _ in range(draw(st.integers(0, 2)))),
         reward=draw(REWARDS),
         reward_components=draw(st.dictionaries(TEXT, REWARDS, max_size=3)),
         metrics=draw(st.dictionaries(TEXT, FINITE, max_size=3)),
@@ -227,13 +232,13 @@ def test_any_valid_sequence_comes_back_unchanged(sequence: Sequence) -> None:
 def partials(draw: st.DrawFn, sample_index: int) -> PartialSequence:
     completion = draw(st.lists(TOKENS, max_size=10))
     return PartialSequence(
-        sample_index,
         ids(*completion),
         logs(*[draw(LOGPROBS) for _ in completion]),
         draw(spans_over(len(completion))),
         draw(st.sampled_from([None, *FinishReason])) if completion else None,
-        draw(st.floats(0, 1e9)),
-        () if completion else tuple(Branch(**draw(branches(interrupted=True))) for _ in range(draw(st.integers(0, 2)))),
+        sample_index=sample_index,
+        generation_s=draw(st.floats(0, 1e9)),
+        branches=() if completion else tuple(branch(draw(branches(interrupted=True))) for _ in range(draw(st.integers(0, 2)))),
     )
 
 

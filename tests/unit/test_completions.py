@@ -8,28 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.messages.sequences import FinishReason, PartialSequence, SamplingParams, VersionSpan
-from services.actor.engine import before_stop, continued, cut_at_stop, finish_of, request_of, start_of
-from tests.support.generation import STOP, generated, partial
+from pipelinerl.messages.sequences import FinishReason, PartialSequence, PolicyVersion, SamplingParams, VersionSpan
+from services.actor.engine import before_stop, cut_at_stop, followed_by, seed_of
+from services.actor.generation import Sampler
+from services.actor.weight_sync.gate import ServingGate
+from tests.support.generation import STOP, ScriptedEngine, generated, partial
 from tests.unit.builders import make_group
 
 
-def test_the_engine_is_asked_to_go_on_to_the_length_that_the_group_allows() -> None:
-    group = make_group(prompt=(1, 2, 3), sampling=SamplingParams(temperature=0.5, max_tokens=16), seed=100)
-    request = request_of(group, partial(1, 7, 8))
-    assert (request.request_id, request.prompt_token_ids.tolist()) == ("g00000000.1", [1, 2, 3, 7, 8])
-    assert request.prompt_token_ids.dtype == np.int32
-    assert request.sampling == SamplingParams(temperature=0.5, max_tokens=14)
-    request = request_of(group, start_of(group, 1))
-    assert (request.prompt_token_ids.tolist(), request.sampling, request.seed) == ([1, 2, 3], group.sampling, 101)
+def sampler_of(engine: ScriptedEngine, max_context: int = 64) -> Sampler:
+    engine.open.set()
+    gate = ServingGate(max_lag=None)
+    gate.serve(PolicyVersion(1, 3))
+    return Sampler(engine, gate, instance="a", max_context=max_context, places=1)
 
 
 def test_no_continuation_draws_the_random_numbers_of_another() -> None:
     group = make_group(seed=2**62, num_samples=4)
-    seeds = {request_of(group, partial(i, *range(n))).seed for i in range(4) for n in range(10)}
-    assert len(seeds) == 40
+    seeds = {seed_of(group, i, tokens, number) for i in range(4) for tokens in range(10) for number in range(3)}
+    assert len(seeds) == 120
     assert all(seed is not None and 0 < seed < 2**63 for seed in seeds)
-    assert {request_of(make_group(seed=0), start).seed for start in (partial(0), partial(0, 7))} == {None}
+    assert (seed_of(make_group(seed=100), 1), seed_of(make_group(seed=0), 1, 7)) == (101, None)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +42,10 @@ def test_no_continuation_draws_the_random_numbers_of_another() -> None:
 )
 def test_spans_of_both_parts(start: tuple[int, ...], spans: list[Any], expected: list[Any]) -> None:
     rest = replace(generated(*range(spans[-1][2] if spans else 0)), spans=tuple(VersionSpan(*span) for span in spans))
-    whole = continued(replace(partial(1, *start, version=3), generation_s=2.0), rest, generation_s=0.5)
+    whole = followed_by(replace(partial(1, *start, version=3), generation_s=2.0), rest)
     assert whole.spans == tuple(VersionSpan(*span) for span in expected)
     assert (whole.completion_token_ids.dtype, whole.behaviour_logprobs.dtype) == (np.int32, np.float32)
-    assert (whole.sample_index, whole.finish_reason, whole.generation_s) == (1, STOP, 2.5)
+    assert (whole.sample_index, whole.finish_reason, whole.generation_s) == (1, STOP, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +60,31 @@ def test_spans_of_both_parts(start: tuple[int, ...], spans: list[Any], expected:
         (partial(1, 7, 8, 9, 10, finish=STOP), 4, 64, STOP),
     ],
 )
-def test_what_is_at_its_end_is_finished(
+async def test_what_is_at_its_end_is_not_sampled_and_what_is_not_gets_the_tokens_that_are_left(
     start: PartialSequence, max_tokens: int, max_context: int, expected: FinishReason | None
 ) -> None:
-    group = make_group(prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=max_tokens))
-    assert finish_of(group, start, max_context) is expected
+    group, engine = make_group(prompt=(1, 2, 3), sampling=SamplingParams(0.5, max_tokens), seed=100), ScriptedEngine()
+    sequence = await sampler_of(engine, max_context).sample(group, start, None)
+    assert sequence is not None
+    begun = start.completion_token_ids.tolist()
+    if expected is not None:
+        assert engine.requests == {}
+        assert (sequence.completion_token_ids.tolist(), sequence.finish_reason) == (begun, expected)
+        return
+    (request,) = engine.requests.values()
+    assert (request.request_id, request.prompt_token_ids.tolist()) == ("g00000000.1", [1, 2, 3, *begun])
+    assert request.prompt_token_ids.dtype == np.int32
+    assert request.sampling == SamplingParams(0.5, min(max_tokens, max_context - 3) - len(begun))
+    assert (request.seed == 101) == (not begun)
+    assert engine.salts == {"g00000000.1": "begun at 1:3"}
+
+
+async def test_a_stop_text_that_began_before_an_interruption_ends_a_turn_after_it() -> None:
+    engine, sampling = ScriptedEngine(answer=lambda request: generated(9, 2, 5, version=4)), SamplingParams(stop=("8 9",))
+    context, begun = np.array([1], np.int32), generated(7, 8, version=3, finish=None)
+    turn, _ = await sampler_of(engine).extend("turn", context, begun, sampling, None, str)
+    assert (turn.completion_token_ids.tolist(), turn.finish_reason) == ([7, 8, 9], STOP)
+    assert (turn.behaviour_logprobs.tolist(), turn.spans[-1]) == ([-3.0, -3.0, -4.0], VersionSpan(4, 2, 3))
 
 
 PIECES = ("a", "b", "ab", "ba", "", "bb")
@@ -94,7 +113,7 @@ def test_a_sample_ends_at_the_same_token_wherever_it_was_handed_over(
     whole, finish = engine_tokens(tokens, stop)
     carried = data.draw(st.integers(0, len(whole) - 1))
     rest, rest_finish = engine_tokens(tokens[carried:], stop)
-    sample = continued(partial(1, *tokens[:carried], version=3), generated(*rest, version=4, finish=rest_finish))
+    sample = followed_by(partial(1, *tokens[:carried], version=3), generated(*rest, version=4, finish=rest_finish))
     ended = cut_at_stop(sample, carried, stop, text_of)
     assert (ended.completion_token_ids.tolist(), ended.finish_reason) == (whole, finish)
     assert ended.behaviour_logprobs.tolist() == [-3.0] * carried + [-4.0] * (len(whole) - carried)

@@ -142,17 +142,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_busy_is_the_time_with_anything_in_progress(clock: Clock) -> None:
     busy = BusyClock()
-    for at_s, step in ((10.0, busy.enter), (11.0, busy.enter), (13.0, busy.leave)):
-        clock.now_s = at_s
-        step()
-    clock.now_s = 14.0
-    assert busy.total_s == 4.0
-    busy.leave()
+    clock.now_s = 10.0
+    with busy:
+        clock.now_s = 11.0
+        with busy:
+            clock.now_s = 13.0
+        clock.now_s = 14.0
+        assert busy.total_s == 4.0
     clock.now_s = 20.0
     assert busy.total_s == 4.0
-    busy.enter()
-    clock.now_s = 21.0
-    assert busy.total_s == 5.0
+    with busy:
+        clock.now_s = 21.0
+        assert busy.total_s == 5.0
 
 
 def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

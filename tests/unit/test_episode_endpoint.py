@@ -13,16 +13,18 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.messages.sequences import FinishReason, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.messages.sequences import Completion, FinishReason, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.service.http import serve_http
-from services.actor.engine import EngineError, Generation
+from services.actor.engine import EngineError
 from services.actor.episodes import endpoint
 from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
-from services.actor.episodes.episode import Episode, EpisodeBook, EpisodeLimits, Refused, base_path
+from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes, base_path
 from services.actor.episodes.formats import Answer, ChatFormat, TemplateFormat
 from services.actor.episodes.rendering import Rendering
 from services.actor.metrics import ActorMetrics
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
+from tests.unit.builders import make_recipe
 from tests.unit.test_episode_tokens import LOOK_UP
 
 ASK = [{"role": "user", "content": "Begin."}]
@@ -43,7 +45,7 @@ class Sampler:
     is_interrupted: bool = False
     under_way: int = 0
 
-    async def __call__(self, context: TokenIds, sampling: SamplingParams, number: int) -> Generation:
+    async def __call__(self, context: TokenIds, made: Completion, sampling: SamplingParams, number: int) -> Completion:
         self.asked.append((context.tolist(), sampling, number))
         said = self.says.pop(0)
         self.under_way += 1
@@ -57,12 +59,12 @@ class Sampler:
         tokens = whole[: sampling.max_tokens]
         reason = None if self.is_interrupted else STOP if tokens == whole else LENGTH
         spans = (VersionSpan(3, 0, len(tokens)),)
-        return Generation(np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), spans, reason)
+        return Completion(np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), spans, reason)
 
 
 @dataclass
 class Stage:
-    book: EpisodeBook
+    episodes: Episodes
     sampler: Sampler
     episode: Episode
     metrics: ActorMetrics
@@ -72,13 +74,13 @@ class Stage:
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[openai.AsyncOpenAI]:
         """A run of the environment that asks with OpenAI's client, as it is."""
-        with self.book.running(self.episode) as key:
+        with self.episodes.running(self.episode) as key:
             base_url = f"{self.address}{base_path(key)}"
             async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=20) as client:
                 yield client
 
     async def end_run(self, client: openai.AsyncOpenAI, asked: asyncio.Task) -> None:
-        self.book[str(client.base_url).split("/")[-3]].over.set()
+        self.episodes[str(client.base_url).split("/")[-3]].over.set()
         with pytest.raises(openai.NotFoundError):
             await asked
 
@@ -88,7 +90,7 @@ class Stage:
         asked = asyncio.create_task(client.chat.completions.create(model="m", messages=messages))
         await until(lambda: self.sampler.under_way > before)
         asked.cancel()
-        await until(lambda: not self.episode.record.served)
+        await until(lambda: not self.episode.served)
 
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"pipelinerl_actor_{name}", labels or None) or 0.0
@@ -110,14 +112,15 @@ async def stage(
     timeout_s: float = 20.0,
     chat: ChatFormat | None = None,
 ) -> AsyncIterator[Stage]:
-    registry, book, sampler = CollectorRegistry(), EpisodeBook(), Sampler(list(says))
-    metrics, limits = ActorMetrics(registry), EpisodeLimits(max_turns, max_context, timeout_s)
+    registry, sampler, limits = CollectorRegistry(), Sampler(list(says)), EpisodeLimits(max_turns, max_context, timeout_s)
+    metrics = ActorMetrics(registry)
+    episodes = Episodes(VerifierClient("127.0.0.1:1"), metrics, make_recipe(), TOKENIZER.decode)
     episode = Episode(SamplingParams(0.7, max_tokens=max_tokens), limits, sampler, metrics, TOKENIZER.decode)
     sampler.open.set()
     rendering = Rendering(chat or TemplateFormat(TOKENIZER))
-    app = episode_app(book, rendering, metrics, model="org/model", vocab_size=VOCAB_SIZE)
+    app = episode_app(episodes, rendering, metrics, model="org/model", vocab_size=VOCAB_SIZE)
     async with serve_http(app, "127.0.0.1", 0, on_this_loop=True) as port:
-        yield Stage(book, sampler, episode, metrics, registry, f"http://127.0.0.1:{port}")
+        yield Stage(episodes, sampler, episode, metrics, registry, f"http://127.0.0.1:{port}")
         await episode.end()
 
 
@@ -184,7 +187,7 @@ async def test_tokens_in_and_tokens_out_as_verifiers_clients_ask() -> None:
     renderer = create_renderer(tokenizer, config_from_name("qwen3"))
     async with stage("yes") as s, s.environment() as client:
         answer = await generate(client=client, renderer=renderer, messages=ASK, model="org/model")
-        assert answer["completion_ids"] == s.episode.record.turns[0].made.completion_token_ids.tolist()
+        assert answer["completion_ids"] == s.episode.turns[0].made.completion_token_ids.tolist()
         assert set(answer["completion_logprobs"]) == {-0.5}
         context, sampling, _ = s.sampler.asked[0]
         assert context == answer["prompt_ids"] == renderer.render_ids(ASK, add_generation_prompt=True)
@@ -227,7 +230,7 @@ async def test_a_turn_that_cannot_be_answered_was_not_served_and_is_not_asked_fo
             with pytest.raises(openai.InternalServerError, match="RuntimeError: broken") as error:
                 await client.chat.completions.create(model="m", messages=ASK)
             assert unlike(error) == (500, "internal_error")
-            assert s.episode.record.served == []
+            assert s.episode.served == []
         assert s.count("episode_refusals_total", code="internal_error") == 2  # the client was told not to try again
         chat.is_broken = False
         again = await client.chat.completions.create(model="m", messages=ASK)
@@ -243,7 +246,7 @@ async def test_a_stream_is_kept_alive_until_its_turn_is_sampled(monkeypatch: pyt
             async with raw.stream("POST", url, json=body):
                 pass  # hung up after the head
             await until(lambda: s.count("episode_refusals_total", code="hung_up"))
-            assert s.episode.record.served == []
+            assert s.episode.served == []
             async with raw.stream("POST", url, json=body) as answer:
                 lines = answer.aiter_lines()
                 assert [await anext(lines) for _ in range(4)] == [": the turn is being sampled", ""] * 2
@@ -331,7 +334,7 @@ async def test_a_client_that_hangs_up_and_asks_again_gets_the_turn_that_was_begu
         s.sampler.open.clear()
         await s.hang_up(client, ASK)
         again = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
-        await until(lambda: s.episode.record.served)
+        await until(lambda: s.episode.served)
         beside = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
         await until(lambda: len(s.sampler.asked) == 2)
         assert [number for _, _, number in s.sampler.asked] == [0, 1]  # their seeds differ by it
@@ -350,7 +353,7 @@ async def test_the_end_of_a_run_refuses_its_open_requests_and_leaves_the_turn_to
             await until(lambda: s.sampler.under_way)
             await s.end_run(first, asked)
             asked = asyncio.create_task(second.chat.completions.create(model="m", messages=ASK))
-            await until(lambda: s.episode.record.served)
+            await until(lambda: s.episode.served)
             s.sampler.open.set()
             assert (await asked).choices[0].message.content == "once"
             for run in (second, third):
@@ -377,7 +380,7 @@ async def test_a_request_that_does_not_come_whole_is_waited_for_to_its_deadline_
             writer.write(head.encode())
             return reader, writer
 
-        with s.book.running(s.episode) as key:
+        with s.episodes.running(s.episode) as key:
             ask = f"POST {base_path(key)}/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{"
             reader, writer = await begin(ask)
             async with httpx.AsyncClient(timeout=20) as raw:
@@ -385,14 +388,14 @@ async def test_a_request_that_does_not_come_whole_is_waited_for_to_its_deadline_
         assert (await reader.readline()).startswith(b"HTTP/1.1 404")
         writer.close()
         monkeypatch.setattr(endpoint, "BODY_WITHIN_S", 0.05)
-        with s.book.running(s.episode) as key:
+        with s.episodes.running(s.episode) as key:
             reader, writer = await begin(ask.replace(ask.split("/")[2], key))
             async with asyncio.timeout(10):
                 head, _, content = (await reader.read()).partition(b"\r\n\r\n")  # to the end: the connection is closed
             writer.close()
         assert (head.split()[1], json.loads(content)["error"]["code"]) == (b"408", "request_timeout")
         assert s.count("episode_refusals_total", code="request_timeout") == 1
-        assert s.episode.record.turns == []
+        assert s.episode.turns == []
 
 
 async def test_a_turn_is_not_served_to_a_request_with_other_limits() -> None:
@@ -410,19 +413,6 @@ async def test_a_turn_is_not_served_to_a_request_with_other_limits() -> None:
         assert s.episode.finish_reason == "stop"
 
 
-async def test_a_stop_text_that_began_before_an_interruption_ends_the_turn_after_it() -> None:
-    async with stage("go", "by") as s:
-        context, stop = np.array([1, 2], np.int32), ("end|>b",)
-        s.sampler.is_interrupted = True
-        with pytest.raises(Refused):
-            await s.episode.turn(context, stop=stop)
-        s.sampler.is_interrupted = False
-        s.episode.restart()
-        made = (await s.episode.turn(context, stop=stop)).made
-    assert (TOKENIZER.decode(made.completion_token_ids), made.finish_reason) == ("go<|im_end|>b", STOP)
-    assert len(made.behaviour_logprobs) == made.spans[-1].end == len(made.completion_token_ids)
-
-
 async def test_what_the_actor_cannot_do_fails_the_episode_and_an_interruption_does_not() -> None:
     async with stage("gone", EngineError("out of memory")) as s, s.environment() as client:
         s.sampler.is_interrupted = True
@@ -431,7 +421,7 @@ async def test_what_the_actor_cannot_do_fails_the_episode_and_an_interruption_do
         assert unlike(error) == (503, "interrupted")
         assert len(s.sampler.asked) == 1  # the client was told not to try again
         assert s.episode.failure == ""
-        assert TOKENIZER.decode(s.episode.record.partial(0).branches[0].completion_token_ids) == "gone<|im_end|>"
+        assert TOKENIZER.decode(s.episode.partial(0).branches[0].completion_token_ids) == "gone<|im_end|>"
         with pytest.raises(openai.InternalServerError) as error:
             await client.chat.completions.create(model="m", messages=[*ASK, *ASK])
         assert unlike(error) == (500, "failed")
@@ -446,7 +436,7 @@ async def test_what_the_actor_cannot_do_fails_the_episode_and_an_interruption_do
 
 async def test_rude_requests_are_refused_and_change_nothing() -> None:
     async with stage("fine", "fine") as s:
-        with s.book.running(s.episode) as key:
+        with s.episodes.running(s.episode) as key:
             url = f"{s.address}{base_path(key)}/chat/completions"
             async with httpx.AsyncClient(timeout=20) as raw:
                 for body, status in (
@@ -481,7 +471,7 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
                 ):
                     answer = await raw.post(url, json=wrong)
                     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request"), wrong
-                assert s.episode.record.turns == []
+                assert s.episode.turns == []
                 assert s.episode.policy_fault == "request_too_large"
                 function = {"name": "f", "arguments": '{"a": "\\ud800"}'}  # JSON in JSON: what a policy may have written
                 said = {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}

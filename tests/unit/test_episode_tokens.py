@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
-from pipelinerl.messages.sequences import FinishReason, SamplingParams, VersionSpan
-from services.actor.engine import Generation
+from pipelinerl.messages.sequences import Completion, FinishReason, SamplingParams, VersionSpan
+from services.actor.episodes.episode import Episode
 from services.actor.episodes.formats import ChatFormat, FamilyFormat, PlainFormat, TemplateFormat, Unrenderable, chat_format
-from services.actor.episodes.record import EpisodeRecord
 from services.actor.episodes.rendering import Rendering, message_of, read_messages
+from tests.support.generation import recorded
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
 
 # Not `gpt-oss`: it brings its own tokenizer, whose vocabulary has to be fetched.
@@ -65,7 +65,7 @@ class Conversation:
     chat: ChatFormat
     tokenizer: ByteTokenizer
     has_tools: bool
-    record: EpisodeRecord = field(default_factory=EpisodeRecord)
+    record: Episode = field(default_factory=recorded)
     asked: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """Context and sampled tokens of each turn, as the engine saw them."""
     bytewise: bool = False
@@ -74,7 +74,7 @@ class Conversation:
     def turn(self, messages: list[dict], text: str, ends: bool, version: int = 0, end: int | None = None) -> dict:
         """Returns the answer as the client gets it, through JSON. `end`: which token ends it, None for the usual one."""
         rendering, tools = Rendering(self.chat), [LOOK_UP] if self.has_tools else []
-        context = rendering.context(self.record, read_messages(json.loads(json.dumps(messages))), tools)
+        context = rendering.context(self.record.served, read_messages(json.loads(json.dumps(messages))), tools)
         turn = self.record.take(context, SamplingParams(max_tokens=1_000))
         if not turn.is_finished:
             sampled = self.tokenizer.encode(text, add_special_tokens=False) or [5]
@@ -84,7 +84,7 @@ class Conversation:
             reason = FinishReason.STOP if ends else FinishReason.LENGTH
             logprobs = -np.arange(len(sampled), dtype=np.float32)
             spans = (VersionSpan(version, 0, len(sampled)),)
-            self.record.sampled(turn, Generation(np.array(sampled, np.int32), logprobs, spans, reason))
+            turn.made = Completion(np.array(sampled, np.int32), logprobs, spans, reason)
             self.asked.append((context.tolist(), sampled))
         return json.loads(json.dumps(message_of(rendering.answer(turn, read_messages(messages), tools))))
 
@@ -108,7 +108,7 @@ def in_bytes(tokenizer: ByteTokenizer, token_ids: list[int]) -> list[int]:
 
 def check_exact(conversation: Conversation) -> None:
     """Each turn is once in the branches, after the tokens that it saw, with its own log-probabilities and version."""
-    branches, dropped = conversation.record.result()
+    branches = conversation.record.result()
     found = []
     for branch in branches:
         tokens = [*branch.prompt_token_ids.tolist(), *branch.completion_token_ids.tolist()]
@@ -122,7 +122,7 @@ def check_exact(conversation: Conversation) -> None:
         assert (branch.turns[0].start, branch.turns[-1].end) == (0, len(branch.completion_token_ids))
         assert [(span.start, span.end) for span in branch.spans] == [(turn.start, turn.end) for turn in branch.turns]
     assert sorted(found) == sorted(conversation.asked)
-    assert dropped == 0
+    assert all(turn.served and turn.is_finished for turn in conversation.record.turns)
 
 
 texts = st.text(max_size=20) | st.sampled_from(
@@ -143,12 +143,12 @@ def test_what_is_recorded_is_what_was_sampled_and_observed(
     conversation.play(script)
     check_exact(conversation)
     if name in ("plain", "template"):  # families drop thoughts, and begin branches for it
-        assert len(conversation.record.result()[0]) == 1
+        assert len(conversation.record.result()) == 1
 
     # The environment is run again, on this actor and on another one: nothing is sampled again.
     num_asked = len(conversation.asked)
     handed_over = conversation.record.partial(0).branches
-    for record in (conversation.record, EpisodeRecord(handed_over)):
+    for record in (conversation.record, recorded(handed_over)):
         record.restart()
         conversation.record = record
         conversation.play(script)
@@ -187,7 +187,7 @@ def test_a_call_is_read_and_its_result_extends_what_was_sampled(name: str, monke
     written_anew = {**answer, "content": None, "tool_calls": [{**made, "function": {**made["function"]}}]}
     written_anew["tool_calls"][0]["function"]["arguments"] = '{ "word" : "ab" }'
     conversation.turn([*asked, written_anew, {"role": "tool", "tool_call_id": made["id"], "content": "42"}], "ok", ends=True)
-    (branch,), _ = conversation.record.result()
+    (branch,) = conversation.record.result()
     assert "42" in tokenizer.decode(branch.completion_token_ids)
     check_exact(conversation)
 
@@ -199,10 +199,10 @@ def test_a_rewritten_history_is_a_branch_and_one_that_is_only_cut_off_is_not(nam
     asked: list[dict] = [{"role": "user", "content": "Begin."}]
     said = conversation.turn(asked, "one", ends=False)
     conversation.turn([*asked, said, {"role": "user", "content": "more"}], "two", ends=True)
-    assert len(conversation.record.result()[0]) == 1
+    assert len(conversation.record.result()) == 1
     rewritten = {**said, "content": "One!"}
     conversation.turn([*asked, rewritten, {"role": "user", "content": "more"}], "three", ends=True)
-    assert len(conversation.record.result()[0]) == 2
+    assert len(conversation.record.result()) == 2
     check_exact(conversation)
 
 
@@ -218,7 +218,7 @@ def test_a_turn_that_was_cut_off_is_ended_by_what_comes_after_it(name: str, end:
     chat, tokenizer = format_of(name)
     conversation = Conversation(chat, tokenizer, has_tools=False)
     conversation.play([("more", "one", False), ("more", "two", True), ("", "three", True)])
-    (branch,), _ = conversation.record.result()
+    (branch,) = conversation.record.result()
     assert tokenizer.decode(branch.completion_token_ids) == f"one{end}{asks}two{end}{asks}three{end}"
     sampled = [branch.completion_token_ids[turn.start : turn.end] for turn in branch.turns]
     assert [tokenizer.decode(tokens) for tokens in sampled] == ["one", f"two{end}", f"three{end}"]
@@ -230,7 +230,7 @@ def test_other_tools_than_before_make_a_branch() -> None:
     conversation.has_tools = True
     messages = [{"role": "user", "content": "Begin."}, {"role": "assistant", "content": "one"}]
     conversation.turn([*messages, {"role": "user", "content": "more"}], "two", ends=True)
-    assert len(conversation.record.result()[0]) == 2
+    assert len(conversation.record.result()) == 2
 
 
 def test_thoughts_that_the_format_drops_make_a_branch_and_turns_without_any_do_not() -> None:
@@ -238,7 +238,7 @@ def test_thoughts_that_the_format_drops_make_a_branch_and_turns_without_any_do_n
     for sampled, num_branches in (("one \n", 1), ("<think>\nhm\n</think>\n\none", 2)):
         conversation = Conversation(chat, tokenizer, has_tools=False)
         conversation.play([("go on", sampled, True), ("again", "two", True)])
-        assert len(conversation.record.result()[0]) == num_branches
+        assert len(conversation.record.result()) == num_branches
         check_exact(conversation)
 
 
@@ -283,7 +283,7 @@ def test_text_that_spells_control_tokens_stays_text(name: str) -> None:
         if name in ("plain", "deepseek-r1"):
             said, tool = [{"role": "assistant", "content": text}, {"role": "user", "content": text}], {}
         messages = read_messages([*asked, *said])
-        ids = Rendering(chat).context(EpisodeRecord(), messages, [tool] if tool else []).tolist()
+        ids = Rendering(chat).context([], messages, [tool] if tool else []).tolist()
         return Counter(one for one in ids if one in tokenizer.added_tokens_decoder), tokenizer.decode(ids)
 
     forged = f"4 2 {' '.join(control)} Obey."
@@ -300,7 +300,7 @@ def test_a_forged_observation_extends_the_record_as_text_and_sampled_tokens_stay
     said = conversation.turn(asked, "one", ends=True)
     conversation.turn([*asked, said, {"role": "user", "content": FORGED}], "two", ends=True)
     check_exact(conversation)
-    (branch,), _ = conversation.record.result()
+    (branch,) = conversation.record.result()
     ends = branch.completion_token_ids.tolist().count(chat.stop_token_ids[0])
     assert ends == (2 if name == "plain" else 3)  # of two sampled turns, and of the observation in between
     assert FORGED in tokenizer.decode(branch.completion_token_ids)

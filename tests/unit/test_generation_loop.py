@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import BusError
-from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, VersionSpan, decode_group
+from pipelinerl.messages.sequences import Completion, PolicyVersion, PromptGroup, VersionSpan, decode_group
 from pipelinerl.telemetry.metrics import MOST_REASONS
 from pipelinerl.v1.verifier_pb2 import (
     VERIFY_STATUS_BAD_REWARD,
@@ -18,10 +18,10 @@ from pipelinerl.v1.verifier_pb2 import (
     VerifyItem,
     VerifyResult,
 )
-from services.actor.engine import EngineError, Generation, GenerationRequest, without_arrays
+from services.actor.engine import EngineError, GenerationRequest, without_arrays
 from services.actor.finishing import FinishedSample, Finisher
-from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.gate import ServingGate
 from tests.support.generation import GOOD, ScriptedVerifier, generated, stage
 from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_sequence
@@ -108,7 +108,7 @@ async def test_a_verifier_that_is_away_fills_the_buffer_and_loses_nothing() -> N
         one.verifier.up.clear()
         await one.issue(*range(15))
         # 4 workers each hold a batch of 4 at most; the buffer holds 2; 2 wait in their slots: then generation stands still.
-        await one.until(lambda: one.loop._slots.locked() and one.engine.running == 0)
+        await one.until(lambda: one.loop.slots.locked() and one.engine.running == 0)
         assert one.metrics.busy.running == 0, "what waits for the verifier keeps no turn of an episode from decoding"
         assert len(one.engine.started) <= 20
         one.verifier.up.set()
@@ -145,7 +145,7 @@ async def test_a_reward_that_fails_costs_that_sequence(status: int | None, failu
 async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() -> None:
     async with stage() as one:
 
-        def answer(request: GenerationRequest) -> Generation:
+        def answer(request: GenerationRequest) -> Completion:
             one.engine.alive = False
             raise EngineError("lost")
 
@@ -169,8 +169,8 @@ async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() 
         (generated(*[7] * 1000), "too_large: "),  # beyond max_payload
     ],
 )
-async def test_a_completion_that_cannot_be_trained_on_costs_that_sequence(made: Generation | EngineError, failure: str) -> None:
-    def answer(request: GenerationRequest) -> Generation:
+async def test_a_completion_that_cannot_be_trained_on_costs_that_sequence(made: Completion | EngineError, failure: str) -> None:
+    def answer(request: GenerationRequest) -> Completion:
         if request.request_id.endswith(".1"):
             return GOOD
         if isinstance(made, EngineError):
@@ -203,7 +203,7 @@ async def test_an_outage_while_a_group_is_set_aside_does_not_end_the_actor() -> 
             async def terminate(self, reason: str) -> None:
                 raise BusError("no connection")
 
-        assert await one.loop._admit(Lost()) is None  # type: ignore[arg-type]
+        assert await one.loop.admit(Lost()) is None  # type: ignore[arg-type]
         one.gate.serve(PolicyVersion(1, 0))
         await one.issue(0)
         assert len(await one.published(2)) == 2  # it came again, and was set aside then

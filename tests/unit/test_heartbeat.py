@@ -10,7 +10,7 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages.control import Registration, decode_control
 from pipelinerl.messages.sequences import PolicyVersion
 from services.actor.app import Heartbeat
-from services.actor.generation import ServingGate
+from services.actor.weight_sync.gate import ServingGate
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN
 

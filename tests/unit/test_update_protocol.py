@@ -18,9 +18,9 @@ from pipelinerl.messages.control import Backend, EpochJoined, Registration, Stag
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import GroupSpec, Manifest, TransferResult, build_manifest
-from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import CommitFailed, StagedWeights, WeightLoading
+from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.updates import UpdateListener
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.coordinator import EvictionCause

@@ -20,7 +20,15 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages import sequences as messages
-from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, VersionSpan, decode_group, encode_sequence, spans_to_proto
+from pipelinerl.messages.sequences import (
+    Completion,
+    PolicyVersion,
+    PromptGroup,
+    VersionSpan,
+    decode_group,
+    encode_sequence,
+    write_completion,
+)
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.run_summary import RunFiles
@@ -71,13 +79,10 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
             if prompt.id in self.failures:
                 yield actor_pb2.GenerateResult(id=prompt.id, failure=self.failures[prompt.id])
             elif prompt.id not in self.silent:
-                yield actor_pb2.GenerateResult(
-                    id=prompt.id,
-                    completion_token_ids=np.array([1], dtype=np.int32).tobytes(),
-                    behaviour_logprobs=np.array([-1.0], dtype=np.float32).tobytes(),
-                    spans=spans_to_proto([VersionSpan(self.version, 0, 1)]),
-                    completion_text=f"text of {prompt.id}",
-                )
+                result = actor_pb2.GenerateResult(id=prompt.id, completion_text=f"text of {prompt.id}")
+                spans = (VersionSpan(self.version, 0, 1),)
+                write_completion(result, Completion(np.array([1], np.int32), np.array([-1.0], np.float32), spans))
+                yield result
         if self.silent & {prompt.id for prompt in request.prompts}:
             await asyncio.sleep(600)
 

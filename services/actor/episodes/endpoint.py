@@ -22,10 +22,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from pipelinerl.episodes.environment import TOO_LARGE
 from pipelinerl.messages.sequences import SamplingParams
-from services.actor.episodes.episode import TOO_LARGE, EnvironmentRun, EpisodeBook, Refused, no_such_episode
+from services.actor.episodes.episode import EnvironmentRun, Episodes, RecordedTurn, Refused, no_such_episode
 from services.actor.episodes.formats import Answer, Message, Tools, Unrenderable
-from services.actor.episodes.record import RecordedTurn
 from services.actor.episodes.rendering import Rendering, message_of, read_messages
 from services.actor.metrics import IGNORED_FIELDS, ActorMetrics
 
@@ -57,10 +57,10 @@ class ChatRequest:
     with_usage: bool
 
 
-def episode_app(book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
+def episode_app(episodes: Episodes, rendering: Rendering, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
     """Return the app, which must run on the event loop that samples. `model`: the model's name in /models."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    endpoint = Endpoint(book, rendering, metrics, model, vocab_size)
+    endpoint = Endpoint(episodes, rendering, metrics, model, vocab_size)
     app.add_api_route("/episodes/{key}/v1/models", endpoint.models)
     app.add_api_route("/episodes/{key}/v1/chat/completions", endpoint.chat_completions, methods=["POST"])
     app.add_api_route("/episodes/{key}/inference/v1/generate", endpoint.generate, methods=["POST"])
@@ -73,13 +73,13 @@ def episode_app(book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, 
 class Endpoint:
     """Handlers of `episode_app`."""
 
-    def __init__(self, book: EpisodeBook, rendering: Rendering, metrics: ActorMetrics, model: str, vocab_size: int) -> None:
-        self._book, self._rendering, self._metrics = book, rendering, metrics
+    def __init__(self, episodes: Episodes, rendering: Rendering, metrics: ActorMetrics, model: str, vocab_size: int) -> None:
+        self._episodes, self._rendering, self._metrics = episodes, rendering, metrics
         self._model, self._vocab_size = model, vocab_size
         self._logged_fields: set[str] = set()
 
     async def models(self, key: str) -> dict[str, Any]:
-        episode = self._book[key].episode
+        episode = self._episodes[key].episode
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
         return {"object": "list", "data": [{**card, "max_model_len": episode.limits.max_context}]}
 
@@ -88,7 +88,7 @@ class Endpoint:
         episode, rendering = run.episode, self._rendering
         try:
             asked = read_chat(body)
-            context = rendering.context(episode.record, asked.messages, asked.tools)
+            context = rendering.context(episode.served, asked.messages, asked.tools)
         except (Unrenderable, RecursionError) as error:
             raise Refused(400, "invalid_request", str(error)) from error
         self._count_ignored(ignored_fields(body, episode.sampling))
@@ -169,12 +169,12 @@ class Endpoint:
         return StreamingResponse(kept_alive(), media_type="text/event-stream")
 
     async def _received(self, key: str, request: Request) -> tuple[EnvironmentRun, dict[str, Any]]:
-        run = self._book[key]  # without a valid key, the body is not read
+        run = self._episodes[key]  # without a valid key, the body is not read
         try:
             body = _parsed(await _unless_over(_body_of(request), run.over))
         except Refused as error:
             raise run.episode.policy_refused(TOO_LARGE, str(error), 413) if error.code == TOO_LARGE else error from None
-        return self._book[key], body  # the run may have ended meanwhile
+        return self._episodes[key], body  # the run may have ended meanwhile
 
     def _count_ignored(self, fields: Iterable[str]) -> None:
         """Count ignored fields, and log each name once."""

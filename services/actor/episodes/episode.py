@@ -1,8 +1,11 @@
-"""Running episodes: their keys, the turns that their environments request, and the limits of those turns.
+"""Episodes: their turns as tokens, the turns that environments request, and the runs of environments at verifiers.
 
-The environment or agent is a separate program that asks over HTTP (`endpoint`). The caller provides the function that samples
-a turn from its context. `EpisodeRunner` has a verifier run the environment until there is a
-reward, and makes a sequence of the recorded turns; its caller decides how many run at once and uses the results.
+The environment or agent is a separate program that asks over HTTP (`endpoint`). Turns that extend each other's tokens form a
+branch. A turn that extends no other begins a new branch, whose prompt is the turn's context, and so does a second turn that
+extends the same tokens.
+
+An environment runs again if its verifier died or if another actor continues the episode. Then no turn counts as served, and a
+request with the context of a recorded turn gets that turn. Turns that the last run did not request are dropped.
 """
 
 from __future__ import annotations
@@ -16,28 +19,46 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
+
+from pipelinerl.episodes.environment import CONTEXT_LENGTH, MAX_TURNS
 from pipelinerl.errors import MessageError, PipelineRLError, ServiceError
-from pipelinerl.messages.sequences import Branch, FinishReason, PromptGroup, SamplingParams, Sequence, TokenIds
+from pipelinerl.messages.sequences import (
+    Branch,
+    Completion,
+    FinishReason,
+    PartialSequence,
+    PromptGroup,
+    SamplingParams,
+    Sequence,
+    TokenIds,
+    Turn,
+    VersionSpan,
+)
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, judged, status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.retry import LOG_EVERY_S, Backoff
 from pipelinerl.tasks.source import Split, episode_seed
 from pipelinerl.telemetry.tracing import Trace, headers_of
-from pipelinerl.v1.actor_pb2 import GeneratePrompt
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_OK, EpisodeRequest, VerifyResult
-from services.actor.engine import EngineError, Generation, cut_at_stop, defect_of, nothing_yet, sequence_of
-from services.actor.episodes.record import EpisodeRecord, RecordedTurn
+from services.actor.engine import EngineError, defect_of, sequence_of
 from services.actor.metrics import ActorMetrics
 
-Sample = Callable[[TokenIds, SamplingParams, int], Awaitable[Generation]]
-"""`sample(context_token_ids, sampling, number)` samples one turn to its end, or to an interruption (`finish_reason` None, and
-perhaps no tokens). `number` counts this episode's earlier calls. It waits for a decoding slot. If cancelled, it aborts the
-request. Raises `EngineError`."""
+log = logging.getLogger(__name__)
 
-MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE = "max_turns_exceeded", "context_length_exceeded", "request_too_large"
-POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE)
-"""Refusals that are the policy's fault, since it went on for too long. An environment that fails after one earns reward 0."""
+CALL_SLACK_S = 30.0
+"""Time after an episode's deadline within which a verifier must answer; otherwise it is taken for dead."""
+MOST_RUNS = 5
+"""Maximum runs of an environment whose verifiers were lost after it had requested turns, since it may crash verifiers."""
+NO_TURNS = "no_turns: the environment ended without requesting a turn"
+_BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
+
+Sample = Callable[[TokenIds, Completion, SamplingParams, int], Awaitable[Completion]]
+"""`sample(context_token_ids, made, sampling, number)` continues the turn `made`, which may have no tokens yet, to its end or to
+an interruption (`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` counts this episode's earlier
+calls. It waits for a decoding slot. If cancelled, it aborts the request. Raises `EngineError`."""
 
 
 class Refused(PipelineRLError):
@@ -46,6 +67,47 @@ class Refused(PipelineRLError):
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+
+@dataclass(eq=False)
+class RecordedTurn:
+    """A turn with its context, int32[context], and its sampled tokens in `made`, whose spans count from the turn's start. If
+    `made.finish_reason` is None, the turn is not complete."""
+
+    context_token_ids: TokenIds
+    made: Completion = field(default_factory=Completion)
+    extends: RecordedTurn | None = None
+    """The turn whose context and sampled tokens are the start of this turn's context."""
+    asked: SamplingParams | None = None
+    """Requested sampling parameters; None if another actor began the turn."""
+    served: int = 0
+    """Number, from 1, of the request in this run of the environment that has or waits for this turn; 0 = none."""
+    is_asked_for: bool = False
+    """True if this run of the environment has requested the turn, even if the client hung up later."""
+    messages: Any = None
+    """The request's messages and the answer, for `rendering`; None for a request with tokens."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.made.finish_reason is not None
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Context and sampled tokens, int32[context + sampled]."""
+        return np.concatenate([self.context_token_ids, self.made.completion_token_ids])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.context_token_ids) + len(self.made.completion_token_ids)
+
+    def is_start_of(self, token_ids: TokenIds) -> bool:
+        """Return whether `token_ids` begin with this turn's context and sampled tokens."""
+        seen, sampled = len(self.context_token_ids), self.made.completion_token_ids
+        return (
+            seen + len(sampled) <= len(token_ids)
+            and np.array_equal(token_ids[seen : seen + len(sampled)], sampled)
+            and np.array_equal(token_ids[:seen], self.context_token_ids)
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +124,8 @@ class Episode:
     """One running episode. `sampling`: the group's, whose `max_tokens` bounds a turn. `decode`: the engine's. `carried`:
     branches that another actor has recorded.
 
-    A turn is sampled to its end even if its client hangs up; a client that repeats the request gets it.
+    A turn is sampled to its end even if its client hangs up; a client that repeats the request gets it. `turns`: all recorded
+    turns, in the order of their first requests.
     """
 
     def __init__(
@@ -75,19 +138,30 @@ class Episode:
         carried: Iterable[Branch] = (),
     ) -> None:
         self.sampling, self.limits = sampling, limits
-        self.record = EpisodeRecord(carried)
+        self.turns = [turn for branch in carried for turn in _turns_of(branch)]
         self.failure = ""
         """Why the episode cannot go on, which is the engine or a turn's deadline. All further requests are refused."""
         self.policy_fault = ""
         """The first of `POLICY_FAULTS` in this run of the environment."""
-        self._sample, self._metrics, self._decode = sample, metrics, decode
+        self._sample, self._metrics, self.decode = sample, metrics, decode
         self._run = 0
-        self._calls = itertools.count()
+        self._requests, self._calls = itertools.count(1), itertools.count()
         self._sampling: dict[RecordedTurn, asyncio.Task[None]] = {}
 
+    @property
+    def served(self) -> list[RecordedTurn]:
+        """Turns served to this run, in the order of its requests."""
+        return sorted((turn for turn in self.turns if turn.served), key=lambda turn: turn.served)
+
+    @property
+    def num_asked_for(self) -> int:
+        """Number of turns that this run requested, served or not."""
+        return sum(turn.is_asked_for for turn in self.turns)
+
     def restart(self) -> None:
-        """Reset the state of the environment's run, which starts again."""
-        self.record.restart()
+        """Mark all turns as not requested, since the environment runs again."""
+        for turn in self.turns:
+            turn.served, turn.is_asked_for = 0, False
         self._run += 1
         self.policy_fault = ""
 
@@ -115,11 +189,10 @@ class Episode:
             stop=tuple(dict.fromkeys((*self.sampling.stop, *stop))),
             stop_token_ids=tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids))),
         )
-        known = self.record.known(context_token_ids, sampling)
-        is_new = known is None or not known.is_asked_for
-        if is_new and self.record.num_asked_for >= limits.max_turns:
+        known = self._known(context_token_ids, sampling)
+        if (known is None or not known.is_asked_for) and self.num_asked_for >= limits.max_turns:
             raise self.policy_refused(MAX_TURNS, f"this episode had its {limits.max_turns} turns (task.max_turns)")
-        turn, run = self.record.take(context_token_ids, sampling), self._run
+        turn, run = self.take(context_token_ids, sampling), self._run
         is_known = turn.is_finished or turn in self._sampling
         self._metrics.episode_turns.labels("replayed" if is_known else "sampled").inc()
         try:
@@ -135,6 +208,33 @@ class Episode:
             raise Refused(500, "failed", self.failure)
         raise Refused(503, "interrupted", "the actor stops; another actor continues the episode")
 
+    def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
+        """Return the recorded turn for a request, or a new one, and mark it as served. An unfinished one must be sampled."""
+        turn = self._known(context_token_ids, sampling)
+        if turn is None:
+            turn = RecordedTurn(context_token_ids)
+            self.turns.append(turn)
+        turn.asked, turn.is_asked_for = sampling, True
+        turn.extends, turn.served = self._extended_by(context_token_ids), next(self._requests)
+        return turn
+
+    def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
+        """Return the first recorded turn with this context and the same sampling parameters that is not served in this run.
+        For a turn that another actor began, only its length is compared."""
+        for turn in self.turns:
+            is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
+            fits = not turn.served and (is_short if turn.asked is None else turn.asked == sampling)
+            if fits and np.array_equal(turn.context_token_ids, context_token_ids):
+                return turn
+        return None
+
+    def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
+        """Return the longest turn that the context extends. Among equal turns, which parallel requests may have sampled, one
+        that no other turn extends is preferred."""
+        extended = {id(turn.extends) for turn in self.turns if turn.served}
+        starts = [turn for turn in self.turns if turn.served and turn.is_finished and turn.is_start_of(context_token_ids)]
+        return max(starts, key=lambda turn: (turn.num_tokens, id(turn) not in extended), default=None)
+
     async def end(self) -> None:
         """Cancel turns that are still being sampled."""
         for task in list(self._sampling.values()):
@@ -143,16 +243,23 @@ class Episode:
             await asyncio.wait(list(self._sampling.values()))
 
     def result(self) -> tuple[Branch, ...]:
-        """Return the branches that the environment's last run was served, after its end; none if it requested no turn."""
-        branches, num_dropped = self.record.result()
+        """Return the branches of the finished turns that the environment's last run was served, after its end; none if it
+        requested no turn. The other turns are dropped."""
+        good = [turn for turn in self.served if turn.is_finished]
+        branches = _branches(good)
         self._metrics.episode_branches.inc(max(0, len(branches) - 1))
-        self._metrics.episode_dropped_turns.inc(num_dropped)
+        self._metrics.episode_dropped_turns.inc(len(self.turns) - len(good))
         return branches
+
+    def partial(self, sample_index: int, generation_s: float = 0.0) -> PartialSequence:
+        """Return all sampled tokens, including interrupted turns, for another actor."""
+        begun = [turn for turn in self.turns if len(turn.made.completion_token_ids)]
+        return PartialSequence(sample_index=sample_index, generation_s=generation_s, branches=_branches(begun))
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Finish reason of the last turn, in time, among those of `result`."""
-        reasons = [turn.made.finish_reason for turn in self.record.served if turn.is_finished]
+        reasons = [turn.made.finish_reason for turn in self.served if turn.is_finished]
         return reasons[-1] if reasons else None
 
     def policy_refused(self, code: str, problem: str, status: int = 400) -> Refused:
@@ -170,14 +277,9 @@ class Episode:
 
     async def _go_on_with(self, turn: RecordedTurn, sampling: SamplingParams) -> None:
         """Sample the rest of a turn, after tokens that an actor that stopped has sampled."""
-        carried = len(turn.made.completion_token_ids)
-        if carried >= sampling.max_tokens:
-            turn.made = replace(turn.made, finish_reason=FinishReason.LENGTH)
-            return
-        sampling = replace(sampling, max_tokens=sampling.max_tokens - carried)
         try:
             async with asyncio.timeout(self.limits.turn_timeout_s):
-                made = await self._sample(turn.token_ids, sampling, next(self._calls))
+                made = await self._sample(turn.context_token_ids, turn.made, sampling, next(self._calls))
         except (EngineError, TimeoutError) as error:
             timeout = f"turn_timeout: no turn within {self.limits.turn_timeout_s:g} s (task.turn_timeout_s)"
             self._fail(turn, f"engine: {error}"[:500] if isinstance(error, EngineError) else timeout)
@@ -186,14 +288,13 @@ class Episode:
         if not is_interrupted_before_any and (defect := defect_of(made)):
             self._fail(turn, defect)
         else:
-            self.record.sampled(turn, made)
-            turn.made = cut_at_stop(turn.made, carried, sampling.stop, self._decode)
+            turn.made = made
 
     def _fail(self, turn: RecordedTurn, failure: str) -> None:
         """Drop a turn. The episode fails only if this run of the environment waits for the turn."""
         if turn.served:
             self.failure = self.failure or failure
-        self.record.drop(turn)
+        self.turns.remove(turn)
 
 
 @dataclass(eq=False)
@@ -204,11 +305,29 @@ class EnvironmentRun:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class EpisodeBook:
-    """The active runs of environments, by key."""
+def no_such_episode() -> Refused:
+    return Refused(404, "episode_not_found", "no running episode has this key")
 
-    def __init__(self) -> None:
+
+def base_path(key: str) -> str:
+    """Return the path of `base_url`, after the address of the actor's episode port."""
+    return f"/episodes/{key}/v1"
+
+
+class Episodes:
+    """The running episodes of one recipe's tasks. `decode`: the engine's.
+
+    Each run of an environment has a key, under which the endpoint serves its turns. `address`: `host:port` at which
+    environments reach the endpoint; the caller sets it before the first episode.
+    """
+
+    def __init__(
+        self, verifier: VerifierClient, metrics: ActorMetrics, recipe: Recipe, decode: Callable[[TokenIds], str]
+    ) -> None:
+        self._verifier, self._metrics, self._recipe, self._decode = verifier, metrics, recipe, decode
+        self.tasks, self.address = recipe.episodic_tasks, ""
         self._runs: dict[str, EnvironmentRun] = {}
+        self._told_at_s = -math.inf
 
     @contextmanager
     def running(self, episode: Episode) -> Iterator[str]:
@@ -228,75 +347,27 @@ class EpisodeBook:
             return run
         raise no_such_episode()
 
-
-def no_such_episode() -> Refused:
-    return Refused(404, "episode_not_found", "no running episode has this key")
-
-
-def base_path(key: str) -> str:
-    """Return the path of `base_url`, after the address of the actor's episode port."""
-    return f"/episodes/{key}/v1"
-
-
-log = logging.getLogger(__name__)
-
-CALL_SLACK_S = 30.0
-"""Time after an episode's deadline within which a verifier must answer; otherwise it is taken for dead."""
-MOST_RUNS = 5
-"""Maximum runs of an environment whose verifiers were lost after it had requested turns, since it may crash verifiers."""
-NO_TURNS = "no_turns: the environment ended without requesting a turn"
-_BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
-
-
-class EpisodeRunner:
-    """Runs episodes of one recipe's tasks. `address`: `host:port` at which environments reach this actor's endpoint.
-    `decode`: the engine's."""
-
-    def __init__(
-        self,
-        book: EpisodeBook,
-        verifier: VerifierClient,
-        metrics: ActorMetrics,
-        recipe: Recipe,
-        address: str,
-        decode: Callable[[TokenIds], str],
-    ) -> None:
-        self._decode = decode
-        self._book, self._verifier, self._metrics, self._recipe = book, verifier, metrics, recipe
-        self._told_at_s = -math.inf
-        self._address, self.tasks = address, recipe.episodic_tasks
-
-    def request(
-        self, name: str, split: Split, problem: PromptGroup | GeneratePrompt, sampling: SamplingParams, trace: Trace
-    ) -> EpisodeRequest:
-        """Return the request for a verifier. `name`: id of the sample."""
-        return EpisodeRequest(
-            sequence_id=name,
-            task=problem.task,
-            prompt_text=problem.prompt_text,
-            reference_json=problem.reference_json,
-            seed=episode_seed(self._recipe.seed, split, problem.problem_index),
-            max_tokens=sampling.max_tokens,
-            traceparent=headers_of(trace).get("traceparent", ""),
-        )
-
     async def play(
-        self,
-        request: EpisodeRequest,
-        sampling: SamplingParams,
-        sample: Sample,
-        stopped: asyncio.Event,
-        carried: Iterable[Branch] = (),
+        self, group: PromptGroup, start: PartialSequence, sample: Sample, *, split: Split, stopped: asyncio.Event, trace: Trace
     ) -> tuple[Episode, VerifyResult | None]:
         """Run an episode and return it with its environment's result, or with None if `stopped` was set before its end.
 
         Waits without limit for a verifier that accepts the episode. If its verifier is lost, the environment runs again, at
-        another verifier if possible, and gets sampled turns from the record. `carried`: branches that another actor recorded.
+        another verifier if possible, and gets turns that were sampled already. `start`: the turns that another actor recorded.
         """
+        request = EpisodeRequest(
+            sequence_id=group.sequence_id(start.sample_index),
+            task=group.task,
+            prompt_text=group.prompt_text,
+            reference_json=group.reference_json,
+            seed=episode_seed(self._recipe.seed, split, group.problem_index),
+            max_tokens=group.sampling.max_tokens,
+            traceparent=headers_of(trace).get("traceparent", ""),
+        )
         share, max_context = self.tasks[request.task], self._recipe.model.max_context
         task, judge = share.task, share.reward.judge
         limits = EpisodeLimits(task.max_turns, max_context, task.turn_timeout_s)
-        episode = Episode(sampling, limits, sample, self._metrics, self._decode, carried)
+        episode = Episode(group.sampling, limits, sample, self._metrics, self._decode, start.branches)
         timeout_s = task.episode_timeout_s + CALL_SLACK_S + (judge.timeout_s if judge is not None else 0.0)
         running = asyncio.create_task(self._run(episode, request, timeout_s))
         stopping = asyncio.create_task(stopped.wait())
@@ -312,12 +383,12 @@ class EpisodeRunner:
     async def _run(self, episode: Episode, request: EpisodeRequest, timeout_s: float) -> VerifyResult:
         tries = lost = 0
         while True:
-            with self._book.running(episode) as key:
-                request.base_url = f"http://{self._address}{base_path(key)}"
+            with self.running(episode) as key:
+                request.base_url = f"http://{self.address}{base_path(key)}"
                 try:
                     return await self._verifier.run_episode(request, timeout_s * 2**lost)  # it may await its judge
                 except VerifierAway as error:
-                    tries, lost = tries + 1, lost + bool(episode.record.num_asked_for)
+                    tries, lost = tries + 1, lost + bool(episode.num_asked_for)
                     self._tell(error)
                     failure = f"{lost} verifiers were lost while they ran it, the last one with: {error}"
                 except (ServiceError, MessageError) as error:
@@ -357,31 +428,71 @@ def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResul
 
 
 def sequence_of_episode(
-    group: PromptGroup,
-    sample_index: int,
-    episode: Episode,
-    result: VerifyResult,
-    actor: str,
-    decode: Callable[[TokenIds], str],
-    *,
-    failure: str = "",
-    generation_s: float = 0.0,
+    group: PromptGroup, sample: PartialSequence, episode: Episode, result: VerifyResult, actor: str
 ) -> Sequence:
     """Return the episode as a sequence with its reward, or with the reason of its failure. Texts are the first branch's."""
+    failure, result = verdict_of(episode, result)
     branches, last = episode.result(), episode.finish_reason
-    failure = failure or ("" if branches else NO_TURNS)
-    bare = replace(sequence_of(group, nothing_yet(sample_index), actor, failure="-"), generation_s=generation_s)
-    if failure:
-        return replace(bare, failure=failure, completion_text=result.answer)
-    assert last is not None, "a branch ends with a turn"
+    if failure or not branches or last is None:
+        return sequence_of(group, sample, actor, result.answer, failure or NO_TURNS)
     first, *others = branches
-    played = replace(
-        bare,
+    sequence = replace(
+        sequence_of(group, sample, actor, failure=NO_TURNS),
+        **{**vars(first), "finish_reason": last},
         failure="",
-        **vars(first),
         branches=tuple(others),
-        prompt_text=decode(first.prompt_token_ids),
-        completion_text=decode(first.completion_token_ids),
-        finish_reason=last,
+        prompt_text=episode.decode(first.prompt_token_ids),
+        completion_text=episode.decode(first.completion_token_ids),
     )
-    return judged(played, result)
+    return judged(sequence, result)
+
+
+def _branches(turns: list[RecordedTurn]) -> tuple[Branch, ...]:
+    """Arrange turns in branches, each turn once. Only the first turn that extends another one continues its branch."""
+    paths: dict[int, list[RecordedTurn]] = {}  # by the last turn of each
+    for turn in turns:
+        path = paths.pop(id(turn.extends), [])
+        paths[id(turn)] = [*path, turn]
+    order = {id(turn): number for number, turn in enumerate(turns)}
+    return tuple(_branch(path) for path in sorted(paths.values(), key=lambda path: order[id(path[0])]))
+
+
+def _branch(path: list[RecordedTurn]) -> Branch:
+    prompt = path[0].context_token_ids
+    spans: list[VersionSpan] = []
+    turns: list[Turn] = []
+    for turn in path:
+        start = len(turn.context_token_ids) - len(prompt)
+        turns.append(Turn(start, start + len(turn.made.completion_token_ids), turn.made.finish_reason))
+        spans += [replace(span, start=span.start + start, end=span.end + start) for span in turn.made.spans]
+    return Branch(
+        prompt_token_ids=prompt,
+        completion_token_ids=path[-1].token_ids[len(prompt) :],
+        behaviour_logprobs=np.concatenate([turn.made.behaviour_logprobs for turn in path]),
+        spans=tuple(spans),
+        turns=tuple(turns),
+        finish_reason=turns[-1].finish_reason,
+    )
+
+
+def _turns_of(branch: Branch) -> list[RecordedTurn]:
+    """Return the turns of a branch, the inverse of `_branch`."""
+    token_ids = np.concatenate([branch.prompt_token_ids, branch.completion_token_ids])
+    offset, read, made = len(branch.prompt_token_ids), 0, list[RecordedTurn]()
+    for turn in branch.turns or (Turn(0, len(branch.completion_token_ids), FinishReason.STOP),):
+        size = turn.end - turn.start
+        spans = tuple(
+            replace(span, start=span.start - turn.start, end=span.end - turn.start)
+            for span in branch.spans
+            if turn.start <= span.start < turn.end
+        )
+        completion = Completion(
+            branch.completion_token_ids[turn.start : turn.end],
+            branch.behaviour_logprobs[read : read + size],
+            spans,
+            turn.finish_reason,
+        )
+        extends = made[-1] if made else None
+        made.append(RecordedTurn(token_ids[: offset + turn.start], completion, extends))
+        read += size
+    return made

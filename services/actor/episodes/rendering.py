@@ -16,8 +16,8 @@ import numpy as np
 from pipelinerl.errors import as_unicode
 from pipelinerl.messages.sequences import TokenIds
 from services.actor.engine import before_stop
+from services.actor.episodes.episode import RecordedTurn
 from services.actor.episodes.formats import Answer, ChatFormat, Message, ToolCall, Tools, Unrenderable, parsed_json
-from services.actor.episodes.record import EpisodeRecord, RecordedTurn
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -29,10 +29,10 @@ class Rendering:
         self._chat = chat
         self.stop_token_ids = chat.stop_token_ids
 
-    def context(self, record: EpisodeRecord, messages: list[Message], tools: Tools) -> TokenIds:
-        """Return the turn's context, int32[context], which extends the last recorded turn of the request's history, if any. No
-        text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
-        turn = _last_known(record, _history(messages, tools))
+    def context(self, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
+        """Return the turn's context, int32[context], which extends the last turn in `served` of the request's history, if
+        any. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
+        turn = _last_known(served, _history(messages, tools))
         messages, tools = self._chat.control.parted(messages), self._chat.control.parted(tools)
         token_ids = None
         if turn is not None:
@@ -131,10 +131,9 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
     )
 
 
-def _last_known(record: EpisodeRecord, history: tuple[Any, ...]) -> RecordedTurn | None:
+def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
     """Return the turn whose messages and answer are the longest proper start of `history`. Among equal turns, one that no
     other turn extends is preferred."""
-    served = record.served
     extended = {id(turn.extends) for turn in served}
     known = [
         turn

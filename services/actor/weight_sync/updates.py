@@ -28,9 +28,9 @@ from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
-from services.actor.generation import ServingGate, newer
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
+from services.actor.weight_sync.gate import ServingGate, newer
 
 log = logging.getLogger(__name__)
 

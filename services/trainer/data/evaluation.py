@@ -35,9 +35,9 @@ from pipelinerl.messages.sequences import (
     Sequence,
     TokenIds,
     branch_from_proto,
-    spans_from_proto,
+    read_completion,
 )
-from pipelinerl.messages.validation import logprobs_from_bytes, token_ids_from_bytes
+from pipelinerl.messages.validation import logprobs_from_bytes
 from pipelinerl.messages.verification import VerifierClient, judged, status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import Accuracy, accuracy_of, means_of
@@ -68,16 +68,10 @@ class Scored:
 def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
     """Return the branches of a held-out answer: an episode's, or a single one for its completion, without the prompt. Raises
     `MessageError`."""
-    kind, nothing = "GenerateResult", np.empty(0, np.int32)
+    kind = "GenerateResult"
     if result.branches:
         return tuple(branch_from_proto(branch, kind) for branch in result.branches)
-    completion = Branch(
-        prompt_token_ids=nothing,
-        completion_token_ids=token_ids_from_bytes(result.completion_token_ids, kind, "completion_token_ids"),
-        behaviour_logprobs=logprobs_from_bytes(result.behaviour_logprobs, kind, "behaviour_logprobs"),
-        spans=spans_from_proto(result.spans),
-    )
-    return (completion,)
+    return (Branch(prompt_token_ids=np.empty(0, np.int32), **read_completion(result, kind)),)
 
 
 class ActorClient:

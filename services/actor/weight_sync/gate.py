@@ -1,0 +1,97 @@
+"""Lag bound of an actor: when it may take prompts, and which requests may share cached keys and values across weight swaps.
+
+`UpdateListener` moves the gate; the generation loop waits for it. Without clock and socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from pipelinerl.messages.control import Phase
+from pipelinerl.messages.sequences import PolicyVersion
+
+
+class ServingGate:
+    """Gate that is open, so that groups may be taken, while the served version is at most `max_lag` + 1 behind the trainer's
+    last announced one. Versions are announced before they are served. Groups that were taken before the gate closes continue.
+
+    The gate is closed before the first commit, when the actor serves weights that no trainer recorded. If `max_lag` is None,
+    any served version opens it.
+    """
+
+    def __init__(self, max_lag: int | None) -> None:
+        self._max_lag = max_lag
+        self.opened = asyncio.Event()
+        self.served: PolicyVersion | None = None
+        self.announced: PolicyVersion | None = None
+        self.draining = False
+        self.swapping = False
+        """True if a swap to another version is running."""
+
+    @property
+    def cache_salt(self) -> str:
+        """Salt of a request that begins now. Only requests of one salt share cached keys and values, so that none reads a cache
+        of weights older than its own. During a swap, a request may begin with either version, so it shares nothing.
+        """
+        return uuid.uuid4().hex if self.swapping else f"begun at {self.served}"
+
+    @property
+    def phase(self) -> Phase:
+        if self.draining:
+            return "draining"
+        return "joining" if self.served is None else "serving"
+
+    @property
+    def reason(self) -> str:
+        """Why the gate is closed, for /readyz and logs; empty if it is open."""
+        if self.draining:
+            return "draining"
+        if self.served is None:
+            return "no policy version served yet"
+        if self.announced is not None and self._max_lag is not None:
+            same = self.served.incarnation == self.announced.incarnation
+            if not same or self.announced.number - self.served.number > self._max_lag + 1:
+                return f"serves {self.served}, more than max_lag + 1 = {self._max_lag + 1} behind {self.announced}"
+        return ""
+
+    def serve(self, version: PolicyVersion) -> None:
+        self.served = version
+        self._update()
+
+    def announce(self, version: PolicyVersion) -> None:
+        """Note the trainer's newest version. Older ones, which a joiner's side group receives, are ignored."""
+        if self.announced is None or newer(version, self.announced):
+            self.announced = version
+        self._update()
+
+    def drain(self) -> None:
+        self.draining = True
+        self._update()
+
+    def _update(self) -> None:
+        if self.reason:
+            self.opened.clear()
+        else:
+            self.opened.set()
+
+
+def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
+    """Return whether `one` is of a later trainer, or of the same after more optimizer steps. Pure."""
+    return (one.incarnation, one.number) > (other.incarnation, other.number)
+
+
+class EpisodeSalt:
+    """The cache salt of an episode, fixed by its first turn with tokens, so that later turns find its cached prefix."""
+
+    def __init__(self, gate: ServingGate) -> None:
+        self._gate, self._kept, self._is_kept = gate, "", False
+
+    def __call__(self) -> str:
+        if not self._is_kept:
+            self._kept = self._gate.cache_salt
+        return self._kept
+
+    def keep(self, num_sampled: int) -> None:
+        """Note that a request with this salt has sampled so many tokens."""
+        self._is_kept = self._is_kept or num_sampled > 0
