@@ -28,9 +28,9 @@ from tests.unit.builders import make_group
 
 RUN = "demo"
 SUBJECTS = Subjects(RUN)
-REQUEST_TIMEOUT_S = 20.0
+REQUEST_TIMEOUT_S = 600.0
 """Longer than a test may take: a refusal that became a time-out would fail it."""
-SOON_S = 10.0
+SOON_S = 120.0
 
 
 @pytest.fixture(scope="module")
