@@ -239,7 +239,7 @@ async def test_answers_sent_elsewhere_neither_delete_nor_acknowledge(server: Nat
             await stored.publish(serving, b"{}")
             config = {"deliver_subject": subject, "deliver_policy": "all", "filter_subject": serving}
             question = {"stream_name": "CONTROL_demo", "config": {"ack_policy": "none", **config}}
-            await actor.request("$JS.API.CONSUMER.CREATE.CONTROL_demo", json.dumps(question).encode(), timeout=5)
+            await actor.request("$JS.API.CONSUMER.CREATE.CONTROL_demo", json.dumps(question).encode(), timeout=60)
         commit = SUBJECTS.control("commit")
         await stored.publish(SUBJECTS.prompts, b"forged")
         await actor.publish("$JS.API.CONSUMER.MSG.NEXT.PROMPTS_demo.actors", b"1", reply=commit)
