@@ -49,7 +49,7 @@ OF_STEP: dict[str, tuple[str, ...]] = {
     "reward_mean": ("reward_mean", "Mean reward of the batch.", "reward"),
     "reward_std": ("reward_std", "Standard deviation of the batch's rewards.", "reward"),
     "group_reward_std": ("group_reward_std", "Standard deviation of rewards inside a group, mean over groups.", "reward"),
-    "equal_reward_groups": ("equal_reward_groups_ratio", "Share of the batch's groups whose rewards are all equal: no signal."),
+    "equal_reward_groups": ("equal_reward_groups_ratio", "Share of the batch's groups whose rewards are all equal."),
     "ess": ("ess_ratio", "Effective sample size of the tokens, from unclamped weights."),
     "clip_fraction": ("clip_ratio", "Share of tokens whose weight the loss bounded."),
     "mask_fraction": ("mask_ratio", "Share of tokens that algorithm.mask left out of the loss."),
@@ -69,7 +69,7 @@ OF_STEP: dict[str, tuple[str, ...]] = {
     "multi_version_fraction": ("multi_version_ratio", "Share of the batch's sequences that more than one version sampled."),
     "truncated_fraction": ("truncated_ratio", "Share of the batch's sequences that were cut at their length limit."),
     "packing_fill": ("packing_fill_ratio", "Tokens over token budget of the step's micro-batches."),
-    "mfu": ("mfu_ratio", "Model FLOPs utilization of the step; of known devices only."),
+    "mfu": ("mfu_ratio", "Model FLOPs utilization of the step; only on known devices."),
     "imbalance": ("imbalance_ratio", "Share of the ranks' compute time spent waiting for each other."),
     "actor_busy_fraction": (
         "actor_busy_ratio",
@@ -90,7 +90,7 @@ NOW_AND_THEN: dict[str, tuple[str, ...]] = {
     "heldout_accuracy": ("heldout_accuracy_ratio", "Held-out accuracy, last evaluation."),
     "heldout_accuracy_lower_bound": (
         "heldout_accuracy_lower_bound_ratio",
-        "Held-out accuracy with problems without a verdict as wrong answers, last evaluation.",
+        "Held-out accuracy if problems without a verdict count as wrong, last evaluation.",
     ),
     "heldout_unanswered": ("heldout_unanswered_problems", "Held-out problems without a verdict, last evaluation.", "problems"),
     "mismatch_kl": (
@@ -127,10 +127,10 @@ class StepMetrics:
         )
         self._each = {
             "ess_by_lag": metrics.reading(
-                "ess_by_lag_ratio", "Effective sample size of the tokens of one lag; of lags in the step.", BY_LAG
+                "ess_by_lag_ratio", "Effective sample size of tokens with this lag; for lags in the step.", BY_LAG
             ),
             "clip_fraction_by_lag": metrics.reading(
-                "clip_by_lag_ratio", "Share of tokens of one lag that the loss bounded; of lags in the step.", BY_LAG
+                "clip_by_lag_ratio", "Share of tokens with this lag that the loss bounded; for lags in the step.", BY_LAG
             ),
             "tokens_per_s": metrics.reading(
                 "tokens_per_second",
@@ -139,7 +139,7 @@ class StepMetrics:
             ),
         }
         task = {"task": "one of the recipe's tasks"}
-        of_tasks = "of one of several tasks; of those in the step."
+        of_tasks = "of this task; with several tasks, for those in the step."
         self._of_task = {
             key: metrics.reading(name, f"{text} {of_tasks}", task, unit="".join(unit))
             for key, (name, text, *unit) in OF_TASK.items()
@@ -149,7 +149,7 @@ class StepMetrics:
             "heldout_set_accuracy_ratio", "Held-out accuracy of one set of problems, last evaluation.", sets
         )
         self._passed = metrics.reading(
-            "heldout_set_pass_ratio", "pass@k of one set, k = evaluation.samples, last evaluation; where k > 1.", sets
+            "heldout_set_pass_ratio", "pass@k of one set, k = evaluation.samples > 1, last evaluation.", sets
         )
         reported = {"figure": f"a term of a reward, a metric of an environment, or turns; the first {MOST_REASONS} of them"}
         self._reported = metrics.reading(
@@ -167,7 +167,7 @@ class StepMetrics:
         self._names = BoundedLabels()
         self._parity_failures = metrics.counter(
             "parity_failures_total",
-            "Probe answers that are too far off the trainer's, or could not be compared.",
+            "Probe answers that differ too much from the trainer's, or could not be compared.",
             unit="answers",
         )
         self._heldout_tokens = metrics.counter(
@@ -254,7 +254,7 @@ class MembershipMetrics:
         )
         self.evictions = metrics.counter(
             "evictions_total",
-            "Actors that were put out of an epoch without being told to leave.",
+            "Actors that the trainer removed from an epoch although they did not leave.",
             {"reason": tuple(cause.value for cause in EvictionCause)},
             unit="actors",
         )
@@ -320,7 +320,9 @@ class CheckpointMetrics:
             "checkpoint_timestamp_seconds",
             "When the newest checkpoint was written, by this trainer or one before it; before the first, when training began.",
         )
-        self._seconds = metrics.histogram("checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS)
+        self._seconds = metrics.histogram(
+            "checkpoint_seconds", "Time to write one checkpoint, during training.", CHECKPOINT_SECONDS
+        )
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
         """`checkpoint`: version of the one that this trainer resumes from. `since_s`: when that was written, or when a run that
@@ -354,7 +356,7 @@ class UploadMetrics:
         self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
         self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
         self._seconds = metrics.histogram(
-            "checkpoint_upload_seconds", "Uploading and verifying one checkpoint, beside training.", CHECKPOINT_SECONDS
+            "checkpoint_upload_seconds", "Time to upload and verify one checkpoint, during training.", CHECKPOINT_SECONDS
         )
 
     def took_over(self, version: int, at_s: float) -> None:
@@ -491,7 +493,7 @@ class TrainerMetrics:
         )
         read_each(
             "dropped_stale_sequences",
-            "Sequences too old when their turn came, by reason.",
+            "Sequences that were too old for training, by reason.",
             {"reason": tuple(_NONE_STALE)},
             lambda run: {**_NONE_STALE, **run.tracker.ledger.reasons(Outcome.DROPPED_STALE)},
         )
@@ -554,7 +556,7 @@ def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWante
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )
-    text = "Actors that would keep the trainer busy within the lag bound; none until that is measured."
+    text = "Actors that would keep the trainer busy within the lag bound; no value until it is measured."
     wanted = MetricSet("pipelinerl_actor", registry).reading("replicas_wanted", text, unit="actors")
     wanted.read(lambda: advice.wanted)
     return advice
