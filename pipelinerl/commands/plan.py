@@ -182,7 +182,7 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
         speed, kv_gib, memory_gib = (float(measured[key]) for key in list(_MEASURED)[1:])
     except (TypeError, ValueError):
         keys = "; ".join(f"{key}: {meaning}" for key, meaning in _MEASURED.items())
-        raise FieldError("--accelerator", name, f"holds something else than numbers; it needs {keys}") from None
+        raise FieldError("--accelerator", name, f"holds values other than numbers; it needs {keys}") from None
     if not all(0 < number < math.inf for number in (speed, kv_gib, memory_gib, *(rate for _, rate in points))):
         raise FieldError("--accelerator", name, "all its numbers must be above 0, and finite")
     per_actor = recipe.actor.engine.tensor_parallel_size

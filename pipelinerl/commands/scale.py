@@ -65,7 +65,7 @@ async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
         raise ServiceError(
-            f"{counted(count, 'actor')} asked for, and not all serve after {timeout_s:g} s: {shown}. "
+            f"{counted(count, 'actor')} requested, but not all serve after {timeout_s:g} s: {shown}. "
             "The run goes on; look at its logs"
         ) from None
 

@@ -151,10 +151,10 @@ async def test_a_reconnection_uses_the_renewed_files(
             server.port = int(server.url.rpartition(":")[2])
             server.stop()
             async with await asyncio.start_server(greet, HOST, server.port):
-                await logged(caplog, "does not greet as NATS does")
+                await logged(caplog, "does not speak NATS")
                 assert bus.max_payload_bytes > 1
             server.start()
-            await logged(caplog, "connecting to NATS with the certificates of before")
+            await logged(caplog, "connecting to NATS with the previous certificates")
             await logged(caplog, "its certificate is refused")
             replacing.issue(client_files, "c")
             await logged(caplog, "reconnected")
