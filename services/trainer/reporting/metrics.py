@@ -83,7 +83,7 @@ OF_TASK: dict[str, tuple[str, ...]] = {
     "sequences": ("task_sequences", "Sequences of the batch"),
     "reward_mean": ("task_reward_mean", "Mean reward of the sequences", "reward"),
     "completion_tokens_mean": ("task_completion_length_tokens", "Mean sampled tokens of the sequences"),
-    "truncated_fraction": ("task_truncated_ratio", "Share, cut at their length limit, of the sequences"),
+    "truncated_fraction": ("task_truncated_ratio", "Share of cut sequences among those"),
 }
 """The same for one task, with `tasks` in the recipe."""
 NOW_AND_THEN: dict[str, tuple[str, ...]] = {
