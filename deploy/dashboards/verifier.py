@@ -42,7 +42,7 @@ _CALLS = Section(
             low=0,
         ),
         Panel(
-            "Failed tries, as actors see them",
+            "Failed attempts, as actors see them",
             "Failed attempts of calls per second, by gRPC status, including those that reached no verifier.",
             "None, or a few RESOURCE_EXHAUSTED.",
             "UNAVAILABLE or DEADLINE_EXCEEDED: no verifier answers; actors retry, and their finished sequences wait.",

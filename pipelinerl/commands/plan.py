@@ -29,7 +29,9 @@ _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--parameters", metavar="SIZE", required=True, help="model size with all its experts, such as 7.6B")
-    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="number for actors and trainer together")
+    parser.add_argument(
+        "--accelerators", metavar="N", type=int, required=True, help="accelerators of actors and trainer together"
+    )
     parser.add_argument(
         "--accelerator", metavar="NAME|FILE", default="H100",
         help="A100, H100, H200, ..., or a JSON file of measured speeds (docs/planning.md); default H100",
@@ -37,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", metavar="BARS|RUN_DIR", required=True,
         help="completion lengths: bars of a histogram, TOKENS or FROM-TO with a weight, such as 1-512:6,513-2048:3,8192:1; "
-        "or the folder of a run to learn them from",
+        "or the folder of a run that has them",
     )  # fmt: skip
     parser.add_argument(
-        "--sequences-in-progress", metavar="H", type=int, help="number on each actor; by default the best one is found"
+        "--sequences-in-progress", metavar="H", type=int, help="sequences in progress on each actor; default: the best number"
     )
     parser.add_argument(
-        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache; by default that of usual models of this size"
+        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token; by default, the usual size for such a model"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
 

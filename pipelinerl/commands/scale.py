@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["actors"], help="service to scale")
     parser.add_argument("count", metavar="N", type=int, help="the wanted number")
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the run")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="maximum wait for them (300 s)")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="maximum wait until all serve (300 s)")
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -103,7 +103,7 @@ readinessProbe:
   failureThreshold: 2
 {{- end -}}
 
-{{/* dict own (YAML list), extra (list): a container's environment. Variables of the values replace the chart's own. */}}
+{{/* dict own (YAML list), extra (list): a container's environment. Variables in `extra` replace those in `own`. */}}
 {{- define "pipelinerl.environment" -}}
 {{- $names := list -}}
 {{- range .extra -}}{{- $names = append $names .name -}}{{- end -}}
