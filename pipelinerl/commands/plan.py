@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or the folder of a run that has them",
     )  # fmt: skip
     parser.add_argument(
-        "--sequences-in-progress", metavar="H", type=int, help="sequences in progress on each actor; default: the best number"
+        "--sequences-in-progress", metavar="H", type=int, help="sequences on each actor; default: the best number"
     )
     parser.add_argument(
         "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token; by default, the usual size for such a model"

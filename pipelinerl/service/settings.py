@@ -105,8 +105,8 @@ class TrainerSettings(PolicySettings):
     )
     on_completion: Literal["keep", "release", "exit"] = Field(
         "keep",
-        description="What a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: neither pods nor "
-        "report.",
+        description="Objects that a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: neither "
+        "pods nor report.",
     )
     release: str = Field("", description="Start of the names of this release's objects; empty = not started by the chart.")
     page: bool = Field(

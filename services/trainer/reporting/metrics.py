@@ -473,7 +473,7 @@ class TrainerMetrics:
         read_each(
             "members", "Registered actors by state.", {"state": MEMBER_STATES}, lambda run: run.updater.member_states, "actors"
         )
-        read("epoch", "Number of the weight-transfer group's membership.", lambda run: run.updater.epoch, "epoch")
+        read("epoch", "Epoch: number of the current membership of the transfer group.", lambda run: run.updater.epoch, "epoch")
         read_each(
             "ledger_sequences",
             "Sequences of the whole run: issued, and by outcome.",
