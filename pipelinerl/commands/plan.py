@@ -29,9 +29,7 @@ _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--parameters", metavar="SIZE", required=True, help="model size with all its experts, such as 7.6B")
-    parser.add_argument(
-        "--accelerators", metavar="N", type=int, required=True, help="accelerators of actors and trainer together"
-    )
+    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="accelerators of actors and trainer")
     parser.add_argument(
         "--accelerator", metavar="NAME|FILE", default="H100",
         help="A100, H100, H200, ..., or a JSON file of measured speeds (docs/planning.md); default H100",

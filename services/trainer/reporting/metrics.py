@@ -320,9 +320,7 @@ class CheckpointMetrics:
             "checkpoint_timestamp_seconds",
             "When the newest checkpoint was written, by this trainer or one before it; before the first, when training began.",
         )
-        self._seconds = metrics.histogram(
-            "checkpoint_seconds", "Time to write one checkpoint, during training.", CHECKPOINT_SECONDS
-        )
+        self._seconds = metrics.histogram("checkpoint_seconds", "Time to write one checkpoint.", CHECKPOINT_SECONDS)
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
         """`checkpoint`: version of the one that this trainer resumes from. `since_s`: when that was written, or when a run that
@@ -356,7 +354,7 @@ class UploadMetrics:
         self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
         self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
         self._seconds = metrics.histogram(
-            "checkpoint_upload_seconds", "Time to upload and verify one checkpoint, during training.", CHECKPOINT_SECONDS
+            "checkpoint_upload_seconds", "Time to upload and verify one checkpoint.", CHECKPOINT_SECONDS
         )
 
     def took_over(self, version: int, at_s: float) -> None:
