@@ -71,7 +71,7 @@ test-tools: $(STAMP)  ## Install Prometheus and Chromium, where they are missing
 test-unit: $(STAMP)  ## Unit tests only
 	@$(SUITE) $(ARGS) tests/unit
 
-cluster-check: $(STAMP)  ## Releases of the chart in the real cluster that KUBECONFIG names
+cluster-check: $(STAMP)  ## Releases of the chart in a real cluster: KUBECONFIG's, or a control plane whose programs are on PATH
 	@$(PYTEST) -rs --cluster $(ARGS) tests/chart/test_releases.py
 
 gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minutes, where there is one (GPU_PYTHON=...)

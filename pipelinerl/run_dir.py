@@ -218,7 +218,7 @@ def open_to_others(run_dir: RunDir) -> FieldError | None:
     if state.st_uid != os.geteuid():
         return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
     if state.st_mode & 0o077:
-        fix = "other users may look into it, and read prompts, completions and logs; chmod 700 it to keep them out"
+        fix = "other users can open it and read prompts, completions and logs; chmod 700 it to keep them out"
         return FieldError("--run-dir", value, fix)
     return None
 
@@ -314,7 +314,7 @@ def missing_from(run_dir: Path) -> str:
     written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
     if state is None and written:
         return (
-            f"a checkpoint of version {max(written)} was written, and {CHECKPOINTS}/ holds none to go on from: restore it, "
+            f"a checkpoint of version {max(written)} was written, and {CHECKPOINTS}/ holds none to continue from: restore it, "
             "or start a new run from the policy in checkpoint/ (model.source: path)"
         )
     return ""

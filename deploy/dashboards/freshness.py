@@ -10,7 +10,7 @@ _DROPPED = 'outcome=~"dropped_.*|failed"'
 
 LAG_HEATMAP = Panel(
     "Token lag",
-    "Tokens trained on per second, by how many optimizer steps lie between sampling and training.",
+    "Tokens trained per second, by the number of optimizer steps between sampling and training.",
     "A narrow band near the bottom that does not move.",
     "The band climbs: completions take more steps, or weights arrive late. At max_lag long sequences are dropped.",
     (Query(buckets("trainer_token_lag_steps"), "{{le}}"),),
@@ -25,7 +25,7 @@ _LAG = Section(
         LAG_HEATMAP,
         Panel(
             "Lag against its bound",
-            "Mean, 95th percentile and maximum of the token lag, and algorithm.max_lag where there is one.",
+            "Mean, 95th percentile and maximum of the token lag, and algorithm.max_lag if it is set.",
             "The mean well below the bound.",
             "The mean near the bound: completions take many steps, and long ones are dropped. The maximum over it: a defect.",
             (
@@ -40,7 +40,7 @@ _LAG = Section(
         ),
         Panel(
             "Version served, by actor",
-            "The version that each actor generates with, the newest that all members serve, and the trainer's own.",
+            "Each actor's version, the newest version that all members serve, and the trainer's version.",
             "All lines climb together.",
             "An actor's line is flat while the others climb: it is stuck on an old version.",
             (
@@ -53,8 +53,8 @@ _LAG = Section(
         ),
         Panel(
             "Versions behind, by actor",
-            "The trainer's version minus the actor's, when both were asked.",
-            "0 or 1; with steps shorter than the scrape interval a few more, up and down.",
+            "The trainer's version minus the actor's, at the time of the scrape.",
+            "0 or 1; a few more, up and down, if steps are shorter than the scrape interval.",
             "It grows steadily for one actor (stuck) or for all (weight updates fail).",
             (
                 Query(
@@ -67,7 +67,7 @@ _LAG = Section(
         Panel(
             "Sequences of several versions",
             "Share of the step's sequences whose tokens were sampled by more than one version.",
-            "Steady. In-flight updates make them; 0 in conventional mode.",
+            "Steady, because of in-flight updates; 0 in conventional mode.",
             "Near 1 with high lag: sequences take longer than several steps.",
             (Query(gauge("trainer_multi_version_ratio")),),
             unit="percentunit",
@@ -77,8 +77,8 @@ _LAG = Section(
         Panel(
             "Tokens not trained on",
             "Completion tokens per second that were dropped or failed, by outcome.",
-            "None, or dropped_filtered alone where algorithm.filter_equal_rewards is on.",
-            "dropped_stale: work thrown away for age. Fewer actors, or a larger algorithm.max_lag.",
+            "None, or only dropped_filtered if algorithm.filter_equal_rewards is on.",
+            "dropped_stale: tokens were too old. Use fewer actors, or a larger algorithm.max_lag.",
             (Query(rate("trainer_tokens_total", "outcome", matchers=_DROPPED), "{{outcome}}"),),
             kind="stacked",
             low=0,
@@ -93,7 +93,7 @@ _COST = Section(
             "ESS ratio",
             "Effective sample size over the number of tokens, with unclamped importance weights.",
             "Above 0.9.",
-            "Below 0.5, or falling step by step: updates rest on few tokens.",
+            "Below 0.5, or falling step by step: few tokens dominate each update.",
             (Query(gauge("trainer_ess_ratio"), "all tokens"),),
             unit="percentunit",
             low=0,
@@ -103,7 +103,7 @@ _COST = Section(
             "ESS ratio by lag",
             "The same within each bucket of token lag (optimizer steps).",
             "It falls gently with lag.",
-            "Low at lag 0: not age but a mismatch between actors and trainer. Low at high lag only: tighten algorithm.max_lag.",
+            "Low at lag 0: actors and trainer do not match. Low only at high lag: lower algorithm.max_lag.",
             (Query(gauge("trainer_ess_by_lag_ratio", "lag"), "lag {{lag}}"),),
             unit="percentunit",
             low=0,
@@ -113,7 +113,7 @@ _COST = Section(
             "Clipped tokens by lag",
             "Share of tokens whose weight the loss bounded, within each bucket of token lag.",
             "Near 0 at low lag.",
-            "Several percent: the loss discards what those tokens would teach.",
+            "Several percent: the loss discards the gradient of those tokens.",
             (Query(gauge("trainer_clip_by_lag_ratio", "lag"), "lag {{lag}}"), Query(gauge("trainer_clip_ratio"), "all tokens")),
             unit="percentunit",
             low=0,
@@ -121,4 +121,4 @@ _COST = Section(
     ),
 )
 
-FRESHNESS = Board("freshness", "Freshness", "How old is what is trained on, and what does it cost?", (_LAG, _COST))
+FRESHNESS = Board("freshness", "Freshness", "How old is the training data, and what does its age cost?", (_LAG, _COST))

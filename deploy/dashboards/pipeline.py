@@ -25,7 +25,7 @@ _WHO_WAITS = Section(
         ),
         Panel(
             "Trainer's time by phase",
-            "Share of a step by phase; wait is for sequences, send for the version before to be served.",
+            "Share of a step by phase; wait: for sequences; send: until the previous version is served.",
             "compute above 80%.",
             "Much wait: generation is the bottleneck. Much send or snapshot: weight updates are.",
             (
@@ -43,8 +43,8 @@ _WHO_WAITS = Section(
         Panel(
             "Actors' places in use",
             "Sequences in progress over actor.sequences_in_progress, by actor.",
-            "Near 1; less where actors outrun the trainer: they idle rather than stockpile.",
-            "Low for all, little in flight: nothing is issued (see allowance). Low for one: it is starved, leaving or stuck.",
+            "Near 1; less if actors outrun the trainer, because they idle rather than stockpile.",
+            "Low for all, little in flight: no prompts are issued (next panel). Low for one: it gets none, leaves or hangs.",
             (Query(f"{actor_gauge('sequences_in_progress')} / ({actor_gauge('sequences_in_progress_max')} > 0)", "{{actor}}"),),
             unit="percentunit",
             low=0,
@@ -58,7 +58,7 @@ _WHO_WAITS = Section(
         ),
         Panel(
             "In flight",
-            "Sequences on their way or waiting for a step, and the most that are allowed so that data stays fresh.",
+            "Sequences that are in progress or wait for a step, and the limit that keeps data fresh.",
             "At the limit.",
             "Far below the limit: the lag bound holds generation back, or actors take no prompts.",
             (
@@ -72,7 +72,7 @@ _WHO_WAITS = Section(
             "Actors wanted and there",
             "How many actors would keep the trainer busy within the lag bound, how many are members, how many take prompts.",
             "The three agree.",
-            "Wanted far above: scale up. Far below: actors idle at your cost.",
+            "Wanted far above the members: scale up. Far below: actors idle at your cost.",
             (
                 Query(gauge("actor_replicas_wanted"), "wanted"),
                 Query(gauge("trainer_members", matchers='state="serving"'), "members"),
@@ -94,7 +94,7 @@ _WHO_WAITS = Section(
         Panel(
             "Cost of evaluation",
             "Share of time in which evaluations hold commits, and tokens of evaluations relative to those of training.",
-            "Both far below 1: training goes on meanwhile, on data that ages.",
+            "Both far below 1; meanwhile training continues on older data.",
             "Near 1: evaluations follow one another. Raise evaluation.every_steps, or evaluate fewer problems.",
             (
                 Query(rate("trainer_commits_held_seconds_total"), "commits held"),
@@ -123,8 +123,8 @@ _FLOW = Section(
         ),
         Panel(
             "Messages on the streams",
-            "PROMPTS that no actor has finished, SEQUENCES that are kept, and of these the ones not read yet.",
-            "prompts and unread bounded; sequences falls at each checkpoint, which purges.",
+            "Messages of PROMPTS that no actor has finished, messages of SEQUENCES, and those not read yet.",
+            "prompts and unread are bounded; sequences falls at each checkpoint, which purges the log.",
             "unread grows: the trainer cannot keep up. prompts grows: actors take none.",
             (
                 Query(gauge("trainer_stream_messages", "stream"), "{{stream}}"),
@@ -136,8 +136,8 @@ _FLOW = Section(
         Panel(
             "Oldest message",
             "Age of the oldest message of each stream.",
-            "prompts: some times the length of a sequence; sequences: since the last checkpoint but one.",
-            "prompts without end: a group that nobody finishes.",
+            "prompts: a few times the duration of a sequence; sequences: the age of the oldest kept checkpoint.",
+            "prompts grows without end: no actor finishes some group.",
             (Query(gauge("trainer_stream_oldest_seconds", "stream"), "{{stream}}"),),
             unit="s",
             low=0,
@@ -155,14 +155,14 @@ _FLOW = Section(
             "Publish and verify",
             "Mean time of a verifier call and of a publish until its acknowledgement, as actors see them.",
             "Milliseconds.",
-            "Seconds: finished sequences wait, and places with them.",
+            "Seconds: finished sequences wait and block their places.",
             (Query(mean("actor_verify_seconds"), "verify"), Query(mean("actor_publish_seconds"), "publish")),
             unit="s",
             low=0,
         ),
         Panel(
             "Handed over",
-            "Sequences per second given to others by leaving actors, and continued by these; tokens that they carried.",
+            "Sequences per second that leaving actors handed over, and that others continued; tokens handed over.",
             "Only when actors leave; continued follows handed over.",
             "All the time: actors are being stopped again and again.",
             (
@@ -181,7 +181,7 @@ _EPISODES = Section(
     (
         Panel(
             "Episodes under way",
-            "Of all actors: those that decode a turn, and those that wait for their environment or a place.",
+            "Episodes of all actors that decode a turn, and that wait for their environment or a place.",
             "At the actors' limit, with as many decoding as there are places (above).",
             "At the limit while places are free: raise actor.episodes_in_progress.",
             (Query(gauge("actor_episodes_in_progress", of="sum")),),
@@ -189,9 +189,9 @@ _EPISODES = Section(
         ),
         Panel(
             "Turns",
-            "Turns asked for: sampled, replayed where an episode is run again, and recorded ones that are dropped.",
+            "Requested turns that were sampled or, if an episode runs again, replayed; and dropped recorded turns.",
             "Sampled only.",
-            "Replayed: verifiers die or actors leave. Dropped too: what is run again takes another course.",
+            "Replayed: verifiers die or actors leave. Dropped: repeated episodes take another course.",
             (
                 Query(rate("actor_episode_turns_total", "source"), "{{source}}"),
                 Query(rate("actor_episode_dropped_turns_total"), "dropped"),
@@ -202,7 +202,7 @@ _EPISODES = Section(
         Panel(
             "Episodes of a step",
             "Means over a step: turns, branches, and the share of tokens that environments added. Empty without episodes.",
-            "Branches at 1, but for agents that rewrite their history.",
+            "Branches at 1, unless agents rewrite their history.",
             "Observed near 1: most of what the trainer computes is not trained on.",
             (
                 Query(gauge("trainer_episode_turns"), "turns"),
@@ -213,8 +213,8 @@ _EPISODES = Section(
         ),
         Panel(
             "Branches and requests not heeded",
-            "Branches beside an episode's first; refused requests; and requests that ask for another way of sampling.",
-            "Near 0, but for agents that rewrite their history or ask in parallel.",
+            "Branches after an episode's first; refused requests; and requests that ask for other sampling.",
+            "Near 0, unless agents rewrite their history or send parallel requests.",
             "Many branches: each has its whole history as prompt. Refusals: docs/episodes.md lists the codes.",
             (
                 Query(rate("actor_episode_branches_total"), "branches"),
@@ -232,7 +232,7 @@ _TRAINER = Section(
     (
         Panel(
             "Step time",
-            "Of one optimizer step, waiting included.",
+            "Time of one optimizer step, including waiting.",
             "Steady.",
             "It grows: look at the phases.",
             (Query(mean("trainer_step_seconds"), "mean"), Query(quantile(0.95, "trainer_step_seconds"), "95%")),
@@ -241,7 +241,7 @@ _TRAINER = Section(
         ),
         Panel(
             "Compute by phase",
-            "Mean seconds of a step: packing (plan, build; beside the step before), then the device's work.",
+            "Mean seconds of a step: packing (plan, build; during the previous step), then the device's work.",
             "forward_backward takes most of it.",
             "optimizer or to_device as long as forward_backward; build longer than a step.",
             (Query(mean("trainer_compute_phase_seconds", "phase"), "{{phase}}"),),
@@ -253,7 +253,7 @@ _TRAINER = Section(
             "Trainer's speed",
             "Tokens over compute time, by kind of tokens.",
             "Steady.",
-            "It falls with the same model: short rows, throttling, or a neighbour on the device.",
+            "It falls with the same model: short rows, throttling, or another process on the device.",
             (Query(gauge("trainer_tokens_per_second", "tokens"), "{{tokens}}"),),
             low=0,
         ),
@@ -291,8 +291,8 @@ _TRAINER = Section(
         ),
         Panel(
             "Checkpoints",
-            "Mean time to write one, beside training.",
-            "Much shorter than the interval between two.",
+            "Mean time to write a checkpoint, during training.",
+            "Much shorter than the interval between two checkpoints.",
             "As long as the interval: storage is too slow.",
             (Query(mean("trainer_checkpoint_seconds"), "mean"),),
             unit="s",
@@ -300,10 +300,10 @@ _TRAINER = Section(
         ),
         Panel(
             "Uploads",
-            "For how long a checkpoint has been waiting to be uploaded, how long an upload takes, and tries in the window. "
+            "For how long a checkpoint has been waiting to be uploaded, how long an upload takes, and attempts in the window. "
             "Empty without checkpoint.upload.",
             "No checkpoint waits for longer than an upload takes.",
-            "It waits ever longer, and tries fail: look at the trainer's log for what the store says.",
+            "It waits ever longer, and attempts fail: the trainer's log has the store's error.",
             (
                 Query(gauge("trainer_checkpoint_upload_waiting_seconds"), "waiting"),
                 Query(mean("trainer_checkpoint_upload_seconds"), "upload, mean"),
@@ -349,16 +349,16 @@ _ACTORS = Section(
             "Busy, by actor",
             "Share of time with at least one sequence in progress.",
             "1.",
-            "Low: no prompts for it, or it may not generate because its version is too old.",
+            "Low: it gets no prompts, or may not generate because its version is too old.",
             (Query(actor_rate("busy_seconds_total"), "{{actor}}"),),
             unit="percentunit",
             low=0,
         ),
         Panel(
             "Groups held and given up",
-            "Prompt groups in hand at each actor, and groups given up as dead letters within the time range shown.",
-            "A few in hand; none given up.",
-            "Given up: `pipelinerl dead-letters` shows which prompts, and why.",
+            "Prompt groups that each actor holds, and groups abandoned as dead letters in the time range shown.",
+            "A few held; none abandoned.",
+            "Abandoned: `pipelinerl dead-letters` shows the prompts and the reasons.",
             (Query(actor_gauge("prompts_held_groups"), "{{actor}}"), Query(in_range("actor_dead_letters_total"), "given up")),
             low=0,
         ),
@@ -370,7 +370,7 @@ _LOCAL = Section(
     (
         Panel(
             "Processes",
-            "Processes of a local run that live, and actors asked for. Empty in a cluster.",
+            "Running processes of a local run, and the wanted number of actors. Empty in a cluster.",
             "One trainer, verifier and nats, and as many actors as are wanted.",
             "Fewer: one is being started again; the run directory's logs say why.",
             (Query(gauge("runner_processes", "process"), "{{process}}"), Query(gauge("runner_actors_wanted"), "actors wanted")),
@@ -378,7 +378,7 @@ _LOCAL = Section(
         ),
         Panel(
             "Processes started again",
-            "Processes that ended by themselves and were started again.",
+            "Processes that died and were restarted.",
             "None.",
             "The same one again and again.",
             (Query(increase("runner_restarts_total", "process"), "{{process}}"),),
@@ -388,7 +388,7 @@ _LOCAL = Section(
             "Running since",
             "Time since the runner started.",
             "It grows.",
-            "It begins anew: somebody resumed the run.",
+            "It restarts from 0: the run was resumed.",
             (Query(f"time() - {gauge('runner_start_timestamp_seconds')}"),),
             unit="s",
             low=0,

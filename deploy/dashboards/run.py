@@ -21,7 +21,7 @@ _LEARNING = Section(
         ),
         Panel(
             "Optimizer steps",
-            "Policy version, and how many steps are planned.",
+            "Policy version, and the planned number of steps.",
             "The first number moves towards the second.",
             "It stands still while the phase is not finished.",
             (Query(gauge("trainer_policy_version"), "{{run}} taken"), Query(gauge("trainer_planned_steps"), "{{run}} planned")),
@@ -34,7 +34,7 @@ _LEARNING = Section(
             "ESS ratio, now",
             "Effective sample size over the tokens of the last step; 1 is on-policy.",
             "Above 0.9.",
-            "Below 0.5: half of the batch counts for nothing. See the Freshness dashboard.",
+            "Below 0.5: half of the batch has no effect. See the Freshness dashboard.",
             (Query(gauge("trainer_ess_ratio")),),
             unit="percentunit",
             kind="number",
@@ -43,7 +43,7 @@ _LEARNING = Section(
         ),
         Panel(
             "Unaccounted sequences",
-            "Sequences issued that are in no state of the ledger.",
+            "Issued sequences that are in no state of the ledger.",
             "0.",
             "Anything else: a defect that loses or repeats data.",
             (Query(gauge("trainer_ledger_discrepancy_sequences")),),
@@ -54,8 +54,8 @@ _LEARNING = Section(
         ),
         Panel(
             "Checkpoint age",
-            "Time since the newest checkpoint, or since training began: what a lost trainer would have to do again.",
-            "Below the interval that the recipe asks for, plus writing time.",
+            "Time since the newest checkpoint, or since training began: the work that a lost trainer would repeat.",
+            "Below the recipe's interval plus the time to write.",
             "It grows past that: writing fails, or steps take much longer than planned.",
             (Query(f"time() - {gauge('trainer_checkpoint_timestamp_seconds')}"),),
             unit="s",
@@ -77,9 +77,9 @@ _LEARNING = Section(
         ),
         Panel(
             "Held-out accuracy",
-            "Share of held-out problems that the policy answers right, by evaluations.",
+            "Share of held-out problems that the policy answers right, by evaluation.",
             "It follows the reward upwards.",
-            "Reward rises and this does not: the reward is being exploited, or the training problems are learned by heart.",
+            "Reward rises and this does not: the policy exploits the reward, or memorises the training problems.",
             (
                 Query(gauge("trainer_heldout_accuracy_ratio")),
                 Query(gauge("trainer_heldout_accuracy_lower_bound_ratio"), "{{run}} with unanswered problems as wrong"),
@@ -93,8 +93,8 @@ _LEARNING = Section(
         ),
         Panel(
             "Reported numbers",
-            "Means of what rewards (their terms) and environments (metrics, turns) report, of training and of evaluations.",
-            "What the reward is to teach rises.",
+            "Means of the figures that rewards (terms) and environments (metrics, turns) report, in training and evaluations.",
+            "The behaviour that the reward should teach rises.",
             "One term rises at the cost of another, or turns grow without the reward.",
             (
                 Query(gauge("trainer_task_reported_mean", "task", "figure"), "{{run}} {{task}} {{figure}}"),
@@ -112,7 +112,7 @@ _LEARNING = Section(
         ),
         Panel(
             "Groups with equal rewards",
-            "Share of a step's groups whose rewards are all equal: they teach nothing.",
+            "Share of a step's groups whose rewards are all equal, so that they give no gradient.",
             "Low; it rises towards the end, when most problems are solved.",
             "Above one half early on: the problems are too hard or too easy for this policy.",
             (Query(gauge("trainer_equal_reward_groups_ratio")),),
@@ -124,7 +124,7 @@ _LEARNING = Section(
             "Held-out problems without verdict",
             "Problems of the last evaluation that got no answer or no verdict in time.",
             "0.",
-            "Many: the accuracy is of a part of the problems. Actors left during it, or the verifier fails.",
+            "Many: the accuracy covers only some problems. Actors left meanwhile, or the verifier fails.",
             (Query(gauge("trainer_heldout_unanswered_problems")),),
             low=0,
         ),
@@ -137,7 +137,7 @@ _STABLE = Section(
         Panel(
             "Loss",
             "Loss of the whole batch, normalised as the recipe says. Policy-gradient losses need not fall.",
-            "Noise around a level of its own.",
+            "Noise around a steady level.",
             "Jumps of orders of magnitude, or gaps where it is not finite.",
             (Query(gauge("trainer_loss")),),
         ),
@@ -145,14 +145,14 @@ _STABLE = Section(
             "Entropy",
             "Mean entropy of the token distributions.",
             "It falls slowly.",
-            "It drops to near 0 within few steps (the policy collapses) or rises steadily (it falls apart).",
+            "It drops to near 0 within few steps (the policy collapses) or rises steadily (it diverges).",
             (Query(gauge("trainer_entropy_nats")),),
             unit="nats",
             low=0,
         ),
         Panel(
             "KL divergence",
-            "Between trainer and actors on tokens of lag 0 (mismatch), and to the reference policy where the recipe has one.",
+            "KL between trainer and actors on tokens of lag 0 (mismatch), and to the reference policy if there is one.",
             "Mismatch at the dtype's rounding; the reference's KL grows slowly.",
             "Mismatch grows: actors and trainer compute different policies. See Weight updates, parity.",
             (
@@ -172,8 +172,8 @@ _STABLE = Section(
         Panel(
             "Steps clipped",
             "Optimizer steps whose gradient was cut to trainer.max_grad_norm.",
-            "Few: those that the panel before shows as spikes.",
-            "Nearly all: every step is equally long, however much its batch tells; raise trainer.max_grad_norm.",
+            "Few: only the spikes in the previous panel.",
+            "Nearly all: every step is equally long, whatever its gradient; raise trainer.max_grad_norm.",
             (Query(increase("trainer_steps_clipped_total")),),
             low=0,
         ),
@@ -221,7 +221,7 @@ _DATA = Section(
     (
         Panel(
             "Completion length",
-            "Mean of the sequences that were trained on, and 95th percentile of what actors finish.",
+            "Mean length of trained sequences, and 95th percentile of those that actors finish.",
             "Stable, or growing with the reward.",
             "At sampling.max_tokens (answers are cut off), or collapsing to a few tokens.",
             (
@@ -244,7 +244,7 @@ _DATA = Section(
         ),
         Panel(
             "Sequences finished, by reason",
-            "Completions per second, by why they ended.",
+            "Completions per second, by finish reason.",
             "Mostly stop.",
             "Mostly length: raise sampling.max_tokens, or look at samples for endless repetition.",
             (Query(rate("actor_sequences_finished_total", "reason"), "{{run}} {{reason}}"),),

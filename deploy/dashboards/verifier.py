@@ -34,7 +34,7 @@ _CALLS = Section(
         ),
         Panel(
             "Time of a call, as actors see it",
-            "The same with network and retries.",
+            "Time of a call, including network and retries.",
             "Close to the verifier's own.",
             "Much longer: network, retries, or a verifier that is away.",
             (Query(mean("actor_verify_seconds"), "{{run}} mean"), Query(quantile(0.95, "actor_verify_seconds"), "{{run}} 95%")),
@@ -42,10 +42,10 @@ _CALLS = Section(
             low=0,
         ),
         Panel(
-            "Failed tries, as actors see them",
-            "Tries of a call per second that failed, by gRPC status: also those that reached no verifier.",
+            "Failed attempts, as actors see them",
+            "Failed attempts of calls per second, by gRPC status, including those that reached no verifier.",
             "None, or a few RESOURCE_EXHAUSTED.",
-            "UNAVAILABLE or DEADLINE_EXCEEDED: no verifier answers; actors try on, and their finished sequences wait.",
+            "UNAVAILABLE or DEADLINE_EXCEEDED: no verifier answers; actors retry, and their finished sequences wait.",
             (Query(rate("actor_verify_failed_tries_total", "code"), "{{run}} {{code}}"),),
             unit="reqps",
             kind="stacked",
@@ -63,8 +63,8 @@ _CALLS = Section(
         ),
         Panel(
             "Judgements",
-            "Per second, by what became of them, where another model scores.",
-            "answered, and cached where completions are the same.",
+            "Judgements per second, by outcome, if another model scores.",
+            "answered, and cached if completions are the same.",
             "retried: the judge limits calls or fails; failed: it gave no answer, and the sequences have failed.",
             (Query(rate("verifier_judge_calls_total", "outcome"), "{{run}} {{outcome}}"),),
             unit="cps",
@@ -73,7 +73,7 @@ _CALLS = Section(
         ),
         Panel(
             "Sequences failed in actors",
-            "Per second by reason; those for want of a verdict among them.",
+            "Failed sequences per second by reason, including those without a verdict.",
             "None.",
             "Any steady rate: docs/errors.md has the reasons.",
             (Query(rate("actor_sequences_failed_total", "reason"), "{{run}} {{reason}}"),),
@@ -89,7 +89,7 @@ _WORK = Section(
     (
         Panel(
             "Queue",
-            "Items that wait for a worker, and how many may.",
+            "Items that wait for a worker, and their maximum number.",
             "Near 0.",
             "Near its capacity: calls are refused; more verifiers or workers are needed.",
             (
@@ -108,9 +108,9 @@ _WORK = Section(
         ),
         Panel(
             "Episodes",
-            "Episodes of several turns under way, and how many may be.",
+            "Running episodes, and their maximum number.",
             "Below its capacity.",
-            "Near its capacity: actors wait for a verifier that takes an episode.",
+            "Near its capacity: actors wait for a verifier with room for an episode.",
             (
                 Query(gauge("verifier_episodes", of="sum"), "{{run}} under way"),
                 Query(gauge("verifier_episode_capacity", of="sum"), "{{run}} capacity"),
@@ -119,7 +119,7 @@ _WORK = Section(
         ),
         Panel(
             "Time of one episode",
-            "Start to end, the policy's turns included, by task.",
+            "Time from start to end, including the policy's turns, by task.",
             "Far below task.episode_timeout_s.",
             "Its 95th percentile near it.",
             (
@@ -131,7 +131,7 @@ _WORK = Section(
         ),
         Panel(
             "Workers replaced, deadlines passed",
-            "Workers replaced by what ended them, and rewards and episodes killed at a deadline.",
+            "Replaced workers by reason, and rewards and episodes killed at a deadline.",
             "None.",
             "A steady number: a reward function hangs, crashes or grows.",
             (
@@ -156,7 +156,7 @@ _WORK = Section(
             "Rewards",
             "Items scored per second, by reward.",
             "Mass moves from low to high rewards.",
-            "All mass in one row: no differences to learn from.",
+            "All mass in one row: there are no differences to learn from.",
             (Query(buckets("verifier_reward"), "{{le}}"),),
             kind="heatmap",
             width=16,

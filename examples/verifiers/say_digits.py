@@ -1,4 +1,4 @@
-"""An environment of the package verifiers: its taskset, its loop of several turns and its agent's program, as v1 has them."""
+"""An environment of the package verifiers in the form of its v1: a taskset, a loop of several turns, and an agent's program."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
 """The run's journal, `ledger.jsonl`: an append-only file with one event per line, from issue to end of every sequence.
 
-The trainer's ledger is state; the journal is its history, from which `pipelinerl audit` derives it again. The field `event`
-names the kind of event:
+The trainer's ledger is state; the journal is its history, from which `pipelinerl audit` recomputes the ledger. The field
+`event` names the kind of event:
 
     start       incarnation, version, keep    a trainer started from `version`; `keep`: bytes of this file that still count,
                                               the part between them and this line was undone

@@ -280,7 +280,7 @@ class Connection(Client):
         try:
             self._context = tls_context(self._tls_dir)
         except FieldError as error:
-            _log.warning("connecting to NATS with the certificates of before: %s", error)
+            _log.warning("connecting to NATS with the previous certificates: %s", error)
         return self._context
 
     async def _open(self, name: str, timeout_s: float) -> None:
@@ -368,11 +368,11 @@ class Connection(Client):
 
     def _connect_command(self) -> bytes:
         if self._requires_tls and not self._server_info.get("tls_required"):
-            raise nats.errors.Error("the server speaks plain text, and TLS was asked for: it is told no password")
+            raise nats.errors.Error("the server offers no TLS, which this connection requires; no password was sent")
         try:
             self._login = read_login(self._credentials)
         except FieldError as error:
-            _log.warning("logging in to NATS as before: %s", error)
+            _log.warning("logging in to NATS with the previous credentials: %s", error)
         self.options.update(self._login)
         return super()._connect_command()
 
@@ -393,7 +393,7 @@ class Connection(Client):
             if isinstance(error, OSError):
                 raise
             # After any other error nats-py would not try again.
-            raise nats.errors.Error(f"what listens there does not greet as NATS does: {error}") from error
+            raise nats.errors.Error(f"the server there does not speak NATS: {error}") from error
 
     async def _process_err(self, err_msg: str) -> None:
         if self.is_connected and not any(harmless in err_msg.lower() for harmless in _ENDS_NOTHING):

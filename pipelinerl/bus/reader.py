@@ -373,7 +373,7 @@ class MemberWatch(OrderedReader[MemberEvent]):
                 with bus_errors(f"looking for {subject}"):
                     state = (await self._connection.js.stream_info(self._stream, subjects_filter=subject)).state
             except BusError as error:
-                _log.debug("whether actor %s is still there will be seen: %s", actor, error)
+                _log.debug("cannot check now whether actor %s is still registered: %s", actor, error)
                 return None
             if not (state.subjects or self._buffer):
                 del self._seen_at[actor]

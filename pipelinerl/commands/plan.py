@@ -29,7 +29,7 @@ _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--parameters", metavar="SIZE", required=True, help="model size with all its experts, such as 7.6B")
-    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="number for actors and trainer together")
+    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="accelerators of actors and trainer")
     parser.add_argument(
         "--accelerator", metavar="NAME|FILE", default="H100",
         help="A100, H100, H200, ..., or a JSON file of measured speeds (docs/planning.md); default H100",
@@ -37,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", metavar="BARS|RUN_DIR", required=True,
         help="completion lengths: bars of a histogram, TOKENS or FROM-TO with a weight, such as 1-512:6,513-2048:3,8192:1; "
-        "or the folder of a run to learn them from",
+        "or the folder of a run that has them",
     )  # fmt: skip
     parser.add_argument(
-        "--sequences-in-progress", metavar="H", type=int, help="number on each actor; by default the best one is found"
+        "--sequences-in-progress", metavar="H", type=int, help="sequences on each actor; default: the best number"
     )
     parser.add_argument(
-        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache; by default that of usual models of this size"
+        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token; by default, the usual size for such a model"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
 
@@ -182,7 +182,7 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
         speed, kv_gib, memory_gib = (float(measured[key]) for key in list(_MEASURED)[1:])
     except (TypeError, ValueError):
         keys = "; ".join(f"{key}: {meaning}" for key, meaning in _MEASURED.items())
-        raise FieldError("--accelerator", name, f"holds something else than numbers; it needs {keys}") from None
+        raise FieldError("--accelerator", name, f"holds values other than numbers; it needs {keys}") from None
     if not all(0 < number < math.inf for number in (speed, kv_gib, memory_gib, *(rate for _, rate in points))):
         raise FieldError("--accelerator", name, "all its numbers must be above 0, and finite")
     per_actor = recipe.actor.engine.tensor_parallel_size

@@ -266,5 +266,5 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
 
 
 REPORT = Command("report", "rebuild report.html of a run", _add_report_arguments, _report)
-AUDIT = Command("audit", "derive a run's ledger again from its journal, checkpoints and streams", _add_audit_arguments, _audit)
+AUDIT = Command("audit", "recompute a run's ledger from its journal, checkpoints and streams", _add_audit_arguments, _audit)
 DEAD_LETTERS = Command("dead-letters", "list a run's abandoned prompt groups", _add_dead_letters_arguments, _dead_letters)

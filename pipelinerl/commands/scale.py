@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["actors"], help="service to scale")
     parser.add_argument("count", metavar="N", type=int, help="the wanted number")
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the run")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="maximum wait for them (300 s)")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="maximum wait until all serve (300 s)")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -65,7 +65,7 @@ async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
         raise ServiceError(
-            f"{counted(count, 'actor')} asked for, and not all serve after {timeout_s:g} s: {shown}. "
+            f"{counted(count, 'actor')} requested, but not all serve after {timeout_s:g} s: {shown}. "
             "The run goes on; look at its logs"
         ) from None
 

@@ -43,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--gpu-memory", metavar="SIZE",
-        help="memory of each GPU, such as 80GiB: print the memory needed, and advice. For several trainer nodes, give "
-        "the number of ranks of all nodes by --set trainer.nproc=N",
+        help="memory of each GPU, such as 80GiB; prints how much the recipe needs, with advice. For several trainer nodes, "
+        "give the number of ranks of all nodes by --set trainer.nproc=N",
     )  # fmt: skip
     parser.add_argument(
         "--parameters", metavar="SIZE",
-        help="size of the model with all its experts, such as 7.6B, for --gpu-memory; by default that of the model's folder, "
-        "or the number in its name and a tenth more",
+        help="size of the model with all its experts, such as 7.6B, for --gpu-memory; by default from the model's files, "
+        "or else the number in its name plus a tenth",
     )  # fmt: skip
 
 

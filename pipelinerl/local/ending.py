@@ -172,7 +172,7 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"    {name:<17}{percent(of['accuracy']['value'])}" for name, of in sets.items())
     if lag.get("mean") is not None:
         span = "" if multi is None else f"; {percent(multi)} of the sequences span several policy versions"
-        formula = "" if summary.get("largest_lag") is None else f", by the formula {summary['largest_lag']}"
+        formula = "" if summary.get("largest_lag") is None else f", predicted max {summary['largest_lag']}"
         figures = f"mean {number(lag['mean'], 2)}, p95 {number(lag['p95'])}, max {number(lag['max'])}{formula}"
         yield f"  token lag          {figures}{span}"
     if ess.get("mean") is not None:

@@ -36,12 +36,12 @@ class RunnerMetrics:
             services = Counter(service_of(name) for name in living())
             return {service: float(services[service]) for service in SERVICES}
 
-        metrics.reading("processes", "Processes of the run that live.", {"process": SERVICES}, unit="processes").read(processes)
+        metrics.reading("processes", "Running processes of the run.", {"process": SERVICES}, unit="processes").read(processes)
         self.restarts = metrics.counter(
-            "restarts_total", "Processes that ended and are started again.", {"process": SERVICES}, unit="processes"
+            "restarts_total", "Restarts of processes that died.", {"process": SERVICES}, unit="processes"
         )
         self.actors_wanted = metrics.reading(
-            "actors_wanted", "Actors asked for, by the recipe or `pipelinerl scale`.", unit="actors"
+            "actors_wanted", "Number of actors set by the recipe or `pipelinerl scale`.", unit="actors"
         )
         metrics.gauge("start_timestamp_seconds", "When this runner started.").set_to_current_time()
 

@@ -47,7 +47,7 @@ def resume(
     changes = check_resumable(old, new)
     if pids := living(run_dir, OPTION):
         named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
-        raise FieldError(OPTION, str(run_dir.path), f"the run goes on: {named}; wait for its end, or stop it")
+        raise FieldError(OPTION, str(run_dir.path), f"the run is still running: {named}; wait for its end, or stop it")
     _check_complete(run_dir, new)
     version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)

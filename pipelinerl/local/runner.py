@@ -430,7 +430,7 @@ class LocalRun:
         if died.name == TRAINER:
             version = newest_checkpoint(self.run_dir.path) or 0
             self._state.rewind(version)
-            where = f", and goes on from version {version}"
+            where = f", and continues from version {version}"
         self._note(f"{died}\n{died.name} is started again in {delay_s:g} s{where}")
 
     def _finished(self) -> bool:

@@ -1,4 +1,4 @@
-/* The live page: fetches the run so far, asks for news about once a second, and shows both with the views of views.js.
+/* The live page: fetches the run so far, then its news about once a second, and shows both with the views of views.js.
  *
  * data is that of views.js, and: total_steps, max_lag, run_dir, meanings; position: that of the newest known step; state: {phase, message,
  * ended, version, served_version, incarnation, epoch, members, sequences, reasons, actors_held_back} (services/trainer/reporting/page). If a
@@ -65,7 +65,7 @@ const PrlLive = (() => {
   /* Returns [note, mark] of the lag's tile. A lag at its bound is normal; it is only marked if sequences are lost by it. */
   function lagNote(last, bound, counts) {
     const lag = last.lag || {}, formula = last.largest_lag;
-    const seen = `p95 ${number(lag.p95)}, max ${number(lag.max)}, largest by the formula ${number(formula)}`;
+    const seen = `p95 ${number(lag.p95)}, max ${number(lag.max)}, predicted max ${number(formula)}`;
     if (bound === null || bound === undefined) return [`${seen}; no bound`, ""];
     if (last.max_lag_too_small) return [`${seen}; bound ${bound} is too small for that: generation is throttled, or long sequences are dropped`, "warn"];
     if (!(bound > 0 && lag.mean >= NEAR_BOUND * bound)) return [`${seen}; bound ${bound}`, ""];
@@ -128,7 +128,7 @@ const PrlLive = (() => {
     const drawPlots = plots(root, data);
     const actors = section(root, "Actors").appendChild(node("div"));
     const ledger = section(root, "The ledger").appendChild(node("div"));
-    const read = section(root, "Sample completions", `${PrlSamples.LEGEND} Renewed every few seconds, but not while you read here.`);
+    const read = section(root, "Sample completions", `${PrlSamples.LEGEND} Updated every few seconds, except while you point here.`);
     const late = read.appendChild(node("div")), early = read.appendChild(node("div"));
     fold(section(root, "Recipe"), "recipe.yaml (resolved)", data.recipe);
     root.append(node("a", { class: "top", href: "#live" }, "Back to the top"));
@@ -160,7 +160,7 @@ const PrlLive = (() => {
   function lostText(data) {
     if (!data) return "No answer yet; trying again.";
     if (data.state.ended === "finished") return `The run has ended, and its page with it. ${where(data)}`;
-    return `Connection lost: the trainer starts again, or the run has ended. Trying again. If it has ended: ${where(data).replace("Its", "its")}`;
+    return `Connection lost: the trainer is restarting, or the run has ended. Trying again. If it has ended: ${where(data).replace("Its", "its")}`;
   }
 
   async function asked(path) {

@@ -29,7 +29,7 @@ const PrlReport = (() => {
       [s.begun ? `Wall clock since step ${number(s.begun)}` : "Wall clock", duration(s.wall_s), `${restarts(data.starts || [])}trainer busy ${percent(s.trainer_busy_fraction)}, actors ${percent(s.actor_busy_fraction)}`],
       ["Tokens trained", number(s.tokens_trained), `${number(s.tokens_generated)} generated`],
       ["Trainer", known(rate.computed, (v) => `${number(v)} tokens/s`) || "–", `while it computes${known(s.mfu_mean, (v) => `, MFU ${percent(v)}`)}${known(s.memory_peak_gib, (v) => `; memory ${number(v)} GiB at most`)}`],
-      ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps; largest by the formula ${number(s.largest_lag)}`],
+      ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps; predicted max ${number(s.largest_lag)}`],
       ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
       ["Several versions", percent(s.sequences_multi_version_fraction), "of sequences were updated in flight: their tokens are of two or more versions"],
       ["Cut short", percent(s.sequences_truncated_fraction), "of sequences at sampling.max_tokens or model.max_context"],

@@ -167,7 +167,7 @@ const PrlViews = (() => {
       (root) => lines(root, { title: "Who waits for whom", sub: "Share of time at work; low = waiting for the other side", xName: axis.name, format: percent, yLow: 0, yHigh: 1, series: [
         { name: "actors", color: COLOR[0], points: smooth(pick(r, axis, (one) => one.actor_busy_fraction)) },
         { name: "trainer", color: COLOR[1], points: smooth(pick(r, axis, (one) => one.trainer_busy_fraction)) }] }),
-      (root) => lines(root, { title: "Where a step's time goes", sub: "Waiting for sequences, computing, and holding still to send weights", xName: axis.name, format: seconds, yLow: 0, series: [
+      (root) => lines(root, { title: "Where a step's time goes", sub: "Waiting for sequences, computing, and pausing to send weights", xName: axis.name, format: seconds, yLow: 0, series: [
         { name: "wait", color: COLOR[0], points: smooth(pick(r, axis, (one) => one.step_s && one.step_s.wait)) },
         { name: "compute", color: COLOR[1], points: smooth(pick(r, axis, (one) => one.step_s && one.step_s.compute)) },
         { name: "send", color: COLOR[2], points: smooth(pick(r, axis, (one) => one.step_s && sum(one.step_s.snapshot, one.step_s.send))) }] }),

@@ -51,7 +51,7 @@ def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str
     """
     known = frozenset(name.lower() for name in names)
     asked_for = ", ".join(sorted(known))
-    refusal = f"refused: the Host of this request names another server; ask for this one as one of: {asked_for}\n"
+    refusal = f"refused: the Host of this request names another server; call this one by one of these names: {asked_for}\n"
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         is_answered = scope["type"] != "http" or scope["path"] in open_paths

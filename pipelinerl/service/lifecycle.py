@@ -106,7 +106,7 @@ def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings],
     """
 
     def end_at_once() -> None:
-        log.critical("not ended %g s after the signal; ending at once", stop_within_s)
+        log.critical("not finished %g s after the signal; exiting at once", stop_within_s)
         logging.shutdown()
         os._exit(EXIT_FAILURE)
 

@@ -83,8 +83,8 @@ class PolicySettings(BusSettings):
 
 
 class ActorSettings(PolicySettings):
-    pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not to be said.")
-    trainer: str = Field("", description="host:port of the trainer, for an initial policy that it built.")
+    pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not reported.")
+    trainer: str = Field("", description="host:port of the trainer, which provides an initial policy that it built.")
     episode_host: str = Field(
         "127.0.0.1", description="Interface on which environments and agents ask for turns, if the recipe has such."
     )
@@ -97,29 +97,27 @@ class TrainerSettings(PolicySettings):
     stop_checkpoint_s: float = Field(
         3600.0,
         gt=0,
-        description="Seconds that a trainer told to stop takes for its step under way and a checkpoint, at most. What stops "
-        "its process must wait longer; a local run does.",
+        description="Maximum seconds in which a stopping trainer finishes its step and writes a checkpoint. Whatever stops its "
+        "process must wait longer, as a local run does.",
     )
     linger: bool = Field(
-        False,
-        description="Keep answering, trained or not, after the run's end until told to stop: a StatefulSet starts again "
-        "what exits.",
+        False, description="Keep answering after the run's end until a signal: a StatefulSet restarts a process that exits."
     )
     on_completion: Literal["keep", "release", "exit"] = Field(
         "keep",
-        description="What a finished run leaves on Kubernetes. keep: all pods. release: its report, and neither actors nor "
-        "trainer. exit: not the report either.",
+        description="Objects that a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: neither "
+        "pods nor report.",
     )
-    release: str = Field("", description="What the names of this release's objects begin with; empty = not of the chart.")
+    release: str = Field("", description="Start of the names of this release's objects; empty = not started by the chart.")
     page: bool = Field(
-        False, description="Serve the live page of the run at http_port: what it trains on is shown to whoever reaches that."
+        False, description="Serve the live page at http_port. Anyone who can reach it can read prompts and completions."
     )
     page_hosts: str = Field(
         "",
         description="Names, separated by commas, by which browsers may call the live page; localhost and advertise_host are "
-        "among them.",
+        "always allowed.",
     )
-    page_key: Path | None = Field(None, description="File with what the live page's path begins with. None = nothing.")
+    page_key: Path | None = Field(None, description="File with the key at the start of the live page's path. None = no key.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
     service_account_dir: Path = Field(
         Path("/var/run/secrets/kubernetes.io/serviceaccount"),
@@ -129,14 +127,14 @@ class TrainerSettings(PolicySettings):
     actor_tls_name: str = Field("", description="Name in the actors' certificates: they are reached by address.")
     stream_replicas: int = Field(1, ge=1, le=5, description="NATS servers that keep each stream.")
     sequences_max_gib: float = Field(8.0, gt=0, description="Bound of the SEQUENCES stream, GiB.")
-    transfer_host: str = Field("127.0.0.1", min_length=1, description="Interface of the store where transfer groups meet.")
-    transfer_port: int = Field(0, ge=0, le=65535, description="Of that store; 0 = any free port.")
+    transfer_host: str = Field("127.0.0.1", min_length=1, description="Interface of the store for joining transfer groups.")
+    transfer_port: int = Field(0, ge=0, le=65535, description="Port of that store; 0 = any free port.")
 
     nodes: int = Field(1, ge=1, description="Pods of the trainer, each of which starts its own ranks.")
-    node: int = Field(0, ge=0, description="Which of them this one is; node 0 has rank 0.")
+    node: int = Field(0, ge=0, description="Index of this pod among them; node 0 has rank 0.")
     ranks_per_node: int = Field(0, ge=0, description="Ranks that a node starts, one per GPU; 0 = the recipe's.")
-    rendezvous: str = Field("", description="host:port of node 0 where the ranks of several nodes meet.")
-    revision: str = Field("", description="Of the pods' template. Nodes of different ones do not train together.")
+    rendezvous: str = Field("", description="host:port of node 0, through which the ranks of several nodes connect.")
+    revision: str = Field("", description="Revision of the pods' template. Nodes with different ones do not train together.")
 
 
 class RankSettings(BaseSettings):
@@ -144,19 +142,19 @@ class RankSettings(BaseSettings):
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
 
-    rank: int = Field(0, ge=0, description="Among all ranks of the trainer.")
+    rank: int = Field(0, ge=0, description="This rank among all ranks of the trainer.")
     world_size: int = Field(1, ge=1, description="Ranks of the trainer.")
-    local_rank: int = Field(0, ge=0, description="Among the ranks of this node: the number of its GPU.")
+    local_rank: int = Field(0, ge=0, description="This rank among the ranks of its node, which is the index of its GPU.")
     rank_folder: Path | None = Field(
-        None, description="Folder where the ranks of a single node meet; None = they meet at torchrun's MASTER_ADDR."
+        None, description="Folder through which the ranks of a single node connect; None = torchrun's MASTER_ADDR."
     )
 
 
 class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Reward processes.")
-    max_queue: int = Field(4096, ge=1, description="Items waiting at most; more are refused with RESOURCE_EXHAUSTED.")
-    private_dir: Path | None = Field(None, description="Folder that no code in a sandbox reads: a local run's, or runs/.")
-    max_episodes: int = Field(512, ge=1, le=100_000, description="Episodes under way at most; more are refused likewise.")
+    max_queue: int = Field(4096, ge=1, description="Maximum number of waiting items; more are refused with RESOURCE_EXHAUSTED.")
+    private_dir: Path | None = Field(None, description="Folder that code in a sandbox cannot read: a local run's, or runs/.")
+    max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum running episodes; more are refused likewise.")
     reward_modules: Path | None = Field(None, description="Folder in which workers look for modules, before PYTHONPATH.")
 
 

@@ -79,7 +79,7 @@ def check_pair(folder: Path, field: str) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
     except (OSError, ValueError) as error:  # TLS errors are OSErrors; so is a file that went while it was looked at
         reason = getattr(error, "reason", None) or error
-        raise FieldError(field, str(folder / CERTIFICATE), f"and {KEY} are no pair of certificate and key: {reason}") from error
+        raise FieldError(field, str(folder / CERTIFICATE), f"and {KEY} do not belong together: {reason}") from error
 
 
 class RenewedCertificates:

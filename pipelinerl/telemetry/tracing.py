@@ -76,12 +76,12 @@ class TracingSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
 
-    sdk_disabled: str = Field("", description="true = no traces, whatever else is set.")
+    sdk_disabled: str = Field("", description="true = no traces, regardless of other settings.")
     traces_exporter: Annotated[Literal["otlp", "console", "none"], BeforeValidator(_lower)] = Field(
         "otlp", description="Unset = otlp if an endpoint is set, else none."
     )
     exporter_otlp_endpoint: Endpoint = Field("", description="Base URL of a collector.")
-    exporter_otlp_traces_endpoint: Endpoint = Field("", description="Whole URL for traces; wins over the base.")
+    exporter_otlp_traces_endpoint: Endpoint = Field("", description="Whole URL for traces; overrides the base URL.")
     exporter_otlp_protocol: Protocol = ""
     exporter_otlp_traces_protocol: Protocol = ""
 
@@ -144,7 +144,7 @@ class OutageLogger:
         else:
             if not self.lost:
                 self._lost_since_s = time.monotonic()
-                log.warning("spans cannot be sent, and are lost until that changes; training goes on")
+                log.warning("spans cannot be sent, and are lost until that changes; training continues")
                 _SDK_LOG.setLevel(logging.CRITICAL)
             self.lost += len(spans)
         return result

@@ -291,7 +291,7 @@ class WeightGroup:
             if stop.is_set() or time.monotonic() >= latest:
                 meeting.add_done_callback(close_when_met)
                 if stop.is_set():
-                    raise TransferAborted(f"the meeting of {spec.name} was given up")
+                    raise TransferAborted(f"forming {spec.name} was abandoned")
                 raise DeadlineExceeded(spec.name, "an answer of the store", timeout_s)
         return meeting.result()
 
@@ -318,7 +318,7 @@ class WeightGroup:
         # torch's DistError family and Gloo's own are RuntimeErrors
         except (RuntimeError, ValueError, OSError) as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
-                raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
+                raise DeadlineExceeded(spec.name, f"connecting {spec.world} ranks", timeout_s) from error
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
@@ -398,7 +398,7 @@ def _wait_for_all(
         if given_up.is_set() or impatient or now - started >= timeout_s:
             meeting.set(_OUTCOME, _VOID)
             if given_up.is_set():
-                raise TransferAborted(f"the meeting of {spec.name} was given up")
+                raise TransferAborted(f"forming {spec.name} was abandoned")
             raise RanksMissing(spec.name, tuple(missing), spec.world, now - started)
     meeting.set(_OUTCOME, _GO)
 
@@ -408,11 +408,11 @@ def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: 
     meeting.set(f"here/{spec.rank}", "1")
     while not _are_set(meeting, [_OUTCOME]):
         if given_up.is_set():
-            raise TransferAborted(f"the meeting of {spec.name} was given up")
+            raise TransferAborted(f"forming {spec.name} was abandoned")
         if time.monotonic() >= deadline:
             raise TimeoutError
     if meeting.get(_OUTCOME).decode() == _VOID:
-        raise TransferAborted(f"the meeting of {spec.name} was given up")
+        raise TransferAborted(f"forming {spec.name} was abandoned")
 
 
 def _are_set(meeting: PrefixStore, keys: list[str]) -> bool:

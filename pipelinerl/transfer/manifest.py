@@ -49,7 +49,7 @@ class RanksMissing(DeadlineExceeded):
 
     def __init__(self, group: str, ranks: tuple[int, ...], world: int, timeout_s: float) -> None:
         self.ranks = ranks
-        super().__init__(group, f"the meeting of {world} ranks, of which {list(ranks)} have not come,", timeout_s)
+        super().__init__(group, f"connecting {world} ranks, of which {list(ranks)} are missing,", timeout_s)
 
 
 class WrongChunk(TransferError):

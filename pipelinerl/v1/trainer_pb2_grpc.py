@@ -81,7 +81,7 @@ class TrainerServiceServicer:
 
     def GetInitialModel(self, request, context):
         """Streams the files of the initial policy that this run built, one after another, for actors that share no disk with the
-        trainer. FAILED_PRECONDITION if the run did not build a model, or built another than the requested one.
+        trainer. FAILED_PRECONDITION if the run did not build a model, or built a different one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

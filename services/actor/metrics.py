@@ -135,7 +135,7 @@ class ActorMetrics:
         )
         self.verify_failed_tries = metrics.counter(
             "verify_failed_tries_total",
-            "Failed tries of verifier calls, by gRPC status as the actor sees it; most are repeated.",
+            "Failed attempts of verifier calls, by gRPC status as the actor sees it; most are retried.",
             {"code": FAILURE_CODES},
             unit="calls",
         )

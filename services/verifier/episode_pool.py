@@ -227,7 +227,7 @@ class EpisodePool:
             except DecodeError:
                 result = kind()
             if result.sequence_id != request.sequence_id:
-                said = "wrote something else than results to its socket"
+                said = "wrote something other than results to its socket"
                 return _failed(request, VERIFY_STATUS_CRASHED, said, began_s)
             return result
 

@@ -176,7 +176,7 @@ class JudgedPool:
         asked = list(items)
         waiting = sum(judge.num_waiting for judge in self._judges.values())
         if waiting + len(asked) > self.max_queue:
-            raise QueueFull(f"{len(asked)} items do not fit: {waiting} of max_queue = {self.max_queue} await their judge")
+            raise QueueFull(f"{len(asked)} items do not fit: {waiting} of max_queue = {self.max_queue} wait for the judge")
         answers = await asyncio.gather(*(self._answer(item) for item in asked))
         failed: dict[int, verifier_pb2.VerifyResult] = {}
         for index, (item, answer) in enumerate(zip(asked, answers, strict=True)):

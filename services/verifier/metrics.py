@@ -55,7 +55,7 @@ class VerifierMetrics:
         self.queue_capacity = metrics.gauge("queue_capacity_items", "Items that may wait for a worker.")
         self.workers = metrics.gauge("workers", "Worker processes that are up.", unit="processes")
         self.worker_restarts = metrics.counter(
-            "worker_restarts_total", "Workers replaced, by what ended them.", {"reason": LOSSES}, unit="processes"
+            "worker_restarts_total", "Replaced workers, by the reason of their end.", {"reason": LOSSES}, unit="processes"
         )
         kept = {"code": CODE, "means": MEANS}
         self.sandbox = metrics.gauge("sandbox", "1 if this sandbox confines all code of the kind.", kept, unit="boolean")

@@ -253,7 +253,7 @@ class WorkerProcess:
         try:
             result = verifier_pb2.VerifyResult.FromString(payload)
         except DecodeError as error:
-            raise WorkerGone("it wrote something else than results to its pipe") from error
+            raise WorkerGone("it wrote something other than results to its pipe") from error
         if result.sequence_id != item.sequence_id:
             raise WorkerGone(f"it answered with another item's id, {result.sequence_id!r:.100}")
         return result

@@ -203,10 +203,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "trainer.page.resources.limits.memory: 64M is less than trainer.page.resources.requests.memory = 96Mi": {
         "trainer": {"page": {"resources": {"limits": {"memory": "64M"}}}}
     },
-    "actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart makes for one of them": {
+    "actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart creates for one of them": {
         service: {"serviceAccount": {"name": "x"}} for service in ("actor", "trainer")
     },
-    "actor.serviceAccount.name, trainer.serviceAccount.name: both are pipelinerl-trainer, which the chart makes": {
+    "actor.serviceAccount.name, trainer.serviceAccount.name: both are pipelinerl-trainer, which the chart creates": {
         "actor": {"serviceAccount": {"create": False, "name": "pipelinerl-trainer"}}
     },
     "tls.nats.enabled: encrypts the chart's own NATS, and nats.enabled is false; for yours write tls:// in nats.url": {
@@ -279,7 +279,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "verifier": {"autoscaling": {"kind": "keda"}},
         **SCRAPED,
     },
-    "verifier.maxEpisodes: 2 pods with 191 episodes each are fewer than the 384 that the actors keep under way": {
+    "verifier.maxEpisodes: 2 pods with 191 episodes each are fewer than the 384 that the actors keep in progress": {
         "recipe": EPISODES,
         "actor": {"replicas": 3},
         "verifier": {"maxEpisodes": 191, "autoscaling": {"enabled": False}},

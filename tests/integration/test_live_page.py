@@ -119,7 +119,7 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         await page.clock.run_for(2000)
         await until_step(page, 2)
         assert "the actors –: they outrun the trainer and idle rather than stockpile" in await busy.inner_text()
-        assert (await lag.inner_text()).endswith("largest by the formula 1; bound 1")
+        assert (await lag.inner_text()).endswith("predicted max 1; bound 1")
         losses = {"sequences": {"issued": 1000, "dropped_stale": 11, "failed": 2}, "reasons": {"failed": {"engine": 2}}}
         board.state({**STATE, **losses})
         board.step(record(3, lag={"mean": 0.9, "p95": 1.0, "max": 1}))
@@ -137,7 +137,7 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         await page.clock.run_for(2000)
         await until_step(page, 4)
         assert "stockpile" not in await busy.inner_text()
-        assert "largest by the formula 2; bound 1 is too small for that: generation is throttled" in await lag.inner_text()
+        assert "predicted max 2; bound 1 is too small for that: generation is throttled" in await lag.inner_text()
         assert (await page.locator("[data-tile=parity].warn").inner_text()).split("\n")[1:] == [
             "0.25",
             "2 PROBES FAILED: actors serve another policy",

@@ -122,7 +122,7 @@ async def test_no_password_is_sent_to_a_server_without_tls(tmp_path: Path, autho
 async def test_files_that_cannot_be_used_are_named(tmp_path: Path, authority: Authority) -> None:
     """What else may be wrong with them: see test_grpc_tls."""
     (authority.issue(tmp_path / "client", "caller") / "tls.key").write_text("no key")
-    with pytest.raises(FieldError, match=r"nats_tls_dir = .*tls\.crt': and tls\.key are no pair"):
+    with pytest.raises(FieldError, match=r"nats_tls_dir = .*tls\.crt': and tls\.key do not belong together"):
         async with jetstream.connect("tls://127.0.0.1:1", RUN, tls_dir=tmp_path / "client"):
             pass
 
@@ -151,10 +151,10 @@ async def test_a_reconnection_uses_the_renewed_files(
             server.port = int(server.url.rpartition(":")[2])
             server.stop()
             async with await asyncio.start_server(greet, HOST, server.port):
-                await logged(caplog, "does not greet as NATS does")
+                await logged(caplog, "does not speak NATS")
                 assert bus.max_payload_bytes > 1
             server.start()
-            await logged(caplog, "connecting to NATS with the certificates of before")
+            await logged(caplog, "connecting to NATS with the previous certificates")
             await logged(caplog, "its certificate is refused")
             replacing.issue(client_files, "c")
             await logged(caplog, "reconnected")

@@ -194,7 +194,7 @@ async def test_a_trainer_that_ends_goes_on_from_its_checkpoint_as_long_as_it_get
     printed = run.printed.getvalue()
     assert "trainer was killed by SIGKILL" in printed
     assert "trainer exited with code 0" in printed
-    assert "trainer is started again in 0.05 s, and goes on from version 10" in printed
+    assert "trainer is started again in 0.05 s, and continues from version 10" in printed
     links = re.findall("Live page: (http://127[0-9.:]+/[\\w-]+/)", printed)
     key = run.dir.credentials.page_key.read_text()
     assert links == [f"http://{read_address(run.dir.address('trainer')).http}/{key}/"], "each trainer is where the first was"

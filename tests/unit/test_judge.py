@@ -203,7 +203,7 @@ async def test_more_items_than_may_wait_are_refused_and_what_was_asked_is_known_
             first = asyncio.create_task(judged.score([item("a"), item("b")], lambda result: None))
             while one.num_waiting < 2:
                 await asyncio.sleep(0)
-            with pytest.raises(QueueFull, match="7 items do not fit: 2 of max_queue = 8 await their judge"):
+            with pytest.raises(QueueFull, match="7 items do not fit: 2 of max_queue = 8 wait for the judge"):
                 await judged.score([item("c")] * 7, lambda result: None)
             first.cancel()  # as a caller whose deadline has passed
             await asyncio.gather(first, return_exceptions=True)

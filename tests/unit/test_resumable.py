@@ -102,7 +102,7 @@ def test_a_run_whose_process_lives_is_refused_and_the_process_named(tmp_path: Pa
     run = run_folder(tmp_path / "run")
     with process(PIPELINERL_RECIPE=str(run.recipe.resolve())) as trainer, process() as stranger:
         write_json(run.pids, {"nats": stranger, "trainer": trainer})
-        with pytest.raises(FieldError, match=rf"the run goes on: trainer \(pid {trainer}\); wait for its end"):
+        with pytest.raises(FieldError, match=rf"the run is still running: trainer \(pid {trainer}\); wait for its end"):
             resume(run)
         assert living(run) == running_pids(run) == {"trainer": trainer}
     assert resume(run)[1] == ["tiny-run: there is no checkpoint; the run starts again from version 0"]

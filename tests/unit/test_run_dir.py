@@ -50,7 +50,7 @@ def test_given_name_and_given_folder_which_may_be_there_and_empty(tmp_path: Path
     assert run.identity.is_file()
     assert open_to_others(elsewhere) is None
     run.path.chmod(0o750)
-    assert "/y': other users may look into it, and read prompts, completions and logs; chmod 700" in str(open_to_others(run))
+    assert "/y': other users can open it and read prompts, completions and logs; chmod 700" in str(open_to_others(run))
     monkeypatch.setattr("os.geteuid", lambda: run.path.stat().st_uid + 1)
     assert "/y': belongs to another user" in str(open_to_others(run))
 

@@ -158,7 +158,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     steps = [*records()[:2], records()[2] | {"heldout_sets": {"sums": accuracy(0.9), "words": accuracy(0.6)}}]
     of_sets = closing_lines(summary_from_metrics(recipe(), steps), run, Ending(75.0))
     assert [line for line in of_sets if line not in lines] == ["    sums             90.0%", "    words            60.0%"]
-    assert "mean 1.02, p95 2, max 10, by the formula 7; 60.0% of the sequences span several policy versions" in text
+    assert "mean 1.02, p95 2, max 10, predicted max 7; 60.0% of the sequences span several policy versions" in text
     assert "trainer            96 tokens/s while it computes, MFU 62.5%" in text
     assert "cut short          12.0% of the sequences" in text
     assert f"report             {tmp_path}/report.html" in text

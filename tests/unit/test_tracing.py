@@ -156,6 +156,6 @@ def test_an_outage_is_said_once_when_it_begins_and_once_when_it_ends(
     assert caplog.text.count("cannot reach it") == 2, "once for the outage, and again after its end"
     ours = [record.getMessage() for record in caplog.records if record.name == "pipelinerl.telemetry.tracing"]
     assert [message.partition(" in ")[0] for message in ours] == [
-        "spans cannot be sent, and are lost until that changes; training goes on",
+        "spans cannot be sent, and are lost until that changes; training continues",
         "spans are sent again; 4 were lost",
     ]

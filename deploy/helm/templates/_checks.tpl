@@ -21,7 +21,7 @@
 {{- $other := get $accounts $name -}}
 {{- $made := (index $.Values $component).serviceAccount.create -}}
 {{- if and $other (or $made (index $.Values $other).serviceAccount.create) -}}
-{{- include "pipelinerl.fail" (printf "%s.serviceAccount.name, %s.serviceAccount.name: both are %s, which the chart makes for one of them; give each a name of its own" $other $component $name) -}}
+{{- include "pipelinerl.fail" (printf "%s.serviceAccount.name, %s.serviceAccount.name: both are %s, which the chart creates for one of them; give each its own name" $other $component $name) -}}
 {{- end -}}
 {{- $_ := set $accounts $name $component -}}
 {{- end -}}
@@ -99,17 +99,17 @@
 {{- $room := mul (int $pods) (int .Values.verifier.maxEpisodes) -}}
 {{- $wanted := include "pipelinerl.actor.episodes" . | int -}}
 {{- if and (not (kindIs "invalid" $pods)) (lt (int $room) $wanted) -}}
-{{- include "pipelinerl.fail" (printf "verifier.maxEpisodes: %d pods with %d episodes each are fewer than the %d that the actors keep under way; raise it or the number of pods, or set recipe.set.actor.episodes_in_progress" (int $pods) (int .Values.verifier.maxEpisodes) $wanted) -}}
+{{- include "pipelinerl.fail" (printf "verifier.maxEpisodes: %d pods with %d episodes each are fewer than the %d that the actors keep in progress; raise it or the number of pods, or set recipe.set.actor.episodes_in_progress" (int $pods) (int .Values.verifier.maxEpisodes) $wanted) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* A list of (whether, message): fails with the first message that holds. */}}
+{{/* Takes a list of (condition, message) and fails with the first message whose condition holds. */}}
 {{- define "pipelinerl.refuse" -}}
 {{- range . -}}{{- if first . -}}{{- include "pipelinerl.fail" (last .) -}}{{- end -}}{{- end -}}
 {{- end -}}
 
-{{/* dict at, values: no limit below them is less than its request, which would be refused amid an install. */}}
+{{/* dict at, values: checks that no limit is less than its request, since Kubernetes would refuse that during the install. */}}
 {{- define "pipelinerl.checkResources" -}}
 {{- range $name, $part := .values -}}
 {{- $at := printf "%s.%s" $.at $name -}}
@@ -132,10 +132,10 @@
 {{- mulf (toString . | trimSuffix $unit | float64) (get $factors $unit) -}}
 {{- end -}}
 
-{{/* dict field, ports, port (text), of: a policy's ports hold that of an address. */}}
+{{/* dict field, ports, port (text), of: checks that a policy's ports contain the port of an address. */}}
 {{- define "pipelinerl.checkPort" -}}
 {{- $open := join " " .ports | splitList " " -}}
 {{- if not (has .port $open) -}}
-{{- include "pipelinerl.fail" (printf "%s: [%s] lacks port %s of %s, so that nothing would get there; add it, beside the port of the pods where a Service maps it to another" .field (join ", " $open) .port .of) -}}
+{{- include "pipelinerl.fail" (printf "%s: [%s] lacks port %s of %s, which nothing could reach then; add it, and also the port of the pods if a Service maps it to another" .field (join ", " $open) .port .of) -}}
 {{- end -}}
 {{- end -}}

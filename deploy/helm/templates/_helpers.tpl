@@ -1,4 +1,4 @@
-{{/* Names, labels and images. A template takes the root context, or (dict "root" $ "component" "actor") where that is said. */}}
+{{/* Names, labels and images. A template takes the root context, or (dict "root" $ "component" "actor") if its comment says so. */}}
 
 {{/* Every message of the chart that refuses values goes through here: "pipelinerl: VALUE: what to do". */}}
 {{- define "pipelinerl.fail" -}}
@@ -9,7 +9,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* The release's name where it contains the chart's, else RELEASE-CHART; at most 40 characters, so that every object's name fits. */}}
+{{/* The release's name if it contains the chart's, else RELEASE-CHART; at most 40 characters, so that every object's name fits. */}}
 {{- define "pipelinerl.fullname" -}}
 {{- $name := "" -}}
 {{- if .Values.fullnameOverride -}}
@@ -26,7 +26,7 @@
 {{- $name -}}
 {{- end -}}
 
-{{/* dict root, component. What selectors use: never changes for a release. */}}
+{{/* dict root, component: the labels for selectors, which never change for a release. */}}
 {{- define "pipelinerl.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "pipelinerl.name" .root | quote }}
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
@@ -46,13 +46,13 @@ app.kubernetes.io/component: {{ . }}
 {{- merge $own (default dict .extra) .root.Values.commonLabels | toYaml -}}
 {{- end -}}
 
-{{/* dict root, component: labels of the service's pods. No versions: those of the chart and the app restart no pod by themselves. */}}
+{{/* dict root, component: labels of the service's pods. They contain no versions, so that a new chart version alone restarts no pod. */}}
 {{- define "pipelinerl.podLabels" -}}
 {{- $labels := include "pipelinerl.labels" (dict "root" .root "component" .component "extra" (index .root.Values .component).podLabels) | fromYaml -}}
 {{- omit $labels "helm.sh/chart" "app.kubernetes.io/version" | toYaml -}}
 {{- end -}}
 
-{{/* dict root, component, optional variant (cuda, cpu). A service's own image wins over images.*; a reference has no variant. */}}
+{{/* dict root, component, optional variant (cuda, cpu): a service's image. Its own values override images.*; a whole reference gets no suffix. */}}
 {{- define "pipelinerl.image" -}}
 {{- $images := .root.Values.images -}}
 {{- $own := (index .root.Values .component).image -}}
@@ -77,15 +77,15 @@ app.kubernetes.io/component: {{ . }}
 {{- end -}}
 {{- end -}}
 
-{{/* A service's values: spec.replicas of its Deployment; nothing where an autoscaler or `kubectl scale` owns the field. Whatever else a
-     manifest said there, an upgrade or a rollback would undo (Helm 3) or fail on as a conflict (Helm 4). */}}
+{{/* A service's values: spec.replicas of its Deployment, or nothing if an autoscaler or `kubectl scale` owns the field. With a number in
+     the manifest, an upgrade or rollback would undo the scaling (Helm 3) or fail with a conflict (Helm 4). */}}
 {{- define "pipelinerl.replicas" -}}
 {{- if not (or .autoscaling.enabled (kindIs "invalid" .replicas)) -}}
 replicas: {{ int .replicas }}
 {{- end -}}
 {{- end -}}
 
-{{/* What a finished run leaves: keep, release or exit. KEDA would start the actors again; without the API nobody is asked to scale. */}}
+{{/* What a finished run keeps: keep, release or exit. KEDA would start the actors again; without the API the trainer cannot scale. */}}
 {{- define "pipelinerl.onCompletion" -}}
 {{- $keda := and .Values.actor.autoscaling.enabled (eq .Values.actor.autoscaling.kind "keda") -}}
 {{- default (or $keda (not .Values.kubernetesApi.enabled) | ternary "keep" "release") .Values.trainer.onCompletion -}}
@@ -100,7 +100,7 @@ replicas: {{ int .replicas }}
 {{- $run -}}
 {{- end -}}
 
-{{/* dict field (actor, verifier), values: minReplicas and maxReplicas fit each other. */}}
+{{/* dict field (actor, verifier), values: checks that maxReplicas is not below minReplicas. */}}
 {{- define "pipelinerl.checkReplicas" -}}
 {{- if lt (int .values.maxReplicas) (int .values.minReplicas) -}}
 {{- include "pipelinerl.fail" (printf "%s.autoscaling.maxReplicas: %d is less than minReplicas = %d" .field (int .values.maxReplicas) (int .values.minReplicas)) -}}

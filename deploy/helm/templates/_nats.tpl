@@ -1,4 +1,4 @@
-{{/* Where NATS is and how one logs in: the chart's own server, or the one of nats.url. */}}
+{{/* Address and logins of NATS: of the chart's own server, or of the one in nats.url. */}}
 
 {{- define "pipelinerl.nats.url" -}}
 {{- if .Values.nats.enabled -}}
@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Name of the Secret with passwords and credentials; nothing where one's own NATS wants no login. */}}
+{{/* Name of the Secret with passwords and credentials; nothing if your own NATS requires no login. */}}
 {{- define "pipelinerl.nats.authSecret" -}}
 {{- if .Values.nats.existingSecret -}}
 {{- .Values.nats.existingSecret -}}
@@ -28,7 +28,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What each user may publish, one subject a line, for the run of this release: the lists of pipelinerl/bus/permissions.py. */}}
+{{/* The subjects that each user may publish, one a line, for the run of this release: the lists of pipelinerl/bus/permissions.py. */}}
 {{- define "pipelinerl.nats.reads" -}}
 {{- range $stream := . }}
 - $JS.API.CONSUMER.CREATE.{{ $stream }}
@@ -80,7 +80,7 @@
 {{- include "pipelinerl.nats.reads" (list (printf "CONTROL_%s" $run)) }}
 {{- end -}}
 
-{{/* NATS's own image: images.registry and images.tag are not for it. */}}
+{{/* NATS's own image, to which images.registry and images.tag do not apply. */}}
 {{- define "pipelinerl.nats.image" -}}
 {{- $image := .Values.nats.image -}}
 {{- default (printf "%s:%s" $image.repository $image.tag) $image.reference -}}

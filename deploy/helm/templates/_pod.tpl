@@ -1,6 +1,6 @@
 {{/* Parts of a pod that several services share. */}}
 
-{{/* The root context. Pod-level security: the `restricted` Pod Security Standard. Claims become writable through the group. */}}
+{{/* The root context: pod-level security by the `restricted` Pod Security Standard. Claims become writable through the group. */}}
 {{- define "pipelinerl.podSecurityContext" -}}
 {{ include "pipelinerl.runAs" . }}
 {{- if not (kindIs "invalid" .Values.security.runAsUser) }}
@@ -33,7 +33,7 @@ capabilities:
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
-{{/* dict root, component: where its pods go. A spread constraint without a selector gets the service's own; pods with GPUs go where
+{{/* dict root, component: scheduling of its pods. A spread constraint without a selector gets the service's own; pods with GPUs go where
      GPU nodes are tainted as is the custom (gpu.tolerations). An actor has an affinity to each node of the trainer in a topology
      that is one domain, since all nodes have the same operating system: it is scheduled when they are, wherever they are. Otherwise
      actors spread over nodes of which the trainer needs one for itself, and wait for it for ever. */}}
@@ -84,7 +84,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* Probes of a service: /healthz says that its loop turns, /readyz that it does its work. Takes the seconds it may take to start. */}}
+{{/* Probes of a service: /healthz shows that its loop runs, /readyz that it does its work. Takes the seconds that it may take to start. */}}
 {{- define "pipelinerl.probes" -}}
 startupProbe:
   httpGet: {path: /healthz, port: http}
@@ -103,7 +103,7 @@ readinessProbe:
   failureThreshold: 2
 {{- end -}}
 
-{{/* dict own (YAML list), extra (list): a container's environment. What the values name replaces the chart's own. */}}
+{{/* dict own (YAML list), extra (list): a container's environment. Variables in `extra` replace those in `own`. */}}
 {{- define "pipelinerl.environment" -}}
 {{- $names := list -}}
 {{- range .extra -}}{{- $names = append $names .name -}}{{- end -}}
@@ -146,7 +146,7 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
-{{/* Environment of the actor and the trainer beyond that. */}}
+{{/* Further environment of the actor and the trainer. */}}
 {{- define "pipelinerl.policyEnv" -}}
 {{- $values := index .root.Values .component -}}
 {{- $full := include "pipelinerl.fullname" .root -}}
@@ -175,9 +175,9 @@ readinessProbe:
 {{- include "pipelinerl.networkEnv" .root }}
 {{- end -}}
 
-{{/* The root context: what torch, NCCL and Gloo read, each entry after a line break. */}}
+{{/* The root context: variables for torch, NCCL and Gloo, each after a line break. */}}
 {{- define "pipelinerl.networkEnv" }}
-# Otherwise torch writes two lines for each look at a pod that others wait for, ten times a second.
+# Otherwise torch logs two lines each time it looks for a missing pod, ten times a second.
 - {name: TORCH_CPP_LOG_LEVEL, value: ERROR}
 {{- with .Values.network.interface }}
 - {name: NCCL_SOCKET_IFNAME, value: {{ . | quote }}}
@@ -203,7 +203,7 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
-{{/* dict root, component: files of the values that its pods see, as JSON: modules with rewards, or problems. Nothing where there are none. */}}
+{{/* dict root, component: files of the values that its pods see, as JSON: modules with rewards, or problems. Nothing if there are none. */}}
 {{- define "pipelinerl.files" -}}
 {{- with dict "verifier" .root.Values.rewards.files "trainer" .root.Values.task.files | dig .component dict -}}{{- toJson . -}}{{- end -}}
 {{- end -}}
@@ -226,7 +226,7 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
-{{/* The same for what only the actor and the trainer have: the login and the CA of NATS, shared memory. */}}
+{{/* The same for mounts of the actor and the trainer only: the login and the CA of NATS, shared memory. */}}
 {{- define "pipelinerl.policyMounts" -}}
 - {name: data, mountPath: /var/lib/pipelinerl}
 - {name: shm, mountPath: /dev/shm}

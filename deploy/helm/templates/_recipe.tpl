@@ -29,7 +29,7 @@
 {{- toYaml $recipe -}}
 {{- end -}}
 
-{{/* What the chart itself needs of a recipe. Everything else the services check, with the same messages as `pipelinerl validate`. */}}
+{{/* Checks the fields of a recipe that the chart itself needs. The services check all others, with the messages of `pipelinerl validate`. */}}
 {{- define "pipelinerl.recipe.check" -}}
 {{- range $section := list "name" "model" "task" -}}
 {{- if not (or (index $ $section) (and (eq $section "task") $.tasks)) -}}
@@ -52,7 +52,7 @@
 {{- if or (has $source (list "checkpoint" "smollm2")) (contains "/" $source) -}}true{{- end -}}
 {{- end -}}
 
-{{/* Whether samples of a task, or of a set of problems that is evaluated, are episodes, which run in the verifier's pods and ask the actors for their turns. "true" or nothing. */}}
+{{/* Whether samples of a task or of an evaluation set are episodes, which run in the verifier's pods and ask the actors for their turns. "true" or nothing. */}}
 {{- define "pipelinerl.hasEpisodes" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- $tasks := list (default dict $recipe.task) -}}
@@ -66,7 +66,7 @@
 {{- $found -}}
 {{- end -}}
 
-{{/* A recipe: where the models answer that score completions, of the run, its tasks and what is evaluated; nothing without one. */}}
+{{/* A recipe: the URLs of the judges that score completions of its tasks and evaluation sets; nothing if there are none. */}}
 {{- define "pipelinerl.judges" -}}
 {{- $found := list -}}
 {{- range concat (list .) (default list .tasks) (dig "evaluation" "sets" list .) -}}
@@ -75,7 +75,7 @@
 {{- $found | compact | uniq | join ", " -}}
 {{- end -}}
 
-{{/* URL of a store of checkpoints to which no rule lets the trainer out, as networkPolicy.hub and extraEgress do; nothing without one. */}}
+{{/* URL of a store of checkpoints that no rule (networkPolicy.hub, extraEgress) lets the trainer reach; nothing if there is none. */}}
 {{- define "pipelinerl.storeWithoutRule" -}}
 {{- $policies := .Values.networkPolicy -}}
 {{- if and $policies.enabled (not $policies.hub.enabled) (not $policies.extraEgress) -}}
@@ -84,7 +84,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Number of actors as far as the values say it: the most that an autoscaler makes, actor.replicas, or where those are scaled by hand
+{{/* Number of actors as far as the values tell: an autoscaler's maximum, actor.replicas, or, if these are scaled by hand,
      as many as the first step waits for. */}}
 {{- define "pipelinerl.actor.count" -}}
 {{- if .Values.actor.autoscaling.enabled -}}
@@ -94,7 +94,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Episodes that these actors keep under way at most. */}}
+{{/* Maximum number of episodes that these actors keep in progress. */}}
 {{- define "pipelinerl.actor.episodes" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- $each := dig "actor" "episodes_in_progress" nil $recipe | default (mul 2 (dig "actor" "sequences_in_progress" 64 $recipe | int)) -}}

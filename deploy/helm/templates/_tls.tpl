@@ -11,7 +11,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* dict root, component: names under which the service is reached, one a line. Each pod of a StatefulSet by itself: TLS libraries
+{{/* dict root, component: host names of the service, one a line, with each pod of a StatefulSet by itself, because TLS libraries
      refuse a wildcard in a name of two parts. */}}
 {{- define "pipelinerl.tls.names" -}}
 {{- $full := include "pipelinerl.fullname" .root -}}

@@ -93,7 +93,7 @@ class TaskMetrics:
         self._reported = metrics.reading("task_reported_mean", text, {**task, **reported}, unit="as reported")
         text = "Held-out accuracy of one set of problems, last evaluation."
         self._accuracy = metrics.reading("heldout_set_accuracy_ratio", text, sets)
-        text = "pass@k of one set, k = evaluation.samples, last evaluation; where k > 1."
+        text = "pass@k of one set, k = evaluation.samples > 1, last evaluation."
         self._passed = metrics.reading("heldout_set_pass_ratio", text, sets)
         text = "Mean of a reported number over the answers to one set of problems, last evaluation."
         self._heldout_reported = metrics.reading("heldout_set_reported_mean", text, {**sets, **reported}, unit="as reported")
@@ -159,7 +159,7 @@ class MembershipMetrics:
     def __init__(self, metrics: MetricSet) -> None:
         text = "Regroupings: the group of all members was formed again."
         self.regroups = metrics.counter("regroups_total", text, unit="groups of members")
-        text, causes = "Actors that were put out of an epoch without being told to leave.", tuple(EvictionCause)
+        text, causes = "Actors that the trainer removed from an epoch although they did not leave.", tuple(EvictionCause)
         self.evictions = metrics.counter("evictions_total", text, {"reason": causes}, unit="actors")
         text = "Arrivals: an actor began to serve, in an epoch or on a side group."
         self.joins = metrics.counter("joins_total", text, unit="actors")
@@ -213,7 +213,7 @@ class CheckpointMetrics:
         self._version = metrics.reading("checkpoint_version", "Version of the newest checkpoint; none before the first.")
         text = "When the newest checkpoint was written, by this or an earlier trainer; before the first, when training began."
         self._at = metrics.reading("checkpoint_timestamp_seconds", text)
-        self._seconds = metrics.histogram("checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS)
+        self._seconds = metrics.histogram("checkpoint_seconds", "Time to write one checkpoint.", CHECKPOINT_SECONDS)
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
         """`checkpoint`: version of the one that this trainer resumes from. `since_s`: when that was written, or when a run that
@@ -245,7 +245,7 @@ class UploadMetrics:
         self._tries = metrics.counter("checkpoint_uploads_total", text, {"outcome": outcomes}, unit="tries")
         self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
         self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
-        text = "Uploading and verifying one checkpoint, beside training."
+        text = "Time to upload and verify one checkpoint."
         self._seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
 
     def took_over(self, version: int, at_s: float) -> None:
@@ -333,14 +333,14 @@ RUN_STATES = (
     RunState("policy_version", "Optimizer steps taken.", lambda run: run.version),
     RunState("served_version", "Newest version that every member serves; none before it.", lambda run: run.served_version),
     RunState("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
-    RunState("epoch", "Number of the weight-transfer group's membership.", lambda run: run.epoch, "epoch"),
+    RunState("epoch", "Epoch: number of the current membership of the transfer group.", lambda run: run.epoch, "epoch"),
     RunState("ledger_sequences", "Sequences of the whole run: issued, and by outcome.", lambda run: run.counts.as_dict(),
              labels={"state": STATES}),
     RunState("ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect.",
              lambda run: run.counts.discrepancy),
     RunState("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.reasons[Outcome.FAILED]),
              labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
-    RunState("dropped_stale_sequences", "Sequences too old when their turn came, by reason.",
+    RunState("dropped_stale_sequences", "Sequences that were too old for training, by reason.",
              lambda run: {**_NONE_STALE, **run.reasons[Outcome.DROPPED_STALE]}, labels={"reason": tuple(_NONE_STALE)}),
     RunState("tokens_total", "Completion tokens by outcome of their sequence, since this start.", lambda run: run.tokens,
              labels={"outcome": OUTCOMES}),
@@ -401,7 +401,7 @@ def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWante
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )
-    text = "Actors that would keep the trainer busy within the lag bound; none until that is measured."
+    text = "Actors that would keep the trainer busy within the lag bound; no value until it is measured."
     wanted = MetricSet("pipelinerl_actor", registry).reading("replicas_wanted", text, unit="actors")
     wanted.read(lambda: advice.wanted)
     return advice

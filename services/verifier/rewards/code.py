@@ -94,7 +94,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
         for number, test in enumerate(tests, start=1):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                problems.append(f"no time for the tests from {number} on (reward.timeout_s)")
+                problems.append(f"no time was left for the tests from {number} on (reward.timeout_s)")
                 break
             problem = _run(source, test, Limits(min(config.test_timeout_s, left_s), memory_mib), means)
             passed += not problem
