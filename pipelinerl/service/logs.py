@@ -60,13 +60,14 @@ def configure_logging(context: LogContext, *, log_format: Literal["text", "json"
         logging.getLogger(name).setLevel(least)
 
 
+_REPETITIVE = ("uvicorn.error", "opentelemetry.")
 AGGREGATED = {"aggregated": True}
 """`extra` of a line that other parties can cause at will."""
 AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Pass one line of a kind every `AGGREGATE_S`, for lines that other parties can cause: bad HTTP requests, and `AGGREGATED`.
+    """Pass one line of a kind every `AGGREGATE_S`, for lines that other parties can cause at will.
 
     The next line says how many were left out. A kind is a logger and its message before values are filled in.
     """
@@ -76,7 +77,7 @@ class RepetitionFilter(logging.Filter):
         self._passed: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info or not (record.name == "uvicorn.error" or getattr(record, "aggregated", False)):
+        if record.exc_info or not (record.name.startswith(_REPETITIVE) or getattr(record, "aggregated", False)):
             return True
         kind, now_s = (record.name, str(record.msg)), time.monotonic()
         passed_at_s, left_out = self._passed.get(kind, (-math.inf, 0))

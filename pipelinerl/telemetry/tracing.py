@@ -15,10 +15,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
@@ -46,11 +46,10 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import read_settings
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 log = logging.getLogger(__name__)
-_SDK_LOG = logging.getLogger("opentelemetry")
 
 END_WITHIN_S = 1.0
 """Time for sending the remaining spans when the process ends."""
@@ -112,49 +111,14 @@ def tracing(context: LogContext) -> Iterator[None]:
     if settings.traces_exporter == "none":
         yield
         return
-    exporter = OutageLogger(_exporter(settings))
-    provider = _provider(context, exporter)
+    provider = _provider(context, _exporter(settings))
     where = "the log" if settings.traces_exporter == "console" else f"{settings.endpoint} by {settings.protocol}"
     log.info("traces go to %s", where)
     try:
         with use_tracer(provider.get_tracer("pipelinerl", __version__)):
             yield
     finally:
-        _end(provider, exporter)
-
-
-class OutageLogger:
-    """A `SpanExporter` that logs once when spans begin to be lost and once when they are sent again. Meanwhile the SDK's log,
-    which would repeat the reason at every attempt, is silenced."""
-
-    def __init__(self, exporter: SpanExporter) -> None:
-        self._exporter = exporter
-        self._lost_since_s = 0.0
-        self.lost = 0
-        """Lost spans since the last successful export."""
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
-        if result.value == 0:
-            if self.lost:
-                lost_s = time.monotonic() - self._lost_since_s
-                log.info("spans are sent again; %d were lost in %.0f s", self.lost, lost_s)
-            self.lost = 0
-            _SDK_LOG.setLevel(logging.NOTSET)
-        else:
-            if not self.lost:
-                self._lost_since_s = time.monotonic()
-                log.warning("spans cannot be sent, and are lost until that changes; training continues")
-                _SDK_LOG.setLevel(logging.CRITICAL)
-            self.lost += len(spans)
-        return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
-        _SDK_LOG.setLevel(logging.NOTSET)
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
+        _end(provider)
 
 
 def _exporter(settings: TracingSettings) -> SpanExporter:
@@ -175,7 +139,7 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
         raise UserError(f"traces cannot be sent to {settings.endpoint} (OTEL_EXPORTER_OTLP_…): {error}") from error
 
 
-def _provider(context: LogContext, exporter: OutageLogger) -> TracerProvider:
+def _provider(context: LogContext, exporter: SpanExporter) -> TracerProvider:
     """Return a provider that takes sampler and queue bounds from the environment. OTEL_SERVICE_NAME and
     OTEL_RESOURCE_ATTRIBUTES override our resource attributes."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -191,17 +155,17 @@ def _provider(context: LogContext, exporter: OutageLogger) -> TracerProvider:
     resource = Resource.create(ours).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     try:
-        provider.add_span_processor(BatchSpanProcessor(cast("SpanExporter", exporter)))
+        provider.add_span_processor(BatchSpanProcessor(exporter))
     except ValueError as error:
         raise UserError(f"the queue of spans (OTEL_BSP_…) cannot be made: {error}") from error
     return provider
 
 
-def _end(provider: TracerProvider, exporter: OutageLogger) -> None:
+def _end(provider: TracerProvider) -> None:
     """Send the remaining spans within `END_WITHIN_S`. An export that hangs is left to its daemon thread."""
     ending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
     ending.start()
-    ending.join(0 if exporter.lost else END_WITHIN_S)
+    ending.join(END_WITHIN_S)
     if ending.is_alive():
         log.warning("the last spans are lost: the collector did not take them in time")
 

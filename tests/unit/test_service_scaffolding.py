@@ -385,7 +385,7 @@ def service(body: str, stop_within_s: float = 60.0, **environment: str) -> subpr
     [
         ("await stop.wait()", 0, "stopping on SIGTERM"),
         ("await stop.wait(); raise KeyError('defect')", 1, "Traceback"),
-        ("await stop.wait(); time.sleep(60)", 1, "not ended 0.3 s after the signal"),
+        ("await stop.wait(); time.sleep(60)", 1, "not finished 0.3 s after the signal"),
     ],
 )
 def test_service_process_ends_with_its_code(body: str, code: int, said: str) -> None:

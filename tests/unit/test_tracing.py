@@ -11,12 +11,11 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from pipelinerl.errors import UserError
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import read_settings
-from pipelinerl.telemetry.tracing import OutageLogger, TracingSettings, root, tracing
+from pipelinerl.telemetry.tracing import TracingSettings, root, tracing
 from tests.support.collector import Collector, collecting
 
 CONTEXT = LogContext("run-1", "verifier", "verifier-0")
@@ -135,27 +134,3 @@ def test_a_collector_that_hangs_holds_up_neither_work_nor_end(
                 pass
     assert "the last spans are lost" in caplog.text
     assert collector.spans == []
-
-
-def test_an_outage_is_said_once_when_it_begins_and_once_when_it_ends(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    results = iter([SpanExportResult.FAILURE, SpanExportResult.FAILURE, SpanExportResult.SUCCESS, SpanExportResult.SUCCESS])
-
-    class Flaky(SpanExporter):
-        def export(self, spans: object) -> SpanExportResult:
-            return next(results)
-
-    exporter, losing = OutageLogger(Flaky()), []
-    for _ in range(4):
-        logging.getLogger("opentelemetry.exporter.any").error("cannot reach it")
-        exporter.export([object(), object()])  # type: ignore[list-item]
-        losing.append(bool(exporter.lost))
-    assert losing == [True, True, False, False]
-    assert caplog.text.count("cannot reach it") == 2, "once for the outage, and again after its end"
-    ours = [record.getMessage() for record in caplog.records if record.name == "pipelinerl.telemetry.tracing"]
-    assert [message.partition(" in ")[0] for message in ours] == [
-        "spans cannot be sent, and are lost until that changes; training continues",
-        "spans are sent again; 4 were lost",
-    ]
