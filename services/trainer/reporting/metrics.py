@@ -93,7 +93,7 @@ class TaskMetrics:
         self._reported = metrics.reading("task_reported_mean", text, {**task, **reported}, unit="as reported")
         text = "Held-out accuracy of one set of problems, last evaluation."
         self._accuracy = metrics.reading("heldout_set_accuracy_ratio", text, sets)
-        text = "pass@k of one set, k = evaluation.samples, last evaluation; where k > 1."
+        text = "pass@k of one set, last evaluation, for k = evaluation.samples above 1."
         self._passed = metrics.reading("heldout_set_pass_ratio", text, sets)
         text = "Mean of a reported number over the answers to one set of problems, last evaluation."
         self._heldout_reported = metrics.reading("heldout_set_reported_mean", text, {**sets, **reported}, unit="as reported")
@@ -121,7 +121,7 @@ class StepMetrics:
         self._figures, self._tasks = FigureMetrics(metrics), TaskMetrics(metrics)
         self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
-        text = "algorithm.max_lag; no series without one, or where it bounds a mean."
+        text = "algorithm.max_lag; no series without one, or if it bounds a mean."
         self.lag_bound = metrics.reading("token_lag_bound_steps", text)
         self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
         text = "Parts of a step, one after the other."
