@@ -219,7 +219,7 @@ def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) ->
         if is_event is not events or value is None or not math.isfinite(value) or (figure.trained and record.get("skipped")):
             continue
         outer, _, inner = figure.weight.partition(".")
-        weight = record.get(outer, 1)[inner] if inner else record.get(outer, 1)
+        weight = ((record.get(outer) or {}).get(inner) or 0) if inner else record.get(outer, 1)
         total, weights = reduced.get(key, (value if reduction in ("smallest", "largest") else 0, 0))
         reduced[key] = [_COMBINED[reduction](total, value, weight), weights + weight]
 
