@@ -147,7 +147,8 @@ FIGURES = (
     Figure("tokens_trained_per_s", "Trained tokens per second since the previous step.", on_page=True),
     Figure("in_flight", "Sequences in progress, or in complete groups whose step has not begun."),
     Figure("in_flight_limit", "Freshness limit on `in_flight`; null in conventional mode."),
-    Figure("sequences", "Ledger after the step: `issued`, `in_flight`, and the outcomes, from `trained` to `failed`."),
+    Figure("sequences", "Ledger after the step: `issued`, `trained`, `dropped_stale`, `dropped_filtered`, `failed`, "
+           "`in_flight`."),
     Figure("step_s", "Seconds by phase: `wait` (for a batch), `compute`, `snapshot`, `send` (waiting for the previous version "
            "to be served, until sending began), `checkpoint`, and `total`.", on_page=True),
     Figure("compute_s", "Seconds by phase: `plan` and `build` (packing the micro-batches, during the previous step), then of "
@@ -218,7 +219,7 @@ def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) ->
         if is_event is not events or value is None or not math.isfinite(value) or (figure.trained and record.get("skipped")):
             continue
         outer, _, inner = figure.weight.partition(".")
-        weight = record.get(outer, 1)[inner] if inner else record.get(outer, 1)
+        weight = ((record.get(outer) or {}).get(inner) or 0) if inner else record.get(outer, 1)
         total, weights = reduced.get(key, (value if reduction in ("smallest", "largest") else 0, 0))
         reduced[key] = [_COMBINED[reduction](total, value, weight), weights + weight]
 

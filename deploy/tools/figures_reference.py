@@ -19,7 +19,7 @@ _WORDS: dict[Reduction, str] = {
     "smallest": "smallest `{key}` of a step",
     "largest": "largest `{key}` of a step",
     "mean": "mean of `{key}` over the steps",
-    "rate": "sum of `{key}` over that of `{weight}`",
+    "rate": "sum of `{key}` divided by the sum of `{weight}`",
 }
 
 

@@ -94,12 +94,12 @@ def test_reductions_by_hand() -> None:
         step(1, {}, ess=0.5, equal_reward_groups=1.0, largest_lag=4, skipped="loss not finite", clipped=True),
         step(2, {}, ess=float("nan"), equal_reward_groups=0.5, largest_lag=9, memory_peak_gib=2.0, clipped=True),
         step(3, {}, ess=0.25, equal_reward_groups=1, largest_lag=None, memory_peak_gib=1.0, idle_s=3.0),
-        step(4, {}, ess=0.75, memory_peak_gib=float("inf"), idle_s=1.0, clipped=False),
+        step(4, {}, ess=0.75, memory_peak_gib=float("inf"), idle_s=1.0, mfu=0.5, step_s=None),
     ]
     summary = summary_from_metrics(recipe(), told)
     assert (summary["ess"], summary["steps_clipped"]) == ({"mean": 0.5, "min": 0.25}, 1)
     assert (summary["steps_equal_rewards"], summary["largest_lag"]) == (2, 9)
-    assert (summary["memory_peak_gib"], summary["idle_s_mean"]) == (2.0, 2.0)
+    assert (summary["memory_peak_gib"], summary["idle_s_mean"], summary["mfu_mean"]) == (2.0, 2.0, None)
 
 
 def test_lag_percentile_is_the_smallest_lag_that_95_percent_do_not_exceed() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from pipelinerl.run_dir import resumable
 from pipelinerl.v1 import trainer_pb2
 from services.trainer import loop
 from services.trainer import run as training
-from services.trainer.checkpoint.run_state import Start, load_run_state
+from services.trainer.checkpoint.run_state import Start, evaluates_first, load_run_state
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.weight_sync.updater import WeightUpdater
-from tests.unit.builders import RUN, make_group, make_sequence
+from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving, stop_during_step, training_run
 
 
@@ -57,6 +58,8 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
     folder = resumable(tmp_path)[2].parent
     state = load_run_state(folder)
     assert (state.policy_version, state.figures["report"]["totals"]["steps"]) == (2, 1)
+    recipe, measured = make_recipe(evaluation={"every_steps": 1}), replace(state, policy_version=1)
+    assert [evaluates_first(Start(state=one), recipe) for one in (measured, state)] == [False, True]
     assert (tmp_path / "checkpoint" / "config.json").is_file()
     assert not (tmp_path / "checkpoint" / "resume").exists()
     (tracked,) = run.recorder._trackers._trackers

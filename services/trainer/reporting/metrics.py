@@ -87,13 +87,13 @@ class TaskMetrics:
         reported = {"figure": f"a term of a reward, a metric of an environment, or turns; the first {MOST_REASONS} of them"}
         self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences of one of several tasks in the step.", task)}
         for figure in (figure for figure in FIGURES if figure.key in OF_TASK):
-            text = f"Of one of several tasks: {plain(figure.text)}"
+            text = f"{plain(figure.text).removesuffix('.')}, for each of several tasks."
             self._of_task[figure.key] = metrics.reading(f"task_{figure.metric}", text, task, unit=figure.unit)
         text = "Mean of a number that rewards and environments report of a task's sequences; of tasks in the step."
         self._reported = metrics.reading("task_reported_mean", text, {**task, **reported}, unit="as reported")
         text = "Held-out accuracy of one set of problems, last evaluation."
         self._accuracy = metrics.reading("heldout_set_accuracy_ratio", text, sets)
-        text = "pass@k of one set, k = evaluation.samples > 1, last evaluation."
+        text = "pass@k of one set, last evaluation, for k = evaluation.samples above 1."
         self._passed = metrics.reading("heldout_set_pass_ratio", text, sets)
         text = "Mean of a reported number over the answers to one set of problems, last evaluation."
         self._heldout_reported = metrics.reading("heldout_set_reported_mean", text, {**sets, **reported}, unit="as reported")
@@ -121,7 +121,7 @@ class StepMetrics:
         self._figures, self._tasks = FigureMetrics(metrics), TaskMetrics(metrics)
         self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
-        text = "algorithm.max_lag; no series without one, or where it bounds a mean."
+        text = "algorithm.max_lag; no series without one, or if it bounds a mean."
         self.lag_bound = metrics.reading("token_lag_bound_steps", text)
         self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
         text = "Parts of a step, one after the other."
@@ -319,7 +319,7 @@ class TokenLagHistogram(Collector):
         yield HistogramMetricFamily(self._name, self.TEXT, buckets=buckets, sum_value=float(total))
 
 
-class RunState(NamedTuple):
+class StateMetric(NamedTuple):
     """A metric of the run's present state. With `labels`, `read` returns a mapping by label value."""
 
     name: str
@@ -329,36 +329,36 @@ class RunState(NamedTuple):
     labels: Labels | None = None
 
 
-RUN_STATES = (
-    RunState("policy_version", "Optimizer steps taken.", lambda run: run.version),
-    RunState("served_version", "Newest version that every member serves; none before it.", lambda run: run.served_version),
-    RunState("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
-    RunState("epoch", "Epoch: number of the current membership of the transfer group.", lambda run: run.epoch, "epoch"),
-    RunState("ledger_sequences", "Sequences of the whole run: issued, and by outcome.", lambda run: run.counts.as_dict(),
-             labels={"state": STATES}),
-    RunState("ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect.",
-             lambda run: run.counts.discrepancy),
-    RunState("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.reasons[Outcome.FAILED]),
-             labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
-    RunState("dropped_stale_sequences", "Sequences that were too old for training, by reason.",
-             lambda run: {**_NONE_STALE, **run.reasons[Outcome.DROPPED_STALE]}, labels={"reason": tuple(_NONE_STALE)}),
-    RunState("tokens_total", "Completion tokens by outcome of their sequence, since this start.", lambda run: run.tokens,
-             labels={"outcome": OUTCOMES}),
-    RunState("tokens_arrived_total", "Completion tokens that reached the trainer, since this start.",
-             lambda run: run.tokens_arrived, "tokens"),
-    RunState("bad_messages", "Messages set aside: sequences since the run began, others since this start.",
-             lambda run: run.bad_messages),
-    RunState("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
-             "(weights.verify_logprobs).", lambda run: run.quarantined, "actors"),
-    RunState("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series without "
-             "uploads.", lambda run: run.upload_waiting_s),
-    RunState("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.ready_groups),
-    RunState("feeder_allowance_groups", "Groups that the staleness bound alone allows the feeder to issue now; without a "
-             "bound, up to the run's end.", lambda run: run.allowance_by_version),
-    RunState("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
-             lambda run: run.in_flight),
-    RunState("in_flight_limit_sequences", "Maximum of in_flight_sequences by the freshness limit now; none in conventional "
-             "mode.", lambda run: run.in_flight_limit),
+STATE_METRICS = (
+    StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
+    StateMetric("served_version", "Newest version that every member serves; none before it.", lambda run: run.served_version),
+    StateMetric("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
+    StateMetric("epoch", "Number of the weight-transfer group's membership.", lambda run: run.epoch, "epoch"),
+    StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.", lambda run: run.counts.as_dict(),
+                labels={"state": STATES}),
+    StateMetric("ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect.",
+                lambda run: run.counts.discrepancy),
+    StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.reasons[Outcome.FAILED]),
+                labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
+    StateMetric("dropped_stale_sequences", "Sequences too old when their turn came, by reason.",
+                lambda run: {**_NONE_STALE, **run.reasons[Outcome.DROPPED_STALE]}, labels={"reason": tuple(_NONE_STALE)}),
+    StateMetric("tokens_total", "Completion tokens by outcome of their sequence, since this start.", lambda run: run.tokens,
+                labels={"outcome": OUTCOMES}),
+    StateMetric("tokens_arrived_total", "Completion tokens that reached the trainer, since this start.",
+                lambda run: run.tokens_arrived, "tokens"),
+    StateMetric("bad_messages", "Messages set aside: sequences since the run began, others since this start.",
+                lambda run: run.bad_messages),
+    StateMetric("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
+                "(weights.verify_logprobs).", lambda run: run.quarantined, "actors"),
+    StateMetric("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series "
+                "without uploads.", lambda run: run.upload_waiting_s),
+    StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.ready_groups),
+    StateMetric("feeder_allowance_groups", "Groups that the staleness bound alone allows the feeder to issue now; without a "
+                "bound, up to the run's end.", lambda run: run.allowance_by_version),
+    StateMetric("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
+                lambda run: run.in_flight),
+    StateMetric("in_flight_limit_sequences", "Maximum of in_flight_sequences by the freshness limit now; none in conventional "
+                "mode.", lambda run: run.in_flight_limit),
 )  # fmt: skip
 
 
@@ -378,15 +378,15 @@ class TrainerMetrics:
         self.membership = MembershipMetrics(metrics)
         phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
         phase.read_state(PHASES, lambda: phase_name(self._phase()))
-        unread = RunState("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
-        for state in (*RUN_STATES, unread):
+        unread = StateMetric("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
+        for state in (*STATE_METRICS, unread):
             reading = metrics.reading(state.name, state.text, state.labels, unit=state.unit)
             reading.read(partial(self._read, state))
 
     def watch(self, view: Callable[[], RunView], phase: Callable[[], int]) -> None:
         self._view, self._phase = view, phase
 
-    def _read(self, state: RunState) -> Values:
+    def _read(self, state: StateMetric) -> Values:
         return state.read(self._view()) if self._view else None
 
     def _unread(self, run: RunView) -> int | None:
