@@ -226,6 +226,8 @@ class Sequence(Branch):
         return len({(span.incarnation, span.version) for branch in self.all_branches for span in branch.spans})
 
 
+EMPTY_COMPLETION = "empty_completion"
+"""Failure that is the policy's own fault: a held-out answer with it is a wrong one."""
 MAX_SAMPLES = 65_536
 """Limit for the samples of one group: far above any use, and small enough that a corrupt count does no harm."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"

@@ -28,6 +28,7 @@ from opentelemetry.trace import SpanKind
 
 from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.messages.sequences import (
+    EMPTY_COMPLETION,
     Branch,
     Logprobs,
     PolicyVersion,
@@ -167,8 +168,6 @@ MOST_ASKED = 10_000
 """Maximum number of answers to one task's problems per call to an actor, to bound its size."""
 GENERATION_SHARE = 0.9
 """Share of the evaluation's time for generation; the rest is for the verifier."""
-EMPTY = "empty_completion"
-"""Failure reason that is the policy's own fault and counts as a wrong answer."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +347,7 @@ class Evaluator:
             if completion is None:
                 yield answer, "no completion"
             elif completion.failure:
-                if short_reason(completion.failure) != EMPTY:
+                if short_reason(completion.failure) != EMPTY_COMPLETION:
                     yield answer, short_reason(completion.failure)
             elif verdict is None:
                 yield answer, "not judged"
