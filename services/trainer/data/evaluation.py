@@ -29,7 +29,9 @@ from opentelemetry.trace import SpanKind
 from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.messages.sequences import (
     EMPTY_COMPLETION,
+    FINISH_REASON_FROM_PROTO,
     Branch,
+    FinishReason,
     Logprobs,
     PolicyVersion,
     SamplingParams,
@@ -357,8 +359,9 @@ class Evaluator:
     def _sequence(self, completion: actor_pb2.GenerateResult, verdict: VerifyResult | None) -> Sequence:
         """Return the answer as a sequence without a group. It has a `failure` if there is no verdict."""
         problem, (first, *others) = self._problems[completion.id], branches_of(completion)
+        finish_reason = FINISH_REASON_FROM_PROTO.get(completion.finish_reason, FinishReason.STOP)
         sequence = Sequence(
-            **vars(first),
+            **{**vars(first), "finish_reason": finish_reason},
             branches=tuple(others),
             run="",
             sequence_id=completion.id,
