@@ -226,11 +226,13 @@ class Sequence(Branch):
         return len({(span.incarnation, span.version) for branch in self.all_branches for span in branch.spans})
 
 
+EMPTY_COMPLETION = "empty_completion"
+"""Failure that is the policy's own fault: a held-out answer with it is a wrong one."""
 MAX_SAMPLES = 65_536
 """Limit for the samples of one group: far above any use, and small enough that a corrupt count does no harm."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
 FINISH_REASON_TO_PROTO = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
-_FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items()}
+FINISH_REASON_FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items()}
 CompletionMessage = pb.Sequence | pb.PartialSequence | pb.Branch | GenerateResult
 """Messages with the fields of a completion."""
 _SAME_IN_SEQUENCE = (
@@ -382,7 +384,7 @@ def read_completion(message: CompletionMessage, kind: str, prefix: str = "") -> 
 
 def _finish_reason(number: int, kind: str) -> FinishReason:
     """Convert a finish reason. Raises `MessageError` for an unknown number (0, or one of a newer version)."""
-    reason = _FROM_PROTO.get(number)
+    reason = FINISH_REASON_FROM_PROTO.get(number)
     if reason is None:
         raise MessageError(kind, "finish_reason", f"{number} names no finish reason")
     return reason
@@ -433,7 +435,7 @@ def _turn_to_proto(turn: Turn) -> pb.Turn:
 
 
 def _turn_from_proto(message: pb.Turn) -> Turn:
-    return Turn(message.start, message.end, _FROM_PROTO.get(message.finish_reason))
+    return Turn(message.start, message.end, FINISH_REASON_FROM_PROTO.get(message.finish_reason))
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:

@@ -153,13 +153,13 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             bus, verifier, metrics, held.published, buffer_size=of_actor.publish_buffer, batch_size=of_actor.verify_batch
         )
         sampler = partial(Sampler, engine, gate, instance=instance, max_context=recipe.model.max_context, episodes=episodes)
-        self._training = sampler(places=of_actor.sequences_in_progress, metrics=metrics, keep=held.keep)
+        self.training = sampler(places=of_actor.sequences_in_progress, metrics=metrics, keep=held.keep)
         # Training requests do not wait for evaluation, which has its own places.
         self._heldout = sampler(places=EVALUATION_SLOTS, split=Split.HELDOUT, stopped=stop)
         self._heldout_samples = asyncio.Semaphore(EVALUATION_SLOTS)
         self._generation = GenerationLoop(
             bus,
-            self._training,
+            self.training,
             self._finisher,
             held,
             gate,
@@ -199,7 +199,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                 self.gate.drain()
                 readiness.reason = "draining"
                 tasks.create_task(heartbeat.leave())
-                await self._training.interrupt(INTERRUPT_S)
+                await self.training.interrupt(INTERRUPT_S)
                 try:
                     async with asyncio.timeout(DRAIN_S):
                         await self._finisher.drained()

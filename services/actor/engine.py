@@ -19,6 +19,7 @@ import numpy as np
 
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.messages.sequences import (
+    EMPTY_COMPLETION,
     Completion,
     FinishReason,
     Logprobs,
@@ -206,7 +207,7 @@ def defect_of(made: Completion) -> str:
     """Return why these tokens can be neither trained on nor continued; empty if they can."""
     num_tokens = len(made.completion_token_ids)
     if not num_tokens:
-        return "empty_completion"
+        return EMPTY_COMPLETION
     if not np.isfinite(made.behaviour_logprobs).all():
         return "non_finite_logprobs"
     covered = sum(span.end - span.start for span in made.spans)

@@ -87,7 +87,8 @@ class Sampler:
         self._split, self._episodes, self._metrics, self._keep = split, episodes, metrics, keep
         self._places = asyncio.Semaphore(places)
         self._stopped = stopped or asyncio.Event()
-        self._generating: set[str] = set()
+        self.generating: set[str] = set()
+        """Ids of the requests in the engine."""
         self._playing: set[asyncio.Task[Any]] = set()
         self.interrupted = False
 
@@ -104,11 +105,11 @@ class Sampler:
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):
-                while self._generating:
-                    await self._engine.abort(sorted(self._generating))
+                while self.generating:
+                    await self._engine.abort(sorted(self.generating))
                     await asyncio.sleep(ABORT_AGAIN_S)
         except (EngineError, TimeoutError) as error:
-            left = len(self._generating)
+            left = len(self.generating)
             log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
         self._stopped.set()  # episodes keep their turns in their records
         if self._playing:
@@ -185,12 +186,12 @@ class Sampler:
             if self.interrupted:
                 return made, elapsed_s
             began_s = time.monotonic()
-            self._generating.add(name)
+            self.generating.add(name)
             try:
                 with self._metrics.busy if self._metrics else nullcontext():
                     more = await self._engine.generate(GenerationRequest(name, token_ids, left, seed, salt))
             finally:
-                self._generating.discard(name)
+                self.generating.discard(name)
             elapsed_s = time.monotonic() - began_s
         if self._metrics:
             self._metrics.count_generated(len(more.completion_token_ids))

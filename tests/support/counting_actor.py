@@ -101,7 +101,7 @@ class ServingActor(app.Actor):
     async def _play(self) -> None:
         while self.options.serve_after and not os.path.exists(self.options.serve_after):
             await asyncio.sleep(0.02)
-        self._gate.serve(PolicyVersion(1, self.options.version))
+        self.gate.serve(PolicyVersion(1, self.options.version))
         if self.options.stop_at_tokens:
             while self._longest() < self.options.stop_at_tokens:
                 await asyncio.sleep(0.005)
@@ -110,7 +110,7 @@ class ServingActor(app.Actor):
     def _longest(self) -> int:
         """Tokens of the completion that is furthest, as the engine tells the actor."""
         progress = self._engine.progress()  # type: ignore[attr-defined]
-        return max((progress.get(request_id, 0) for request_id in self._generation._generating), default=0)
+        return max((progress.get(request_id, 0) for request_id in self.training.generating), default=0)
 
 
 def main(options: Options) -> int:

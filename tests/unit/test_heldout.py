@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import PolicyVersion, sampling_from_proto
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, sampling_from_proto
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import accuracy_of
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT, VerifyResult
@@ -87,6 +87,7 @@ async def test_a_wrong_answer_in_the_right_format_is_wrong() -> None:
     assert (result.accuracy, result.num_unanswered, result.num_tokens) == (0.5, 0, 4)
     assert [accuracy.reported["format"] for accuracy in result.sets.values()] == [1.0], "of the one answer that has the term"
     assert [sample.reward for sample in result.samples] == [1.0, 0.5, 0.0, 1.0]
+    assert {sample.finish_reason for sample in result.samples} == {FinishReason.LENGTH}
 
 
 TIMED_OUT = {"h000000": verdict("h000000", VERIFY_STATUS_TIMEOUT), "h000001": verdict("h000001", answer=0.0)}

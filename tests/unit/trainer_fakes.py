@@ -36,6 +36,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.transfer.manifest import build_manifest
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.trainer.checkpoint.run_state import RunState, Start
 from services.trainer.data.feeder import EncodedProblem
@@ -79,7 +80,8 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
             if prompt.id in self.failures:
                 yield actor_pb2.GenerateResult(id=prompt.id, failure=self.failures[prompt.id])
             elif prompt.id not in self.silent:
-                result = actor_pb2.GenerateResult(id=prompt.id, completion_text=f"text of {prompt.id}")
+                text, reason = f"text of {prompt.id}", FINISH_REASON_LENGTH
+                result = actor_pb2.GenerateResult(id=prompt.id, completion_text=text, finish_reason=reason)
                 spans = (VersionSpan(self.version, 0, 1),)
                 write_completion(result, Completion(np.array([1], np.int32), np.array([-1.0], np.float32), spans))
                 yield result

@@ -28,7 +28,10 @@ from opentelemetry.trace import SpanKind
 
 from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.messages.sequences import (
+    EMPTY_COMPLETION,
+    FINISH_REASON_FROM_PROTO,
     Branch,
+    FinishReason,
     Logprobs,
     PolicyVersion,
     SamplingParams,
@@ -167,8 +170,6 @@ MOST_ASKED = 10_000
 """Maximum number of answers to one task's problems per call to an actor, to bound its size."""
 GENERATION_SHARE = 0.9
 """Share of the evaluation's time for generation; the rest is for the verifier."""
-EMPTY = "empty_completion"
-"""Failure reason that is the policy's own fault and counts as a wrong answer."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +349,7 @@ class Evaluator:
             if completion is None:
                 yield answer, "no completion"
             elif completion.failure:
-                if short_reason(completion.failure) != EMPTY:
+                if short_reason(completion.failure) != EMPTY_COMPLETION:
                     yield answer, short_reason(completion.failure)
             elif verdict is None:
                 yield answer, "not judged"
@@ -358,8 +359,9 @@ class Evaluator:
     def _sequence(self, completion: actor_pb2.GenerateResult, verdict: VerifyResult | None) -> Sequence:
         """Return the answer as a sequence without a group. It has a `failure` if there is no verdict."""
         problem, (first, *others) = self._problems[completion.id], branches_of(completion)
+        finish_reason = FINISH_REASON_FROM_PROTO.get(completion.finish_reason, FinishReason.STOP)
         sequence = Sequence(
-            **vars(first),
+            **{**vars(first), "finish_reason": finish_reason},
             branches=tuple(others),
             run="",
             sequence_id=completion.id,
