@@ -34,7 +34,7 @@ LONG_S = 600.0
 
 
 def recipe(**sections: Any) -> dict[str, Any]:
-    task = {"source": "environment", "name": NAME, "answer_timeout_s": 3.0, "episode_timeout_s": LONG_S}
+    task = {"source": "environment", "name": NAME, "answer_timeout_s": 10.0, "episode_timeout_s": LONG_S}
     return {
         "name": "test",
         "model": {"source": "path", "name": "unused"},
@@ -136,8 +136,8 @@ async def test_an_actor_that_refuses_or_is_gone_is_nobodys_fault(hostile: Verifi
 
 
 MISDEEDS = [
-    ("sleep 600", "timeout", "task.answer_timeout_s = 3 s"),
-    ("hang_in_c", "timeout", "task.answer_timeout_s = 3 s"),
+    ("sleep 600", "timeout", "task.answer_timeout_s = 10 s"),
+    ("hang_in_c", "timeout", "task.answer_timeout_s = 10 s"),
     ("raise", "crashed", "RuntimeError: boom"),
     ("sys_exit", "crashed", "SystemExit"),
     ("os_exit", "crashed", "exit code 3"),

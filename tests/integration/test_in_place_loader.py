@@ -25,7 +25,7 @@ def update_in_place(folder: Path) -> None:
 
     torch.set_num_threads(1)
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
-    with set_current_vllm_config(config_of(folder / "llama" / "old")):
+    with set_current_vllm_config(config_of(folder / "mixtral" / "old")):  # only experts get a group of their own
         init_distributed_environment(1, 0, f"file://{folder / 'meeting'}", 0, "gloo")
         initialize_model_parallel(1, 1)
     for kind, tied in KINDS.items():
