@@ -53,7 +53,7 @@ SUITE := $(PYTEST) --numprocesses $(JOBS) --dist loadgroup
 test: $(STAMP)  ## The whole test suite, end to end included (13 minutes on two cores, 18 with the chart's releases; JOBS=3 workers)
 	@$(SUITE) $(ARGS) tests
 
-durations: $(STAMP)  ## Run the suite and record what each file takes: the time budgets of tests/durations.json
+durations: $(STAMP)  ## Run the suite and record how long each file takes, for the order of the files (tests/durations.json)
 	@$(SUITE) --write-durations tests/durations.json $(ARGS) tests
 
 HISTORIES ?= 300
@@ -71,7 +71,7 @@ test-tools: $(STAMP)  ## Install Prometheus and Chromium, where they are missing
 test-unit: $(STAMP)  ## Unit tests only
 	@$(SUITE) $(ARGS) tests/unit
 
-cluster-check: $(STAMP)  ## Releases of the chart in a real cluster: KUBECONFIG's, or a control plane whose programs are on PATH
+cluster-check: $(STAMP)  ## Releases of the chart in the real cluster that KUBECONFIG names
 	@$(PYTEST) -rs --cluster $(ARGS) tests/chart/test_releases.py
 
 gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minutes, where there is one (GPU_PYTHON=...)

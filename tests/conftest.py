@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-releases", action="store_true", help="run the chart's releases though nothing changed")
     parser.addoption("--cluster", action="store_true", help="releases of the chart in a real cluster, too (make cluster-check)")
     parser.addoption("--fault-table", default="", help="JSON file to keep recovery times of the fault matrix in")
-    parser.addoption("--write-durations", default="", help="JSON file to write the seconds of each file and folder to")
+    parser.addoption("--write-durations", default="", help="JSON file to write the seconds of each file to")
 
 
 def pytest_configure(config: pytest.Config) -> None:
