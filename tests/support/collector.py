@@ -26,6 +26,7 @@ class ReceivedSpan:
     links: tuple[str, ...]
     """Ids of the linked spans."""
     events: tuple[str, ...]
+    end_s: float = 0.0
 
     @property
     def service(self) -> str:
@@ -86,6 +87,7 @@ class Collector:
                         resource,
                         tuple(link.span_id.hex() for link in span.links),
                         tuple(event.name for event in span.events),
+                        span.end_time_unix_nano / 1e9,
                     )
                     for span in scope.spans
                 )
