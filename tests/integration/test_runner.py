@@ -25,17 +25,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipelinerl.bus.link import read_login, tls_context
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.cli import main
-from pipelinerl.errors import ServiceError
 from pipelinerl.initial_model import is_complete
 from pipelinerl.local.ending import finish
 from pipelinerl.local.metrics import targets_of
-from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, living, session_pids
+from pipelinerl.local.processes import ServiceDied, living, session_pids
 from pipelinerl.local.progress import Display, RunState, rows
 from pipelinerl.recipe.fields import AlgorithmConfig, RewardConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import newest_checkpoint, write_json
-from pipelinerl.service.retry import Backoff
-from pipelinerl.service.settings import ServiceAddress, read_address
+from pipelinerl.service.settings import read_address
 from tests.support.local_run import FAKES, SERVICES, Run, recipe, running, until, until_pid_changes
 
 
@@ -99,7 +97,7 @@ async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: P
 
 async def fetched(address: str, path: str) -> str:
     def get() -> str:
-        with urlopen(f"http://{address}{path}", timeout=10) as answer:
+        with urlopen(f"http://{address}{path}", timeout=60) as answer:
             return str(answer.read().decode())
 
     return await asyncio.to_thread(get)
@@ -124,6 +122,7 @@ async def test_killed_services_are_started_again_and_one_address_tells_of_it(tmp
     """An actor, the verifier (more often than twice, the limit) and nats-server are killed; the trainer goes on."""
     function = RewardConfig(scorer="my_rewards:score")
     run = Run(tmp_path / "run", recipe(steps=100_000).model_copy(update={"reward": function}), {})
+    run.local.display = recorder = Recorder(run.printed)
     run.dir.scale.write_text('{"actors": 2}')
     killed = ("actor-1", "verifier", "nats")
     async with running(run) as task:
@@ -155,8 +154,8 @@ async def test_killed_services_are_started_again_and_one_address_tells_of_it(tmp
             assert (await client.jetstream().stream_info("KEPT")).state.messages == 1
         assert (await figures(runner))["pipelinerl_runner_restarts_total", "actor"] == 1
         for _ in range(3):
-            furthest, pid = run.local._state.furthest, run.pids()["verifier"]
-            await until(lambda furthest=furthest: run.local._state.furthest > furthest)  # type: ignore[misc]
+            furthest, pid = recorder.steps[-1], run.pids()["verifier"]
+            await until(lambda furthest=furthest: recorder.steps[-1] > furthest)  # type: ignore[misc]
             os.kill(pid, signal.SIGKILL)
             await until_pid_changes(run, "verifier", pid)
         assert run.pids()["trainer"] == pids["trainer"]
@@ -208,14 +207,6 @@ async def test_a_trainer_that_ends_goes_on_from_its_checkpoint_as_long_as_it_get
     assert finish(run.recipe, run.dir, ending) == 0
     summary = json.loads(run.dir.summary.read_text())
     assert (summary["restarts"], summary["steps"], summary["begun"]) == ({"trainer": 4}, 100, starts[-1])
-
-
-def test_where_the_page_is_is_said_again_only_when_it_moves(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(), {})
-    run.dir.credentials.make("tiny-run")
-    for port in (4711, 4711, 4712):
-        run.local._trainer_up(ServiceAddress("127.0.0.1:1", f"127.0.0.1:{port}", 1))
-    assert re.findall("Live page: http://127.0.0.1:([0-9]+)/", run.printed.getvalue()) == ["4711", "4712"]
 
 
 # What fails for good
@@ -323,17 +314,6 @@ async def test_the_initial_model_is_built_once(tmp_path: Path) -> None:
     assert [path.name for path in model_dir.parent.iterdir()] == [model_dir.name]
 
 
-async def test_what_the_builder_of_the_initial_model_complains_of_is_said_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mistake = {"FAKE_MODEL_ERROR": "error: model.source = 'x': no"}
-    run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), mistake)
-    ending = await run.end()
-    assert finish(run.recipe, run.dir, ending) == 2
-    assert "initial model: step 1 of 2" in run.printed.getvalue()
-    assert (run.printed.getvalue() + "".join(capsys.readouterr())).count("error: model.source = 'x': no") == 1
-
-
 async def test_an_interrupt_while_the_initial_model_is_built(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), {"FAKE_MODEL_S": "600"})
     async with running(run) as task:
@@ -380,7 +360,7 @@ DEAF = {"FAKE_DEAF": "trainer,actor,verifier", "PIPELINERL_STOP_CHECKPOINT_S": "
 
 @asynccontextmanager
 async def runner_process(
-    folder: Path, stop_within_s: float = 12.0, **environment: str
+    folder: Path, stop_within_s: float = 60.0, **environment: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", RUNNER, str(FAKES.parents[2]), str(folder), str(stop_within_s),
@@ -413,7 +393,7 @@ async def test_an_interrupt_stops_everything_in_time_and_completes_the_folder(
 ) -> None:
     """`group`: as the terminal does: the whole foreground group gets it, and the services must not."""
     folder = tmp_path / "run"
-    async with runner_process(folder, 3.0 if deaf else 12.0, **deaf) as process:
+    async with runner_process(folder, 3.0 if deaf else 60.0, **deaf) as process:
         pids = await started(folder)
         os.killpg(process.pid, number) if group else process.send_signal(number)
         async with asyncio.timeout(60):
@@ -536,20 +516,3 @@ async def test_an_actor_that_is_being_scaled_away_when_the_run_ends_ends_with_it
         await until(lambda: "ignored" in run.dir.log("actor-1").read_text())
         os.kill(os.getpid(), signal.SIGINT)
         assert (await ending).interrupted
-
-
-async def test_a_start_that_fails_counts_as_a_death(tmp_path: Path) -> None:
-    problems: list[ServiceError | None] = [None, ServiceError("no disk"), None, *[ServiceError("no binary")] * 3]
-    run = Run(tmp_path / "run", recipe(), {})
-
-    def prepare() -> Launch:
-        if (problem := problems.pop(0)) is not None:
-            raise problem
-        command = (sys.executable, "-S", "-c", "raise SystemExit(1)")
-        return Launch("verifier", command, os.environ, run.dir.log("verifier"), run.dir.address("verifier"))
-
-    service = Service("verifier", prepare, Restarts(limit_unserved=4, backoff=Backoff(0.001)))
-    await run.local._start(service)
-    with pytest.raises(ServiceError, match="no binary"):
-        await run.local._keep(service)
-    assert len(problems) == 1, "two lived, and four restarts were tried"

@@ -104,7 +104,6 @@ async def test_a_watch_that_ends_or_breaks_goes_on_where_it_was(
     async with watching(trainer) as told:
         await api.watched()
         api.bookmark()
-        api._kept_from = api._version
         api.add_pod("b")
         api.end_watches()
         await api.watched(0)

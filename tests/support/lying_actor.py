@@ -17,17 +17,22 @@ from services.actor.engine import Generation, GenerationRequest
 LIAR = "actor-1"
 
 
+class LyingEngine:
+    def __init__(self, honest: LightEngine) -> None:
+        self._honest = honest
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._honest, name)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        made = await self._honest.generate(request)
+        return replace(made, behaviour_logprobs=made.behaviour_logprobs - 0.5)
+
+
 @asynccontextmanager
-async def start_lying_engine(*arguments: Any, **options: Any) -> AsyncIterator[LightEngine]:
+async def start_lying_engine(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
     async with start_light_engine(*arguments, **options) as engine:
-        honest = engine.generate
-
-        async def generate(request: GenerationRequest) -> Generation:
-            made = await honest(request)
-            return replace(made, behaviour_logprobs=made.behaviour_logprobs - 0.5)
-
-        engine.generate = generate  # type: ignore[method-assign]
-        yield engine
+        yield LyingEngine(engine)
 
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:

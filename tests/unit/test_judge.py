@@ -42,18 +42,23 @@ def reward(url: str, truncated: str = "score", **more: Any) -> RewardConfig:
     return RewardConfig.model_validate({"scorer": "judge", "judge": config, "truncated": truncated})
 
 
-def judge_of(url: str, **more: Any) -> Judge:
-    return Judge(reward(url, **more), KEY, VerifierMetrics(CollectorRegistry(), ["t"]))
+class CountedJudge(Judge):
+    def __init__(self, config: RewardConfig) -> None:
+        self.registry = CollectorRegistry()
+        super().__init__(config, KEY, VerifierMetrics(self.registry, ["t"]))
+
+    def calls(self, outcome: str) -> float | None:
+        return self.registry.get_sample_value("pipelinerl_verifier_judge_calls_total", {"outcome": outcome})
+
+
+def judge_of(url: str, **more: Any) -> CountedJudge:
+    return CountedJudge(reward(url, **more))
 
 
 def item(completion: str, index: int = 0, **more: Any) -> VerifyItem:
     return VerifyItem(
         sequence_id=f"g.{index}", task="t", prompt_text="6 * 7?", completion_text=completion, reference_json=REFERENCE, **more
     )
-
-
-def calls(one: Judge) -> dict[str, float]:
-    return {outcome: one._calls.labels(outcome)._value.get() for outcome in ("answered", "cached", "retried", "failed")}
 
 
 async def test_the_judge_gets_the_filled_template_and_the_key_and_each_text_once() -> None:
@@ -63,7 +68,7 @@ async def test_the_judge_gets_the_filled_template_and_the_key_and_each_text_once
             same = await asyncio.gather(one.answer(tricky), one.answer(tricky))
             again = await one.answer(tricky)
             assert ([*same, again], again.text) == ([again] * 3, "Well.\nSCORE: 7")
-            assert calls(one) == {"answered": 1, "cached": 2, "retried": 0, "failed": 0}
+            assert [one.calls(outcome) for outcome in ("answered", "cached", "retried", "failed")] == [1, 2, 0, 0]
     ((path, headers, body),) = server.asked
     assert (path, headers["Authorization"], headers["Content-Type"]) == (
         "/v1/chat/completions",
@@ -79,7 +84,7 @@ async def test_what_may_heal_is_tried_again() -> None:
         async with judge_of(server.url) as one:
             answer = await one.answer(item("x"))
             assert (answer.text, len(server.asked)) == ("SCORE: 10", 3)
-            assert calls(one) == {"answered": 1, "cached": 0, "retried": 2, "failed": 0}
+            assert (one.calls("answered"), one.calls("retried")) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ async def test_a_failure_is_a_failure_tells_no_key_and_is_not_kept(
             for _ in range(2):
                 answer = await one.answer(item("x"))
                 assert (answer.status, told in answer.text) == (status, True), answer.text
-            assert (calls(one)["failed"], calls(one)["cached"]) == (2, 0)
+            assert (one.calls("failed"), one.calls("cached")) == (2, 0)
     assert KEY not in caplog.text + answer.text
 
 

@@ -248,14 +248,7 @@ def hooked() -> nn.Module:
     return head
 
 
-def patched() -> nn.Module:
-    head = nn.Linear(3, 5)
-    forward = head.forward
-    head.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
-    return head
-
-
-@pytest.mark.parametrize("make", [lambda: Scaled(3, 5), hooked, patched])
+@pytest.mark.parametrize("make", [lambda: Scaled(3, 5), hooked])
 def test_a_head_that_does_more_is_called(make: Any) -> None:
     torch.manual_seed(0)
     head, hidden, targets = make(), torch.randn(4, 3), torch.tensor([0, 1, 2, 4])

@@ -184,15 +184,11 @@ def test_the_reference_is_the_model_without_adapters(family: str) -> None:
     with_copy = Learner(policy, AlgorithmConfig(kl_coefficient=0.1), TrainerConfig(lora=RANK_4), reference=copy)
     without = train(policy, kl_coefficient=0.1)
     group = group_of(sequences_of(LENGTHS, seed=7), seed=7)
-    batch = without.prepare([group], 3).shares[0][0].on(policy.device)
     np.testing.assert_array_equal(without.score(TOKENS, adapters=False), copy.sequence_logprobs(TOKENS))
     assert np.abs(without.score(TOKENS) - without.score(TOKENS, adapters=False)).max() > 0.05
-    reference = without._reference_logprobs(batch)
-    assert reference is not None
-    torch.testing.assert_close(reference, with_copy._reference_logprobs(batch), rtol=0, atol=0)
-    scores = policy.scores(batch.row, batch.predictors, batch.targets).logprobs.detach()
-    assert float((scores - reference).abs().max()) > 0.05
-    assert without.train_step([group], 3)["reference_kl"] > 1e-3  # the next step still trains adapters
+    told = with_copy.train_step([group], 3)["reference_kl"]  # at a learning rate that changes next to nothing
+    assert without.train_step([group], 3)["reference_kl"] == pytest.approx(told, rel=1e-3)
+    assert told > 1e-3
 
 
 def test_adapters_come_back_after_an_error() -> None:

@@ -1,8 +1,6 @@
 """A trainer of several ranks computes what one rank computes: losses, gradients, weights, metrics, scores."""
 
-import gc
 import os
-import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from services.trainer import loading
+from services.trainer.checkpoint.state_files import learner_state, local_part
 from services.trainer.distributed.world import (
     ADAPTER,
     END,
@@ -36,7 +34,7 @@ from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import weight_sender
-from services.trainer.worker import carry_out, worker_loop
+from services.trainer.worker import worker_loop
 from tests.support.learner import EPISODES, episodes_of, group_of, sequences_of
 from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks
 
@@ -64,9 +62,8 @@ class Result:
 
 
 def state_bytes(learner: Learner) -> int:
-    moments = [state[name] for state in learner.optimizer._adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    tensors = [*learner.policy.parameters(), *moments]
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    state = learner_state(learner)
+    return sum(local_part(tensor).nbytes for name, tensor in state.items() if name.startswith(("weight/", "exp_avg")))
 
 
 def train(learner: Learner, job: Job) -> Result | None:
@@ -74,7 +71,6 @@ def train(learner: Learner, job: Job) -> Result | None:
     gradients = keep_gradients(learner)
     if not learner.world.is_first:
         worker_loop(learner)
-        assert learner._phases.take() == {}, "a rank that nobody asks for its phases keeps none"
         return None
     outcomes, microbatches = [], []
     for version in range(2):
@@ -377,46 +373,6 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
 def test_sharded_masters_are_sent_in_sixteen_bit_also_after_scoring(trained: Trained) -> None:
     sent, rounded = on_ranks(2, snapshot_after_score, trained.jobs["tied"].folder)[0]
     assert sent == rounded
-
-
-def whole_tensors_while_sharding(folder: str) -> tuple[list[int], bool]:
-    """Of a policy and its reference on one of two ranks: whole tensors that are left after each module is sharded, and whether
-    scoring leaves nothing but shards."""
-    join_ranks(torch.device("cpu"))
-    recipe = Job(folder, trainer={"reshard_after_forward": False}, algorithm={"kl_coefficient": 0.1}).recipe()
-    brought: list[weakref.ref[torch.Tensor]] = []
-    there: list[int] = []
-    from_first, shard = loading._from_first, loading.fully_shard
-
-    def noted(tensor: torch.Tensor, world: Any) -> torch.Tensor:
-        here = from_first(tensor, world)
-        brought.append(weakref.ref(here))
-        return here
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        sharded = shard(*arguments, **options)
-        gc.collect()
-        there.append(sum(isinstance(tensor(), torch.nn.Parameter) for tensor in brought))
-        return sharded
-
-    loading._from_first, loading.fully_shard = noted, counted
-    learner = sharded_learner(recipe, folder, torch.device("cpu"))
-    assert learner.reference is not None
-    if learner.world.is_first:
-        learner.score(np.arange(9))
-    else:
-        carry_out(learner.world.links.hear(), learner)
-    learner._reference_logprobs(learner.prepare([group_of(sequences_of(SHORT))], 0).shares[0][0].on("cpu"))
-    policies = (learner.policy, learner.reference)
-    only_shards = all(isinstance(weight, DTensor) for policy in policies for weight in policy.parameters())
-    leave_ranks()
-    return there, only_shards
-
-
-def test_no_rank_keeps_whole_weights_of_what_is_sharded_already(trained: Trained) -> None:
-    for there, only_shards in on_ranks(2, whole_tensors_while_sharding, trained.jobs["untied"].folder):
-        assert there == [0] * 6
-        assert only_shards
 
 
 def of_another_revision(folder: str, name: str) -> str:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore
 
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
-from pipelinerl.transfer.group import GroupStore, WeightGroup
+from pipelinerl.transfer.group import GroupStore, WeightGroup, open_store
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, NothingStaged
 from services.actor.weight_sync.client import Discard, Hello, Join, Receive, StagedWeights, WeightLoading, WorkerLink
 from services.actor.weight_sync.worker import TransferWorker
@@ -23,7 +24,7 @@ WEIGHTS = {f"w{i}": torch.arange(i, i + 3000.0) for i in range(5)}
 MANIFEST = describe(WEIGHTS.items(), chunk_bytes=8192)
 VERSION = PolicyVersion(1, 4)
 FOREVER_S = 600.0
-SOON_S = 30.0
+SOON_S = 120.0
 """Far below FOREVER_S and above anything that ends by itself."""
 
 
@@ -69,7 +70,7 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine(*loaders: KeepingLoader, staging_buffers: int = 2, stall_timeout_s: float = 5.0) -> AsyncIterator[Engine]:
+async def engine(*loaders: KeepingLoader, staging_buffers: int = 2, stall_timeout_s: float = 20.0) -> AsyncIterator[Engine]:
     link = await WorkerLink.listen(len(loaders))
     workers = list[TransferWorker]()
     given = {"stall_timeout_s": stall_timeout_s, "staging_buffers": staging_buffers}
@@ -102,7 +103,8 @@ async def send(group: WeightGroup, version: PolicyVersion = VERSION) -> Transfer
 
 async def until_checked_in(store: GroupStore, name: str) -> None:
     """Rank 1 waits in the meeting."""
-    while not await asyncio.to_thread(store._store.check, [f"{name}/here/1"]):
+    meeting = PrefixStore(name, open_store(GroupSpec(store.own_address, name, 1, 2, "gloo", "127.0.0.1"), SOON_S))
+    while not await asyncio.to_thread(meeting.check, ["here/1"]):
         await asyncio.sleep(0.01)
 
 

@@ -120,11 +120,11 @@ async def test_groups_of_a_queue_that_was_made_anew_are_lost_and_those_since_are
 
 
 @pytest.mark.parametrize("fault", ["permission", "stream"])
-async def test_a_missing_permission_or_stream_is_not_waited_for(fault: str) -> None:
+async def test_a_missing_permission_or_stream_is_not_waited_for(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = BusError("looking at PROMPTS_unit")
     gone.__cause__ = NotFoundError(err_code=10059)
     error = NotPermitted("trainer", "$JS.API.STREAM.INFO.PROMPTS_unit") if fault == "permission" else gone
     async with desk("feeder") as one:
-        one.bus.prompts_info = AsyncMock(side_effect=error)  # type: ignore[method-assign]
+        monkeypatch.setattr(one.bus, "prompts_info", AsyncMock(side_effect=error))
         with pytest.raises(type(error)):
             await one.run.resume.keep_streams(one.run.loop)
