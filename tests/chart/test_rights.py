@@ -112,7 +112,7 @@ def test_nats_server_takes_its_configuration(case: str, tmp_path: Path) -> None:
         env=_server_environment(rendered),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "is valid" in done.stderr

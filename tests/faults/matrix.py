@@ -139,7 +139,7 @@ async def interrupt(running: asyncio.Task[Ending]) -> Ending | None:
     """Ctrl-C, the runner's own way to end."""
     os.kill(os.getpid(), signal.SIGINT)
     with contextlib.suppress(BaseException):
-        return await asyncio.wait_for(running, 30)
+        return await asyncio.wait_for(running, 120)
     return None
 
 

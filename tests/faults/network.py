@@ -105,4 +105,4 @@ def _free_subnet() -> str:
 
 
 def _ip(*arguments: str) -> str:
-    return subprocess.run(("ip", *arguments), check=True, capture_output=True, timeout=10).stdout.decode()
+    return subprocess.run(("ip", *arguments), check=True, capture_output=True, timeout=60).stdout.decode()

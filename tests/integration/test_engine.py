@@ -41,7 +41,7 @@ CHUNK_BYTES = 2**14
 BFLOAT16_NATS = 0.1
 V = [PolicyVersion(1, number) for number in range(20)]
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.engine
 
 
 async def no_process_is_left() -> None:

@@ -38,7 +38,6 @@ def scored(model: PreTrainedModel, sequence: Sequence) -> list[float]:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(400)
 async def test_a_sequence_begun_by_one_engine_is_finished_by_another(tmp_path: Path) -> None:
     first_model, second_model = random_model("llama", tied=True), random_model("llama", tied=True)
     change_strongly(second_model, seed=2)

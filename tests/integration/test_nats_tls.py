@@ -36,7 +36,7 @@ def tls(folder: Path, **more: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def connected(url: str, tls_dir: Path | None, scheme: str = "tls") -> AsyncIterator[Bus]:
     async with (
-        asyncio.timeout(50),
+        asyncio.timeout(60),
         jetstream.connect(
             url.replace("nats:", f"{scheme}:"), RUN, limits=LIMITS, tls_dir=tls_dir, connect_timeout_s=LONG_S
         ) as bus,

@@ -172,7 +172,7 @@ def test_bubblewrap_runs_from_where_it_was_found(tmp_path: Path) -> None:
 # --- the process above what is confined
 
 
-START_S = 20.0
+START_S = 120.0
 CONFINED = f"""
 import os, signal, time
 from services.verifier.confinement import attach_to_parent

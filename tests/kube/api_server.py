@@ -121,7 +121,9 @@ class ApiServer:
         self._change("DELETED", self.pods[name])
 
     def bookmark(self) -> None:
+        """Say how far the watches are, and forget what was before."""
         self._version += 1
+        self._kept_from = self._version
         self._send("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": str(self._version)}}, lambda watcher: True)
 
     def compact(self) -> None:
@@ -283,7 +285,7 @@ def selects(selector: str, pod: dict[str, Any]) -> bool:
 
 
 @asynccontextmanager
-async def kube_client(account: Path, request_s: float = 2.0) -> AsyncIterator[KubeClient]:
+async def kube_client(account: Path, request_s: float = 60.0) -> AsyncIterator[KubeClient]:
     """A client as a pod's, closed at the end."""
     client = KubeClient(NAMESPACE, account, request_s=request_s)
     try:

@@ -26,7 +26,7 @@ from tests.unit.builders import make_group
 
 RUN = "demo"
 ROOT = Path(__file__).parents[2]
-SOON_S = 150.0
+SOON_S = 600.0
 """Longer than anything here takes; reached only by what waits for ever."""
 PROMPT = (0, 1, 2)
 

@@ -22,7 +22,7 @@ from pipelinerl.local.nats import NatsServer
 T = TypeVar("T")
 
 PASSWORDS = {TRAINER: "trainer-secret", ACTOR: "actor-secret", ADMIN: "admin-secret"}
-LIMITS = StreamLimits(sequences_max_bytes=64 * 1024**2, ack_wait_s=0.5, member_ttl_s=1.0)
+LIMITS = StreamLimits(sequences_max_bytes=64 * 1024**2, ack_wait_s=60.0, member_ttl_s=60.0)
 
 
 def guarded(folder: Path, run: str, **extra: object) -> NatsServer:

@@ -32,7 +32,7 @@ def recipe(steps: int = 5, **model: Any) -> Recipe:
 class Run:
     """One run under test: its folder, what it printed, and the session ids of everything it started."""
 
-    def __init__(self, folder: Path, recipe: Recipe, environment: Mapping[str, str], stop_within_s: float = 12.0) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, environment: Mapping[str, str], stop_within_s: float = 60.0) -> None:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "addresses").mkdir(exist_ok=True)
         self.dir, self.recipe, self.printed = RunDir(folder, "tiny-run"), recipe, io.StringIO()

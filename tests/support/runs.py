@@ -193,7 +193,7 @@ class RunningCommand:
     async def interrupt(self) -> int:
         """Ctrl-C in its terminal."""
         os.killpg(self.process.pid, signal.SIGINT)
-        return await asyncio.to_thread(self.process.wait, 60)
+        return await asyncio.to_thread(self.process.wait, RUN_TIMEOUT_S)
 
     def processes_left(self) -> list[str]:
         """Command lines of processes that work for this run: its folder is in their environment or arguments."""
@@ -226,7 +226,7 @@ def started_run(
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
 
 
 def settings(**values: object) -> list[str]:

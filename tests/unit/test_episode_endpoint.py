@@ -74,7 +74,7 @@ class Stage:
         """A run of the environment that asks with OpenAI's client, as it is."""
         with self.book.running(self.episode) as key:
             base_url = f"{self.address}{base_path(key)}"
-            async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=20) as client:
+            async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=60) as client:
                 yield client
 
     async def end_run(self, client: openai.AsyncOpenAI, asked: asyncio.Task) -> None:
@@ -122,7 +122,7 @@ async def stage(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -239,7 +239,7 @@ async def test_a_stream_is_kept_alive_until_its_turn_is_sampled(monkeypatch: pyt
     async with stage("late", EngineError("lost"), max_turns=2) as s, s.environment() as client:
         s.sampler.open.clear()
         url, body = f"{client.base_url}chat/completions", {"messages": ASK, "stream": True}
-        async with httpx.AsyncClient(timeout=20) as raw:
+        async with httpx.AsyncClient(timeout=60) as raw:
             async with raw.stream("POST", url, json=body):
                 pass  # hung up after the head
             await until(lambda: s.count("episode_refusals_total", code="hung_up"))
@@ -380,14 +380,14 @@ async def test_a_request_that_does_not_come_whole_is_waited_for_to_its_deadline_
         with s.book.running(s.episode) as key:
             ask = f"POST {base_path(key)}/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{"
             reader, writer = await begin(ask)
-            async with httpx.AsyncClient(timeout=20) as raw:
+            async with httpx.AsyncClient(timeout=60) as raw:
                 await raw.get(f"{s.address}{base_path(key)}/models")  # which is answered after the other was received
         assert (await reader.readline()).startswith(b"HTTP/1.1 404")
         writer.close()
         monkeypatch.setattr(endpoint, "BODY_WITHIN_S", 0.05)
         with s.book.running(s.episode) as key:
             reader, writer = await begin(ask.replace(ask.split("/")[2], key))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 head, _, content = (await reader.read()).partition(b"\r\n\r\n")  # to the end: the connection is closed
             writer.close()
         assert (head.split()[1], json.loads(content)["error"]["code"]) == (b"408", "request_timeout")
@@ -448,7 +448,7 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
     async with stage("fine", "fine") as s:
         with s.book.running(s.episode) as key:
             url = f"{s.address}{base_path(key)}/chat/completions"
-            async with httpx.AsyncClient(timeout=20) as raw:
+            async with httpx.AsyncClient(timeout=60) as raw:
                 for body, status in (
                     (b"x" * (MAX_BODY_BYTES + 1), 413),
                     (b"x" * 10_000_000, 413),

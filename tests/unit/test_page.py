@@ -220,7 +220,7 @@ async def served(board: PageBoard) -> AsyncIterator[httpx.AsyncClient]:
     live_page.add_page(app, board)
     async with (
         serve_http(app, "127.0.0.1", 0) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client,
     ):
         yield client
 

@@ -19,7 +19,7 @@ WEIGHTS = {"w": torch.arange(5000.0)}
 VERSION = PolicyVersion(1, 3)
 
 
-def sender_and_snapshot(stall_timeout_s: float = 10.0, host: str = "127.0.0.1"):
+def sender_and_snapshot(stall_timeout_s: float = 120.0, host: str = "127.0.0.1"):
     manifest = describe(WEIGHTS.items(), chunk_bytes=4096)
     sender = WeightSender(manifest, stall_timeout_s=stall_timeout_s, store=GroupStore(host), host=host)
     return sender, sender.snapshot(VERSION, WEIGHTS)
@@ -27,14 +27,14 @@ def sender_and_snapshot(stall_timeout_s: float = 10.0, host: str = "127.0.0.1"):
 
 async def meeting(sender: WeightSender, epoch: int, host: str = "127.0.0.1") -> tuple[CollectiveGroup, WeightGroup]:
     """The trainer's end and an actor's."""
-    group = sender.open_group(epoch, 2, 10)
+    group = sender.open_group(epoch, 2, 120)
     spec = GroupSpec(group.store_address, f"epoch-{epoch}", 1, 2, "gloo", host)
-    actor, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 10), group.built())
+    actor, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 120), group.built())
     return group, actor
 
 
 def receive(group: WeightGroup, sender: WeightSender) -> Receiver:
-    receiver = Receiver(group, sender.manifest, VERSION, timeout_s=10, stall_timeout_s=10, aborted=threading.Event())
+    receiver = Receiver(group, sender.manifest, VERSION, timeout_s=120, stall_timeout_s=120, aborted=threading.Event())
     received = dict(receiver.tensors())
     assert torch.equal(received["w"], WEIGHTS["w"])
     return receiver
@@ -48,7 +48,7 @@ async def test_a_version_arrives_with_the_checksum_that_the_trainer_reports(host
         pytest.skip(f"no IPv6 here: {error}")
     group, actor = await meeting(sender, 1, host)
     assert group.store_address.startswith(f"[{host}]:" if ":" in host else f"{host}:")
-    sent, receiver = await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, sender))
+    sent, receiver = await asyncio.gather(group.broadcast(snapshot, 120), asyncio.to_thread(receive, actor, sender))
 
     assert sent.checksum == receiver.staged().checksum
     assert sent.num_bytes == sender.manifest.total_bytes
@@ -56,18 +56,18 @@ async def test_a_version_arrives_with_the_checksum_that_the_trainer_reports(host
 
 
 async def test_other_groups_move_bytes_while_one_is_stuck_and_abandoning_it_waits_for_nobody() -> None:
-    sender, snapshot = sender_and_snapshot(stall_timeout_s=30)
+    sender, snapshot = sender_and_snapshot(stall_timeout_s=600)
     stuck, silent = await meeting(sender, 1)
-    sending = asyncio.create_task(stuck.broadcast(snapshot, 60))
+    sending = asyncio.create_task(stuck.broadcast(snapshot, 600))
     side, joiner = await meeting(sender, 2)
-    async with asyncio.timeout(20):
-        await asyncio.gather(side.broadcast(snapshot, 10), asyncio.to_thread(receive, joiner, sender))
+    async with asyncio.timeout(120):
+        await asyncio.gather(side.broadcast(snapshot, 120), asyncio.to_thread(receive, joiner, sender))
     assert not sending.done()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await stuck.abandon()
 
     group, actor = await meeting(sender, 3)
-    await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, sender))
+    await asyncio.gather(group.broadcast(snapshot, 120), asyncio.to_thread(receive, actor, sender))
     silent.close()
     with pytest.raises(TransferError):
         await sending
@@ -78,10 +78,10 @@ async def test_other_groups_move_bytes_while_one_is_stuck_and_abandoning_it_wait
 def test_the_store_listens_on_the_one_interface_it_was_given() -> None:
     """It has no authentication, and torch's own listens on all interfaces whatever host it is given."""
     store = GroupStore("127.0.0.2")
-    with socket.create_connection(("127.0.0.2", store.port), timeout=5):
+    with socket.create_connection(("127.0.0.2", store.port), timeout=60):
         pass
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", store.port), timeout=5)
+        socket.create_connection(("127.0.0.1", store.port), timeout=60)
 
 
 END_IN_THE_MIDDLE = """
@@ -96,10 +96,10 @@ from services.trainer.weight_sync.sender import WeightSender
 async def main():
     weights = {"w": torch.zeros(8_000_000)}
     sender = WeightSender(describe(weights.items()), store=GroupStore())
-    group = sender.open_group(1, 2, 20)
+    group = sender.open_group(1, 2, 120)
     spec = GroupSpec(group.store_address, "epoch-1", 1, 2, "gloo", "127.0.0.1")
-    silent, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 20), group.built())
-    sending = asyncio.create_task(group.broadcast(sender.snapshot(PolicyVersion(1, 1), weights), 60))
+    silent, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 120), group.built())
+    sending = asyncio.create_task(group.broadcast(sender.snapshot(PolicyVersion(1, 1), weights), 600))
     await asyncio.sleep(0.2)
     await group.abandon()
     sending.cancel()
