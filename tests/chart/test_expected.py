@@ -1,6 +1,6 @@
 """Single values of the rendered objects that matter, and why: a table per case.
 
-What holds for every case is in the other files; the whole of two cases is in the snapshots.
+What holds for every case is in the other files; the whole of the cases `default` and `cpu` is in the snapshots.
 """
 
 import functools
@@ -22,7 +22,6 @@ SPOT = {"key": "spot", "operator": "Exists"}
 AMD_TAINT = {"key": "amd.com/gpu", "operator": "Exists"}
 IMAGE = "registry.example.com/actor@sha256:" + "0" * 64
 PODS = (*SERVICES, "nats", "test")
-NO_TOLERATIONS = {f"pod/{pod} spec tolerations": None for pod in PODS}
 ACTOR, TRAINER, VERIFIER = ("Deployment/pipelinerl-actor", "StatefulSet/pipelinerl-trainer", "Deployment/pipelinerl-verifier")
 WANTED, EPISODES = "pipelinerl_actor_replicas_wanted", "pipelinerl_verifier_episodes"
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -37,72 +36,6 @@ def scheduled(index: str) -> dict[str, Any]:
 
 
 OF_CASES: dict[str, dict[str, Any]] = {
-    "default": {
-        "env/trainer PIPELINERL_RUN": "gsm",  # the recipe's name
-        "env/trainer PIPELINERL_RUN_DIR": "/var/lib/pipelinerl/runs/gsm",
-        "env/trainer PIPELINERL_RANKS_PER_NODE": "4",  # of recipes/gsm.yaml, with GPUs to match
-        "env/trainer PIPELINERL_STREAM_REPLICAS": "1",
-        "env/trainer PIPELINERL_PAGE_HOSTS": None,
-        "env/trainer XDG_CACHE_HOME": "/var/lib/pipelinerl/cache",  # compiled code stays on its volume
-        "env/trainer TORCHINDUCTOR_CACHE_DIR": "/var/lib/pipelinerl/cache/inductor",
-        "env/actor XDG_CACHE_HOME": "/tmp/cache",
-        "main/actor resources requests ephemeral-storage": "32Gi",
-        "main/trainer resources requests ephemeral-storage": "2Gi",
-        "main/verifier resources requests ephemeral-storage": "1Gi",
-        "env/trainer PIPELINERL_ON_COMPLETION": "release",
-        "env/actor HF_TOKEN": None,
-        "main/actor image": "pipelinerl/actor:0.1.0",
-        "main/test image": "pipelinerl/trainer:0.1.0-cpu",
-        "main/actor resources limits nvidia.com/gpu": 1,
-        "main/trainer resources limits nvidia.com/gpu": 4,
-        **NO_TOLERATIONS,
-        "pod/actor spec tolerations": [GPU_TAINT],
-        "pod/trainer spec tolerations": [GPU_TAINT],
-        # A hub's model needs no preparation.
-        "pod/actor spec initContainers": None,
-        "pod/trainer spec initContainers": None,
-        # Actors are scheduled when the trainer's pod is, on whichever node: spread before it, they could leave it none.
-        "pod/actor spec affinity": {"podAffinity": {REQUIRED: [scheduled("0")]}},
-        "pod/trainer spec affinity": None,
-        # Old actors go before new ones come, and a large model may load for longer than a rollout lasts as a rule.
-        f"{ACTOR} spec strategy rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},
-        f"{ACTOR} spec progressDeadlineSeconds": 600 + 3600,
-        # In full: what the API server fills in of it stays, and would forbid OnDelete in an upgrade to two nodes.
-        f"{TRAINER} spec updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}},
-        # A drained node's actors hand over together; each alone would wait until a new one has loaded its model.
-        "PodDisruptionBudget/pipelinerl-actor spec maxUnavailable": "100%",
-        "main/trainer startupProbe periodSeconds": 5,
-        "main/trainer startupProbe failureThreshold": 600 / 5,
-        # The recipe is checked before anything is changed, and a mistake stops Helm.
-        "Job/pipelinerl-validation metadata annotations helm.sh/hook": "pre-install,pre-upgrade",
-        "Job/pipelinerl-validation spec backoffLimit": 0,
-        "main/validation image": "pipelinerl/verifier:0.1.0",
-        # As many pods as `kubectl scale` or the autoscaler says.
-        f"{ACTOR} spec replicas": None,
-        f"{VERIFIER} spec replicas": None,
-        "HorizontalPodAutoscaler/pipelinerl-verifier spec minReplicas": 2,
-        "HorizontalPodAutoscaler/pipelinerl-verifier spec maxReplicas": 16,
-        # `helm test`: what the trainer needs runs as sidecars in the order of need; the pod ends with the trainer.
-        "pod/test metadata annotations helm.sh/hook": "test",
-        "pod/test spec restartPolicy": "Never",
-        "pod/test spec containers * name": ["trainer"],
-        "env/test PIPELINERL_LINGER": "false",
-        "pod/test spec initContainers * name": ["nats", "verifier", "actor"],
-        "pod/test spec initContainers * restartPolicy": ["Always"] * 3,
-        "pod/test spec initContainers * startupProbe failureThreshold": [60, 90, 60],
-        **{f"env/{service} OTEL_EXPORTER_OTLP_ENDPOINT": None for service in SERVICES},
-    },
-    "cpu": {
-        **NO_TOLERATIONS,
-        **{f"main/{pod} resources limits nvidia.com/gpu": None for pod in PODS},
-        **{f"main/{pod} image": f"pipelinerl/{pod}:0.1.0-cpu" for pod in ("actor", "trainer")},
-        "main/test image": "pipelinerl/trainer:0.1.0-cpu",
-        "main/verifier image": "pipelinerl/verifier:0.1.0",
-        f"{VERIFIER} spec replicas": 1,
-        # The model that a run builds is made before the services start.
-        "pod/trainer spec initContainers * args": None,  # the small model is a file of the package
-        "pod/actor spec initContainers * args": None,
-    },
     "everything": {
         "env/trainer PIPELINERL_RUN": "all-of-it",
         "env/trainer PIPELINERL_RUN_DIR": "/var/lib/pipelinerl/runs/all-of-it",

@@ -344,14 +344,6 @@ def test_a_release_that_cannot_name_a_service_is_refused() -> None:
     assert render({"fullnameOverride": "seven"}, release="7b").one("Deployment", "seven-actor")
 
 
-def test_names_of_objects_stay_short_enough() -> None:
-    rendered = render({"nats": {"replicas": 3}}, release="a" * 53)
-    longest = max(len(item["metadata"]["name"]) for item in rendered.of_kind("Service", "StatefulSet"))
-    assert longest <= 63 - len("-0")
-    for item in rendered.of_kind("StatefulSet"):
-        assert len(item["metadata"]["name"]) <= 52  # its pods' label controller-revision-hash adds 11
-
-
 def test_the_test_trains_a_few_steps_of_the_arithmetic_recipe(tmp_path: Path) -> None:
     rendered = render(files=[CPU_VALUES])
     recipe = recipe_of(rendered, tmp_path, "test")

@@ -1,24 +1,22 @@
 """A release lives: install, scale, upgrade, roll back, uninstall, with Helm 3 and both ways of Helm 4.
 
-Only in a real cluster, with `make cluster-check`, which takes the one that KUBECONFIG names, or starts a control plane where
-its programs are on PATH.
+They need a real cluster: `make cluster-check` takes the one that KUBECONFIG names, such as one that kind made.
 """
 
 import json
-import time
+import os
+import subprocess
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.chart import control_plane
-from tests.chart.control_plane import GPU, Cluster, CommandError
-from tests.chart.rendering import CHART, CPU_VALUES, HELM
+from tests.chart.rendering import CHART, CPU_VALUES, HELM, NAMESPACE, Object
 
-HELM3 = HELM.with_name("helm3")
+HELM3, KUBECTL = HELM.with_name("helm3"), HELM.with_name("kubectl")
 HELMS: dict[str, tuple[Path, tuple[str, ...]]] = {
     "helm-4": (HELM, ("--server-side=true",)),
     "helm-4-client-side": (HELM, ("--server-side=false",)),
@@ -26,17 +24,39 @@ HELMS: dict[str, tuple[Path, tuple[str, ...]]] = {
 }
 
 
+class CommandError(Exception):
+    """A command failed. The text is its error."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    namespace: str = NAMESPACE
+
+    def run(self, *command: str | Path, text: str = "") -> str:
+        """Its output. Raises `CommandError`."""
+        environment = os.environ | {"HELM_NAMESPACE": self.namespace}
+        done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise CommandError(done.stderr)
+        return done.stdout
+
+    def kubectl(self, *arguments: str, text: str = "") -> str:
+        return self.run(KUBECTL, "--namespace", self.namespace, *arguments, text=text)
+
+    def get(self, kind: str, name: str) -> Object:
+        return dict(json.loads(self.kubectl("get", kind, name, "--output", "json")))
+
+    def names(self, kind: str) -> set[str]:
+        return {line.partition("/")[2] for line in self.kubectl("get", kind, "--output", "name").splitlines()}
+
+
 @pytest.fixture(scope="session")
-def real_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def real_cluster(request: pytest.FixtureRequest) -> Cluster:
     if not request.config.getoption("--cluster"):
         pytest.skip("needs a real cluster: make cluster-check")
-    if named := control_plane.named():
-        yield named
-    elif absent := control_plane.missing():
-        pytest.exit(f"nothing was checked: KUBECONFIG is not set, and {', '.join(absent)} not on PATH", returncode=1)
-    else:
-        with control_plane.started(tmp_path_factory.mktemp("control-plane")) as cluster:
-            yield cluster
+    if not os.environ.get("KUBECONFIG"):
+        pytest.exit("nothing was checked: KUBECONFIG is not set", returncode=1)
+    return Cluster()
 
 
 @pytest.fixture
@@ -186,44 +206,6 @@ def finish_run(release: Release) -> None:
     release.scale("actor", 0)
     release.scale("trainer", 0, "statefulset")
     release.cluster.kubectl("wait", "--for=jsonpath={.data.phase}=Finished", config, "--timeout=60s")
-
-
-def _until(condition: Callable[[], bool], cluster: Cluster, what: str) -> None:
-    """Conditions of a real cluster. `kubectl wait` waits for the pods; this is for what it has no word for."""
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, f"{what}\n{cluster.kubectl('get', 'pods,events', '--output', 'wide')}"
-        time.sleep(0.5)
-
-
-def _pods(cluster: Cluster, component: str) -> list[dict[str, Any]]:
-    selector = f"app.kubernetes.io/component={component}"
-    return list(json.loads(cluster.kubectl("get", "pods", "--selector", selector, "--output", "json"))["items"])
-
-
-GPUS = {"images": {"variant": "cuda"}, "actor": {"replicas": 8, "gpus": 1}, "trainer": {"gpus": 8, "expectedActors": 8}}
-"""The documents' example: sixteen GPUs on two nodes."""
-
-
-@pytest.mark.parametrize("release", ["helm-4"], indirect=True)
-def test_a_trainer_of_eight_gpus_and_eight_actors_find_their_places_and_leave_together(release: Release) -> None:
-    cluster = release.cluster
-    if not cluster.stand_in:
-        pytest.skip("needs a real cluster of two nodes with eight GPUs each: unset KUBECONFIG to start one")
-    release.install(GPUS)
-
-    def running(component: str) -> int:
-        return sum(pod["status"]["phase"] == "Running" for pod in _pods(cluster, component))
-
-    _until(lambda: (running("trainer"), running("actor")) == (1, 8), cluster, "a pod has no place")
-    (trainer,) = _pods(cluster, "trainer")
-    (node,) = {pod["spec"]["nodeName"] for pod in _pods(cluster, "actor")}
-    assert node != trainer["spec"]["nodeName"]
-    assert trainer["spec"]["containers"][0]["resources"]["limits"][GPU] == "8"
-    before = {pod["metadata"]["uid"] for pod in _pods(cluster, "actor")}
-    cluster.kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=60s")
-    assert not before & {pod["metadata"]["uid"] for pod in _pods(cluster, "actor") if pod["spec"].get("nodeName") == node}
-    cluster.kubectl("uncordon", node)
 
 
 @pytest.mark.parametrize("release", ["helm-4"], indirect=True)

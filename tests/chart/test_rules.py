@@ -9,66 +9,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import yaml
 
 from pipelinerl.kube import client as kube
 from tests.chart.cases import CASES, rendered_case
 from tests.chart.fields import defaulted, problems, upgraded
 from tests.chart.rendering import CHART, Object, Rendered, render
-
-
-def workload(kind: str, name: str = "w", **spec: Any) -> Object:
-    pod = {"containers": [{"name": "c", "image": "i", "ports": [{"containerPort": 80}]}]} | spec.pop("pod", {})
-    template = {"metadata": {"labels": {"a": "b"}}, "spec": pod}
-    selector = {"matchLabels": {"a": "b"}}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": kind,
-        "metadata": {"name": name},
-        "spec": {"selector": selector, "template": template, **spec},
-    }
-
-
-def volume(**source: Any) -> Object:
-    return {"volumes": [{"name": "v", **source}]}
-
-
-MORE_THAN_THE_LIMIT = {"requests": {"cpu": "1", "memory": "32Gi"}, "limits": {"cpu": "1500m", "memory": "33G"}}
-REFUSED: dict[str, tuple[tuple[Object, ...], str]] = {
-    "a strategy that is written where the server had filled one in": (
-        (workload("StatefulSet"), workload("StatefulSet", updateStrategy={"type": "OnDelete"})),
-        "spec.updateStrategy.rollingUpdate: Forbidden",
-    ),
-    "the same of a Deployment": (
-        (workload("Deployment"), workload("Deployment", strategy={"type": "Recreate"})),
-        "spec.strategy.rollingUpdate: Forbidden",
-    ),
-    "a volume that changes its source": (
-        tuple(workload("Deployment", pod=volume(**source)) for source in ({"configMap": {"name": "m"}}, {"emptyDir": {}})),
-        "may not specify more than 1 volume type: ['configMap', 'emptyDir']",
-    ),
-    "a name with an underscore": ((workload("Deployment", "dashboard_x"),), "metadata.name"),
-    "a request above its limit": (
-        (workload("Deployment", pod={"containers": [{"name": "c", "resources": MORE_THAN_THE_LIMIT}]}),),
-        "containers[c].resources.requests.memory: Invalid value: '32Gi': must be less than or equal to the limit of 33G",
-    ),
-    "a strategy that replaces no pod": (
-        (workload("Deployment", strategy={"rollingUpdate": {"maxSurge": 0, "maxUnavailable": "0%"}}),),
-        "spec.strategy.rollingUpdate.maxUnavailable: Invalid value: may not be 0 when `maxSurge` is 0",
-    ),
-    "a field that cannot change": (
-        (workload("StatefulSet", serviceName="a"), workload("StatefulSet", serviceName="b")),
-        "spec.serviceName: Forbidden",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_server_refused_is_refused(case: str) -> None:
-    before, after = REFUSED[case][0][0], REFUSED[case][0][-1]
-    assert REFUSED[case][1] in "; ".join(problems(upgraded(before, after), before))
-
 
 # --- the chart --------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from tests.support import stranger
 from tests.support.lying_actor import LIAR
 from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, write_tiny_recipe
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 LIGHT = {**COMMANDS, "actor": (sys.executable, "-m", "benchmarks.light_actor")}
 WITH_A_LIAR = {**COMMANDS, "actor": (sys.executable, "-m", "tests.support.lying_actor")}

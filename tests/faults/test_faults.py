@@ -117,17 +117,6 @@ async def three_apart(
         yield stage, members, places[1]
 
 
-async def test_a_member_whose_network_is_cut_is_left_out_and_comes_back(tmp_path: Path, network: PrivateNetwork) -> None:
-    async with three_apart(network, tmp_path) as (stage, members, place):
-        place.cut()
-        await stage.update(1)
-        assert sorted(stage.updater.members) == ["a", "c"]
-        place.mend()
-        await stage.all_on(1, members)
-        await stage.update(2)
-        await stage.all_on(2, members)
-
-
 @pytest.mark.parametrize("phase", ["receiving", "staged", "committing", "serving"])
 async def test_a_network_cut_in_the_middle_of_an_update_does_not_hold_up_the_others(
     tmp_path: Path, network: PrivateNetwork, phase: Phase

@@ -1,4 +1,4 @@
-"""Reads Dockerfiles and .dockerignore as far as this project uses them. It knows no heredocs and no escape directive."""
+"""Reads Dockerfiles as far as this project uses them. It knows no heredocs and no escape directive."""
 
 import json
 import re
@@ -61,24 +61,3 @@ def read_dockerfile(path: Path) -> Dockerfile:
             key, _, default = value.partition("=")
             file.arguments[key] = default
     return file
-
-
-def is_ignored(path: str, patterns: list[str]) -> bool:
-    """As builders decide: the last pattern that matches the path or a folder above it counts."""
-    parts = path.split("/")
-    prefixes = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    ignored = False
-    for pattern in patterns:
-        expression = _expression(pattern.removeprefix("!").strip("/"))
-        if any(re.fullmatch(expression, prefix) for prefix in prefixes):
-            ignored = not pattern.startswith("!")
-    return ignored
-
-
-def _expression(pattern: str) -> str:
-    return re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
-
-
-def ignore_patterns() -> list[str]:
-    lines = (line.strip() for line in (ROOT / ".dockerignore").read_text().splitlines())
-    return [line for line in lines if line and not line.startswith("#")]

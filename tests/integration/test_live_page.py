@@ -151,35 +151,6 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         await page.get_by_text("Before clipping, which cut 50% of the steps").wait_for()
 
 
-async def test_axes_are_labelled_at_their_ends_and_terms_that_are_the_reward_have_no_second_chart() -> None:
-    board = PageBoard()
-    async with shown(board) as (page, _):
-        await until_step(page, 1)
-        board.step(record(1234, reported={"sums": {"answer": 0.5}}))
-        board.step(record(1235, reported={"sums": {"answer": 0.5}}))
-        await page.clock.run_for(2000)
-        await until_step(page, 1235)
-        reward, reported = (
-            page.locator(f"figure:has(.title:text-is('{title}'))") for title in ("Train reward", "Reported in training")
-        )
-        assert await reported.count() == 0
-        labels = await reward.locator("svg text[text-anchor=end]").all_text_contents()
-        assert labels == ["0", "0.25", "0.5", "0.75", "1", "step"], "a reward that stays the same"
-        across = await reward.locator("svg text[text-anchor=middle]").all_text_contents()
-        assert across
-        assert all(step.isdecimal() for step in across)
-        await reward.locator("svg").focus()
-        await page.keyboard.press("ArrowLeft")
-        assert await reward.locator(".tip .at").inner_text() == "step 1235"
-        board.step(record(1236, reward_mean=0.37, reported={"sums": {"answer": 0.5, "turns": 3.0}}))
-        await page.clock.run_for(2000)
-        await reported.wait_for()
-        assert await reported.locator(".legend").inner_text() == "answer\nturns"
-        assert (await reward.locator("svg text[text-anchor=end]").all_text_contents())[:2] == ["0.37", "0.4"], (
-            "the lowest value"
-        )
-
-
 async def test_a_page_without_an_answer_says_so_and_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     board = PageBoard()
     async with shown(board) as (page, asked):

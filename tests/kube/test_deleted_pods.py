@@ -85,36 +85,6 @@ async def test_a_deleted_pods_actor_leaves_at_once_and_its_successor_joins(
         assert set(api.calls) <= TRAINER
 
 
-async def test_a_pod_that_is_gone_with_its_node_is_left_out_though_its_process_only_fell_silent(
-    tmp_path: Path, account: Account, api: ApiServer
-) -> None:
-    async with watched_stage(tmp_path, account, api) as stage:
-        a, b = await served_by(stage, api, "a", "b")
-        b.send(signal.SIGSTOP)
-        api.remove("b")
-        await stage.until(lambda: list(stage.updater.members) == ["a"])
-        await stage.update(1)
-        await stage.all_on(1, [a])
-        assert stage.updater.evictions == 0
-
-
-async def test_one_that_dies_in_the_middle_of_receiving_after_its_pod_was_deleted_is_nobodys_fault(
-    tmp_path: Path, account: Account, api: ApiServer
-) -> None:
-    async with watched_stage(tmp_path, account, api) as stage:
-        breaks = {"b": Break("receiving", "hangs", 1)}
-        a, b, c = await served_by(stage, api, "a", "b", "c", breaks=breaks)
-        await stage.offer(1)
-        await b.until(lambda: b.broke)
-        api.terminate("b")
-        await stage.until(lambda: "left" in told(stage, "b"))
-        b.send(signal.SIGKILL)
-        await stage.served()
-        await stage.all_on(1, [a, c])
-        assert stage.updater.evictions == 0
-        assert told(stage, "a") == told(stage, "c") == ["joined"]
-
-
 @pytest.mark.parametrize(
     ("changes", "says"), [({"pod_namespace": ""}, ""), ({"actor_selector": ""}, "PIPELINERL_ACTOR_SELECTOR is empty")]
 )

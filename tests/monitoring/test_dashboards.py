@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.monitoring.catalogue import OF_PROMETHEUS, labels_shown, names_in, pr
 from tests.support.tools import tool
 
 RENEW = "python -m deploy.dashboards"
-GRID = 24
 NOT_SHOWN = {
     "pipelinerl_trainer_checkpoint_version": "its age is shown",
     "pipelinerl_trainer_checkpoint_upload_version": "how long a later one waits is shown",
@@ -54,34 +52,6 @@ def test_committed_dashboards_are_what_the_code_makes() -> None:
 
 
 @every_board
-def test_boards_and_panels_have_ids_and_places_of_their_own(board: Board) -> None:
-    assert len({board.uid for board in BOARDS}) == len(BOARDS) == 5
-    assert len(board.uid) <= 40  # Grafana's limit
-    everything = shown(board)["panels"]
-    assert len({panel["id"] for panel in everything}) == len(everything)
-    cells = Counter(
-        (column, row)
-        for place in (panel["gridPos"] for panel in everything)
-        for column in range(place["x"], place["x"] + place["w"])
-        for row in range(place["y"], place["y"] + place["h"])
-    )
-    assert max(cells.values()) == 1
-    assert max(column for column, _ in cells) < GRID
-
-
-@every_board
-def test_every_panel_says_what_good_and_what_bad_look_like_and_has_a_unit(board: Board) -> None:
-    for panel in panels(board):
-        about, good, bad = panel["description"].split("\n\n")
-        assert about.endswith(".") and good.startswith("**Good:** ") and bad.startswith("**Bad:** ")  # noqa: PT018
-        assert panel["fieldConfig"]["defaults"]["unit"]
-        assert panel["targets"]
-        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
-    titles = [panel["title"] for panel in panels(board)]
-    assert len(titles) == len(set(titles))
-
-
-@every_board
 def test_queries_go_to_the_chosen_source_namespace_and_run(board: Board) -> None:
     variables = {variable["name"]: variable for variable in shown(board)["templating"]["list"]}
     assert list(variables) == ["datasource", "namespace", "run", "window"]
@@ -98,35 +68,10 @@ def test_queries_go_to_the_chosen_source_namespace_and_run(board: Board) -> None
     assert variables["window"]["current"]["value"] == "5m"
 
 
-def test_rates_and_units_suit_the_figures() -> None:
-    """A step may take minutes, Grafana's own interval is of four scrapes; it writes 1234 of unit `short` as 1.23 K."""
-    assert set(re.findall(r"rate\([^\[]*\[(.*?)\]", " ".join(expressions()))) == {"$window"}
-    counted = re.compile(r"pipelinerl_trainer_(\w+_(version|steps|sequences)|epoch|unread_sequences)\{")
-    for panel in (panel for board in BOARDS for panel in board.panels):
-        if any(counted.search(query.expr) for query in panel.queries):
-            assert panel.unit in ("none", "locale"), panel.title
-
-
 def test_runs_of_one_name_in_two_namespaces_stay_apart() -> None:
     for expression in expressions():
         for labels in re.findall(r"(?:by|on) \((.*?)\)", expression):
             assert "run" not in labels.split(", ") or "namespace" in labels.split(", "), expression
-
-
-@every_board
-def test_dashboards_lead_to_each_other_with_what_was_chosen(board: Board) -> None:
-    links = {link["url"].partition("?")[0]: link for link in shown(board)["links"]}
-    others = [other for other in BOARDS if other.name != board.name]
-    assert set(links) == {f"/d/{other.uid}" for other in others}
-    for other in others:
-        link = links[f"/d/{other.uid}"]
-        assert (link["type"], link["keepTime"], link["includeVars"]) == ("link", True, False)
-        taken = set(re.findall(r"\$\{(\w+):queryparam\}", link["url"]))
-        # Never `All` to a dashboard of one run.
-        run = {"run"} if other.several_runs or not board.several_runs else set()
-        assert taken == {"datasource", "namespace", "window"} | run
-    (run,) = (variable for variable in shown(board)["templating"]["list"] if variable["name"] == "run")
-    assert run["sort"] == (1 if board.several_runs else 2)  # Grafana's ascending; the last run first
 
 
 def test_queries_ask_for_metrics_labels_and_values_that_exist() -> None:

@@ -59,10 +59,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert [name for name in HEAVY if name in loaded] == []
 
 
-def test_help_names_the_commands_and_version_the_version(pipelinerl: Command) -> None:
-    code, said, _ = pipelinerl("--help")
-    assert code == 0
-    assert all(command in said for command in ("run", "validate", "report"))
+def test_the_version_is_told() -> None:
     command = [sys.executable, "-m", "pipelinerl.cli", "--version"]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "pipelinerl 0.1.0\n"
 
@@ -98,10 +95,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
     ("arguments", "said"),
     [
         ("", "usage: pipelinerl"),
-        ("fly", "usage: pipelinerl"),
         ("cache --clear nosuch", "--clear = 'nosuch': is not in "),
-        ("run a --actors two", "usage: pipelinerl"),
-        ("validate a --fast", "usage: pipelinerl"),
         ("validate gsm --fields-only --set trainer.batch_size=7", "trainer.batch_size = 7"),
         ("validate smollm2 --set task.source=jsonl --set task.path=p.jsonl", "= 'p.jsonl': p.jsonl, line 1: not JSON"),
         ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of those that it has: \x1b[2J"),
@@ -119,7 +113,6 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run nope", "recipe = 'nope': no such file"),
         ("run nowhere.yaml", "model.name = 'nowhere': no such folder"),
         ("run nowhere.yaml --actors 0", "actor.count = 0"),
-        ("run nowhere.yaml --set trainer.stepz=3", "did you mean trainer.steps?"),
         ("run nowhere.yaml --metrics-port 70000", "--metrics-port = 70000: give a port from 1 to 65535"),
         ("run", "RECIPE = '': name a recipe, or continue a run with --resume DIR"),
         ("run --resume gone", "--resume = 'gone': there is no such folder; give the folder of a run"),
@@ -129,7 +122,6 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run there.yaml --set reward.scorer=json:loads", "gives no reward in 3 of 3 calls, first for the reference answer"),
         ("run there.yaml --run-dir there --set reward.scorer=json:loads --reward-rows 0", "= 'there': is not empty"),
         ("run there.yaml --run-dir there", "= 'there': is not empty, and does not hold a run (config.json"),
-        ("run there.yaml --name bad_name/x", "--name = 'bad_name/x': use 1-40"),
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
         (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM below TO"),
         (f"{PLAN} 7B --lengths nosuch", "--lengths = 'nosuch': neither bars"),
@@ -170,12 +162,8 @@ def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(
 @pytest.mark.parametrize(
     ("line", "completed"),
     [
-        ("pipelinerl ca", {"cache "}),
-        ("pipelinerl run arith", {"arithmetic "}),
         ("pipelinerl run there", {"there", "there.yaml"}),
-        ("pipelinerl validate gsm --set sampling.max_t", {"sampling.max_tokens="}),
         ("pipelinerl run arithmetic --set algorithm.loss=gr", {"algorithm.loss=grpo "}),
-        ("pipelinerl run arithmetic --set trainer.compile=t", {"trainer.compile=true "}),
         ("pipelinerl cache --clear smol", {"smollm2-2 "}),
     ],
 )

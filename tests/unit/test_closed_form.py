@@ -2,11 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.virtual_profile import PAPER_CURVE, PAPER_TRAINING_TIME
-from pipelinerl.errors import FieldError
 from pipelinerl.rl.throughput import (
     DecodeCurve,
     Lengths,
@@ -67,21 +64,6 @@ def test_the_largest_lag_by_hand() -> None:
     assert largest_lag(in_progress=64, batch_size=128, longest=10, mean=10) == 1
 
 
-@given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 256), st.floats(0.01, 100), st.integers(1, 9000))
-def test_with_constant_lengths_both_modes_are_equally_fast(
-    num_generators: int, num_trainers: int, in_progress: int, rate: float, longest: int
-) -> None:
-    """The gain of the pipeline is that no batch drains: there is none where all sequences end together. Its sides are balanced
-    here, and conventional mode generates as many sequences on each accelerator, whatever the number of steps G they are for."""
-    curve, lengths = DecodeCurve(((in_progress, rate),)), Lengths.of([(longest, 1.0)])
-    training_time = num_trainers / (num_generators * rate)
-    num_accelerators = num_generators + num_trainers
-    phase = in_progress * num_accelerators
-    pipeline = split(curve, training_time, lengths, phase, in_progress, num_generators, num_trainers)
-    assert pipeline.generation == pytest.approx(pipeline.training)
-    assert conventional_rate(curve, training_time, lengths, phase, num_accelerators) == pytest.approx(pipeline.rate)
-
-
 def test_a_lag_limit_below_the_largest_lag_is_named_with_what_would_do() -> None:
     recipe = make_recipe(actor={"sequences_in_progress": 96}, trainer={"batch_size": 64}, algorithm={"max_lag": 8})
     assert recipe_lag(recipe, 2) == 3  # 2 · 96 / 64, of completions of one length
@@ -96,15 +78,3 @@ def test_a_lag_limit_below_the_largest_lag_is_named_with_what_would_do() -> None
     )
     conventional = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 4})
     assert (recipe_lag(conventional, 2), too_small_max_lag(conventional, 3)) == (3, None)
-
-
-@pytest.mark.parametrize(
-    ("points", "weights", "field"),
-    [((), [(1, 1.0)], "decode"), (((2, 1.0), (1, 1.0)), [(1, 1.0)], "decode"), (((1, 0.0),), [(1, 1.0)], "decode")]
-    + [(((1, 1.0),), weights, "lengths") for weights in ([], [(3, 0.0)], [(0, 1.0)], [(3, -1.0)])],
-)
-def test_curves_and_lengths_that_are_none(
-    points: tuple[tuple[float, float], ...], weights: list[tuple[int, float]], field: str
-) -> None:
-    with pytest.raises(FieldError, match=f"^{field} = "):
-        (DecodeCurve(points), Lengths.of(weights))

@@ -139,11 +139,6 @@ def test_a_failed_sequence_needs_neither_tokens_nor_finish_reason() -> None:
     assert decode_sequence(data).failure == "aborted"
 
 
-def test_fields_of_a_newer_version_are_ignored() -> None:
-    unknown = b"\xfa\x7f\x03abc"  # field 2047, length-delimited
-    assert_same(decode_sequence(encode_sequence(SEQUENCE) + unknown), SEQUENCE)
-
-
 @st.composite
 def spans_over(draw: st.DrawFn, num_tokens: int) -> tuple[VersionSpan, ...]:
     if num_tokens == 0:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.batch import MicroBatch, sequence_weights
-from services.trainer.learn.loss import LossOutput, compute_loss, k3
+from services.trainer.learn.loss import LossOutput, compute_loss
 from services.trainer.learn.policy import TokenScores, chunked_scores, token_scores
 from tests.support.learner import LOSSES, micro_batch
 
@@ -220,12 +220,6 @@ def test_a_masked_token_has_no_policy_gradient_whatever_the_loss(loss: str) -> N
 def test_a_mask_never_hides_what_is_not_finite(mask: str) -> None:
     data = tokens([1.0, math.nan], [-1.0, -1.0])
     assert math.isnan(compute_loss(*data, AlgorithmConfig(mask=mask)).loss.item())
-
-
-def test_k3_by_hand() -> None:
-    # reference / π = 2: 2 - log 2 - 1; equal: 0
-    estimate = k3(torch.tensor([0.25, 0.5]).log(), torch.tensor([0.5, 0.5]).log())
-    assert estimate.tolist() == pytest.approx([1 - math.log(2), 0.0])
 
 
 def test_kl_and_entropy_terms_by_hand() -> None:

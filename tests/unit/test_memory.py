@@ -1,11 +1,8 @@
 """What fits an accelerator, by hand, for 7.6B parameters in 16 bits: 14.16 GiB, and 0.49 GiB of KV cache for 9,216 tokens."""
 
 import logging
-import sys
-import weakref
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -98,37 +95,6 @@ def test_an_actor_asks_its_device_for_a_second_instance(device: torch.device, ca
     caplog.clear()
     assert (loaders.no_room(weights(2.0), device, 0.9), loaders.no_room(weights(99.0), torch.device("cpu"), 0.9)) == ("", "")
     assert caplog.text == ""
-
-
-class Received:
-    """Stands in for a tensor on a GPU."""
-
-    def to(self, where: str) -> Any:
-        return f"on {where}"
-
-
-def test_without_room_versions_wait_in_host_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for tensors on a GPU, a model and vLLM's layerwise reload."""
-    taken: list[tuple[str, object]] = []
-    reload, embedding = Mock(), Mock(UnquantizedEmbeddingMethod=int)
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.vocab_parallel_embedding", embedding)
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.9), model_config=None)
-    monkeypatch.setattr(loaders, "shadow_obstacle", lambda model, config: "")
-    for gib, forced, expected in ((5.0, False, "on cpu"), (1.0, True, "")):
-        live: Any = weights(gib)
-        live.load_weights = lambda tensors: taken.extend(tensors)
-        loader, reason = loaders.choose(live, config, device, forced)
-        assert (loader.mode, "set actor.engine.gpu_memory_utilization to" in reason) == ("paused", not forced)
-        received = Received()
-        loader.load([("w", received)])
-        loader.swap()
-        assert taken.pop() == ("w", expected or received)
-    held = weakref.ref(received)
-    del received
-    assert held() is not None, "the device may still read it"
-    loader.drop()
-    assert held() is None
 
 
 def test_a_rank_asks_its_device_whether_the_states_fit(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,25 +3,18 @@
 import io
 from typing import Any
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from pipelinerl.local.progress import (
     Display,
     LiveDisplay,
     RunState,
-    duration,
     fraction_done,
-    number,
     open_display,
-    percent,
     plain_line,
     rows,
     seconds_left,
     silence,
-    sparkline,
 )
 from pipelinerl.v1.actor_pb2 import ActorState
 
@@ -103,14 +96,6 @@ def test_time_left_is_the_pace_of_the_newest_steps_less_what_has_passed() -> Non
     assert seconds_left(RunState("r", 10), 14.0) is None
 
 
-def test_time_left_forgets_a_slow_start() -> None:
-    run = RunState("r", 200)
-    run.on_step(metrics(1), 100.0)
-    for step in range(2, 60):
-        run.on_step(metrics(step), 1000.0 + step)
-    assert seconds_left(run, 1059.0) == pytest.approx(200 - 59)
-
-
 def test_a_rewound_run_is_where_its_checkpoint_was() -> None:
     run = state(
         metrics(1, heldout_accuracy=0.4, heldout_version=0),
@@ -140,42 +125,7 @@ def test_a_run_is_rewound_to_before_all_that_is_remembered() -> None:
     assert (run.step, row(run, "policy version")) == (0, "-")
 
 
-def test_steps_taken_before_the_run_was_resumed_say_nothing_of_the_pace() -> None:
-    run = RunState("r", 100)
-    for step in range(1, 51):
-        run.on_step(metrics(step), None)
-    assert (run.step, seconds_left(run, 5.0)) == (50, None)
-    run.on_step(metrics(51), 10.0)
-    run.on_step(metrics(52), 12.0)
-    assert seconds_left(run, 12.0) == 96.0
-
-
-KEYS = [*metrics(1), "heldout_accuracy", "heldout_version", "stall_s"]
-
-
-@given(st.sets(st.sampled_from(KEYS)), st.sets(st.sampled_from(KEYS)))
-def test_any_metric_may_be_missing_or_null(missing: set[str], null: set[str]) -> None:
-    record = metrics(1, heldout_accuracy=0.5, heldout_version=0, stall_s=0.1)
-    record |= dict.fromkeys(null)
-    run = state({key: value for key, value in record.items() if key not in missing})
-    assert len(rows(run, 20.0)) == 12
-    assert plain_line(run, 20.0).startswith(f"step {0 if 'step' in missing | null else 1}/100 | ")
-
-
 # Text
-
-
-def test_numbers_for_people() -> None:
-    assert [number(None), number(12345.6), number(0.12345, 3)] == ["-", "12,346", "0.123"]
-    assert [percent(None), percent(0.4142)] == ["-", "41.4%"]
-    assert [duration(s) for s in (None, 0, 59.4, 59.6, 185, 7620)] == ["-", "0s", "59s", "1m 00s", "3m 05s", "2h 07m"]
-
-
-def test_sparkline_goes_from_lowest_to_highest() -> None:
-    assert sparkline([], 8) == sparkline([1.0], 8) == ""
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0.0, 0.0, 1.0, 1.0], 2) == "▁█"
-    assert sparkline([3.0, 3.0, 3.0], 8) == "▁▁▁"
 
 
 # Rendering

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipelinerl.cli import main
 from pipelinerl.errors import FieldError
-from pipelinerl.prompts import ControlTokens, answer_end, use_chat_template
+from pipelinerl.prompts import answer_end, use_chat_template
 from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig, TaskShare
 from pipelinerl.recipe.loading import RecipeError, recipe_from_data, recipe_yaml
 from pipelinerl.recipe.preflight import check_environment
@@ -217,17 +217,6 @@ def test_a_token_that_ends_every_text_ends_a_parted_one_once() -> None:
     assert ids[[0, -1]].tolist() == [tokenizer.bos_token_id, tokenizer.eos_token_id]
     assert tokenizer.decode(ids[1:-1]) == "a<|im_end|>b<s>c"
     assert set(ids[1:-1].tolist()).isdisjoint(tokenizer.all_special_ids)
-
-
-def test_many_tokens_and_a_long_text_are_searched_in_no_time() -> None:
-    tokenizer = tokenizer_with(CHATML)
-    tokenizer.add_tokens([AddedToken(f"<|reserved_{number}|>", special=True) for number in range(3000)])
-    control = ControlTokens(tokenizer)
-    page = "<p>text</p><|" * 20_000
-    assert control.parted(page) == page
-    assert control.parted([{"role": "user", "content": "<|reserved_2999|>"}]) != [
-        {"role": "user", "content": "<|reserved_2999|>"}
-    ]
 
 
 def recipe_with(tmp_path: Path, template: str | None, monkeypatch: pytest.MonkeyPatch, **sections: dict) -> Recipe:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -36,20 +35,6 @@ def test_small_changes_change_nothing() -> None:
     assert [replicas_wanted(needed, None, current=10) for needed in (10.1, 10.11, 8.0, 7.99)] == [10, 11, 10, 8]
     assert [replicas_wanted(needed, None, current=2) for needed in (1.2, 0.81, 0.79)] == [2, 2, 1]
     assert replicas_wanted(10.0, most=3, current=10) == 3
-
-
-@given(RATES, RATES, st.none() | st.integers(1, 50), st.none() | st.integers(1, 100))
-def test_monotone_and_bounded(one: float, other: float, most: int | None, current: int | None) -> None:
-    fewer, more = (replicas_wanted(needed, most, current) for needed in sorted((one, other)))
-    assert 1 <= fewer <= more
-    assert more <= (most or more)
-    if current is None and most is None:
-        assert more - 1 < max(one, other) <= more or more == 1
-
-
-@given(RATES, st.floats(0.01, 1.0))
-def test_a_full_actor_is_at_least_as_fast_and_no_faster_than_its_slots_allow(rate: float, occupancy: float) -> None:
-    assert rate <= full_rate(rate, occupancy, None) <= rate / occupancy * (1 + 1e-9)
 
 
 def advice(**changes: int | None) -> ReplicasWanted:

@@ -118,25 +118,6 @@ def test_a_reference_that_cannot_be_used_is_not_a_wrong_answer(
 
 
 @pytest.mark.parametrize(
-    ("reference", "answer", "value"),
-    [
-        ("1/2", "0.5", 1.0),
-        (r"\frac{1}{2}", r"so it is $\frac{2}{4}$", 1.0),
-        ("3", r"\boxed{3}", 1.0),
-        (r"\sqrt{2}", r"$\sqrt{8}/2$", 1.0),
-        ("(1,2)", "(1,2)", 1.0),
-        ("1,234", "1234", 1.0),
-        ("3", "4", 0.0),
-        ("3", "no idea at all", 0.0),
-        ("3", "", 0.0),
-        ("3", None, 0.0),
-    ],
-)
-def test_math(reference: str, answer: str | None, value: float) -> None:
-    assert math_scorer(8.0)(item(answer, reference)).value == value
-
-
-@pytest.mark.parametrize(
     ("answer", "value"),
     [
         ("so that is 42", 0.0),
@@ -378,12 +359,6 @@ def test_programs_that_hang_cost_their_tests_and_not_the_item(monkeypatch: pytes
     assert code_scorer(config.model_copy(update={"sandbox": False}))(RewardInput("", "", "", {"tests": tests[:1]})).value == 1.0
 
 
-def test_json_schema_of_the_problem() -> None:
-    scorer = json_schema_scorer({})
-    assert scorer(item("[1, 2]", '{"type": "array", "maxItems": 2}')).value == 1.0
-    assert scorer(item("[1, 2, 3]", '{"type": "array", "maxItems": 2}')).value == 0.0
-
-
 def test_json_schema_names_what_is_wrong_with_the_answer() -> None:
     reward = make_reward(
         RewardConfig(scorer="json_schema", json_schema={"additionalProperties": {"type": "integer"}}), TaskConfig()
@@ -406,12 +381,6 @@ def test_bad_schema_of_the_recipe_is_found_at_the_start() -> None:
 def test_reasoning_gym_accepts_its_own_answer_after_json(family: str) -> None:
     reference = gym_reference(family)
     assert reasoning_gym_scorer(family)(item(reference["entry"]["answer"], reference)).value == 1.0
-
-
-def test_reasoning_gym_credit_for_a_wrong_answer_is_passed_on() -> None:
-    reference = gym_reference("chain_sum")
-    reference["entry"]["answer"] = "214"
-    assert reasoning_gym_scorer("chain_sum")(item("2141", reference)).value == 0.75  # three of four characters
 
 
 def test_reasoning_gym_scorer_that_raises_on_an_answer_means_a_wrong_answer() -> None:
@@ -787,15 +756,6 @@ def test_an_answer_that_is_code_is_not_run(family: str, attack: str, tmp_path: P
     touched = tmp_path / "touched"
     assert scored(family, attack.format(path=str(touched))) == REFUSED
     assert not touched.exists()
-
-
-def test_the_attack_works_without_the_guard(tmp_path: Path) -> None:
-    from reasoning_gym import get_score_answer_fn
-
-    touched = tmp_path / "touched"
-    attack = f"__import__('pathlib').Path({str(touched)!r}).touch()"
-    get_score_answer_fn("n_queens")(answer=attack, entry={"answer": "", "metadata": {"valid_answers": []}})
-    assert touched.exists()
 
 
 @pytest.mark.parametrize("family", sorted(GUARDS))

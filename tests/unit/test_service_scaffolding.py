@@ -12,8 +12,8 @@ import textwrap
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from pydantic import Field
 from pipelinerl.errors import FieldError, NotPermitted, ServiceError, UserError
 from pipelinerl.local.processes import http_status
 from pipelinerl.run_dir import write_json
-from pipelinerl.service import http, logs, tls
+from pipelinerl.service import http, logs
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, exit_code, stop_event, watch_loop
@@ -44,9 +44,7 @@ from pipelinerl.service.settings import (
     read_settings,
     split_host_port,
 )
-from pipelinerl.service.tls import RenewedCertificates
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from tests.support.certificates import Authority
 
 HOST = "127.0.0.1"
 
@@ -173,16 +171,6 @@ async def test_a_port_that_cannot_be_had_is_named_and_leaves_no_socket_open() ->
                     pass  # a socket that is left open is a ResourceWarning, which is an error here
 
 
-async def test_application_that_does_not_start() -> None:
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        raise RuntimeError("no disk")
-        yield
-
-    with pytest.raises(ServiceError, match="did not start"):
-        async with serve_http(FastAPI(lifespan=asynccontextmanager(lifespan)), HOST, 0):
-            pass
-
-
 # --- gRPC
 
 
@@ -285,31 +273,6 @@ async def test_a_server_with_an_ipv6_address_is_reached_under_its_text() -> None
             assert await asyncio.to_thread(http_status, host_port("::1", port), "/", 5.0) == 404
     except ServiceError as error:
         pytest.skip(f"no IPv6 here: {error}")
-
-
-@pytest.mark.parametrize("look", ["check_pair", "check_ca", "_shake_hands"])
-def test_a_file_that_goes_while_it_is_looked_at_leaves_the_last_certificates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
-) -> None:
-    authority = Authority()
-    files = RenewedCertificates(authority.issue(tmp_path, "a"), "client")
-    before = files.certificates
-    authority.issue(tmp_path, "a")
-    with monkeypatch.context() as patch:
-        patch.setattr(tls, look, _without_files(tmp_path, getattr(tls, look)))
-        assert not files.renew()
-    assert files.certificates == before
-    authority.issue(tmp_path, "a")
-    assert files.renew()
-
-
-def _without_files(folder: Path, check: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(*args: Any) -> Any:
-        for file in folder.iterdir():
-            file.unlink()
-        return check(*args)
-
-    return checked
 
 
 def test_an_address_file_is_written_whole_and_read_back_or_named(tmp_path: Path) -> None:

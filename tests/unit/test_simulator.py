@@ -136,18 +136,6 @@ def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actor
     assert idle_side == pytest.approx(max(0.0, 1 - closed.generation / closed.training), abs=0.01)
 
 
-def test_conventional_mode_agrees_with_the_closed_form() -> None:
-    """The paper's N and B, and 16 sequences on each accelerator."""
-    recipe = one_at_a_time(
-        128, slots=16, mode="conventional", algorithm={"advantage": "value", "conventional_g": 16, "max_lag": None}
-    )
-    lengths, timing = Lengths.uniform(1000), Timing(PAPER_CURVE, PAPER_TRAINING_TIME)
-    counted = simulated(recipe, timing, lengths, num_actors=128, num_ranks=128, warmup_steps=16, steps=64)
-    closed = conventional_rate(PAPER_CURVE, PAPER_TRAINING_TIME, lengths, 16 * 128, 128)
-    assert counted.rate == pytest.approx(closed, rel=0.01)
-    assert max(counted.lag_histogram) == 15
-
-
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), pipeline=st.booleans(), group_size=st.integers(1, 4), slots=st.integers(1, 12))
 def test_whatever_runs_loses_nothing_and_is_no_faster_than_either_side(

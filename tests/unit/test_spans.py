@@ -15,10 +15,8 @@ from pipelinerl.messages.sequences import PolicyVersion, encode_group
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import child, headers_of, root, trace_in, trace_of
-from pipelinerl.v1 import verifier_pb2
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.weight_sync.coordinator import Phase
-from services.verifier.server import CallSpans
 from tests.support.generation import stage as actor_stage
 from tests.support.memory_bus import MemoryServer
 from tests.support.spans import recorded
@@ -94,7 +92,6 @@ def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained
         with traces.step(8, [sequence.sequence_id for sequence in sequences[:2]]):
             books.close(sequences[:1], Outcome.TRAINED, version=8)
         books.close(sequences[1:], Outcome.DROPPED_STALE, "too old")
-        assert not traces._open
     (trained,), (step,) = spans.named("sequence.train"), spans.named("step.train")
     assert spans.way(trained) == ["group.issue", "sequence.receive", "sequence.train"]
     assert step.parent is None
@@ -160,24 +157,6 @@ async def test_who_goes_on_with_a_group_follows_the_same_trace() -> None:
 
 
 # --- the verifier
-
-
-def test_each_item_of_a_call_is_scored_in_its_own_trace() -> None:
-    other = SAMPLED.replace("a", "c")
-    items = [
-        verifier_pb2.VerifyItem(sequence_id=f"g0.{index}", task="t", traceparent=value)
-        for index, value in enumerate((SAMPLED, "", other, "garbage"))
-    ]
-    with recorded() as spans:
-        call = CallSpans(items)
-        for index, status in enumerate((verifier_pb2.VERIFY_STATUS_OK, 0, verifier_pb2.VERIFY_STATUS_TIMEOUT)):
-            call.scored(verifier_pb2.VerifyResult(sequence_id=f"g0.{index}", status=status, seconds=0.5))
-        call.end("OK")
-    scored, served = spans.named("reward.score"), spans.named("sequence.verify")
-    assert [span.parent for span in served] == [trace_in(TRACED), trace_in({"traceparent": other})]
-    assert [span.parent for span in scored] == [span.context for span in served]
-    assert [span.status.status_code for span in scored] == [StatusCode.UNSET, StatusCode.ERROR]
-    assert all(span.end_time - span.start_time >= 500_000_000 for span in scored if span.end_time and span.start_time)
 
 
 # --- weight updates

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import TaskConfig
 from pipelinerl.tasks import rows
-from pipelinerl.tasks.reasoning_gym import BLOCK, ReasoningGymSource, compact_question
+from pipelinerl.tasks.reasoning_gym import BLOCK, ReasoningGymSource
 from pipelinerl.tasks.source import FileSource, Interleaving, Problem, Split, make_source
 
 ONE_DIGIT = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
@@ -41,10 +41,6 @@ def test_tasks_import_neither_reasoning_gym_nor_pyarrow() -> None:
         "sys.exit(any(name in sys.modules for name in ('reasoning_gym', 'pyarrow', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_compact_question_is_the_bare_expression() -> None:
-    assert compact_question({"metadata": {"expression": "12 + 7 - 5"}}) == "12+7-5="
 
 
 def test_repeated_additions_are_a_family_of_ours_with_few_long_ones() -> None:
@@ -109,15 +105,6 @@ def test_without_reasoning_gym_it_is_said_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)  # an import of it fails
     with pytest.raises(FieldError, match=r"task\.source = 'reasoning_gym': .*pip install 'pipelinerl\[local\]'"):
         sums()
-
-
-def test_a_family_like_no_other_gets_the_way_to_list_them() -> None:
-    with pytest.raises(FieldError, match=r"list its \d+ families: python -c") as info:
-        ReasoningGymSource(TaskConfig(name="foo"), 0)
-    command = info.value.fix.partition('"')[2].rstrip('"')
-    listed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
-    assert "chain_sum" in listed
-    assert not [family for family in listed[:5] if family in str(info.value)]
 
 
 @pytest.mark.parametrize(
@@ -207,20 +194,6 @@ def test_a_file_that_is_only_evaluated_needs_no_other_problems(tmp_path: Path) -
     path.write_text("")
     with pytest.raises(FieldError, match=r"task\.path = .*p\.jsonl'?: contains no problems; give another file"):
         make_source(file_task(path, heldout=5), seed=0, is_trained_on=False)
-
-
-def test_other_field_names(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "p.jsonl", [{"q": f"{number}?", "a": "yes"} for number in range(3)])
-    source = make_source(file_task(path, heldout=1, prompt_field="q", answer_field="a"), seed=0)
-    problem = source.problem(Split.HELDOUT, 0)
-    assert (problem.question in ("0?", "1?", "2?"), problem.reference) == (True, {"answer": "yes"})
-
-
-def test_all_fields_of_a_line_are_there_for_rewards(tmp_path: Path) -> None:
-    rows = [{**row, "unit": "m", "tests": [1, 2]} for row in ROWS]
-    source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows)), seed=0)
-    reference = source.problem(Split.TRAIN, 0).reference
-    assert reference == {"answer": str(reference["row"]["answer"]), "row": rows[reference["row"]["answer"]]}
 
 
 @pytest.mark.parametrize(
@@ -437,13 +410,6 @@ def test_a_path_leads_into_columns_and_lists(row: dict[str, Any], path: str, ans
     assert problem.reference["answer"] == answer
 
 
-def test_of_a_solution_in_lines_the_pattern_takes_what_follows_its_last_mark(tmp_path: Path) -> None:
-    solution = "#### 5\nNo, once more:\n#### 1,250\nThat is all."
-    file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "p", "answer": solution}, {"prompt": "q", "answer": solution}])
-    source = make_source(file_task(file, heldout=1, answer_pattern=r"####\s*(.+)"), seed=0)
-    assert source.problem(Split.HELDOUT, 0).reference == {"answer": "1,250"}
-
-
 def test_a_prompt_that_other_rows_number_otherwise_is_repeated_and_not_contradicted(tmp_path: Path) -> None:
     rows = [{"prompt": prompt, "answer": "4", "extra_info": {"index": n}} for n, prompt in enumerate(("p", "p", "q"))]
     source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows), heldout=1), seed=0)
@@ -467,15 +433,6 @@ def test_small_files_that_unpack_to_very_much_are_refused(tmp_path: Path, monkey
         path.write_bytes(gzip.compress(content))
         with pytest.raises(UserError, match=rf"{name}\.gz: holds .*more than \d,000 bytes"):
             make_source(file_task(path), seed=0)
-
-
-def test_hidden_files_of_a_folder_are_no_problems(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / ".cache"):
-        folder.mkdir(exist_ok=True)
-        write_jsonl(folder / "p.jsonl", [{"prompt": f"{folder.name} {n}", "answer": "a"} for n in range(2)])
-    source = make_source(file_task(tmp_path, heldout=1), seed=0)
-    assert isinstance(source, FileSource)
-    assert len(source.problems) == 2
 
 
 def test_the_reference_may_be_a_part_of_the_answer(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from pipelinerl.errors import UserError
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import read_settings
-from pipelinerl.telemetry.tracing import OutageLogger, TracingSettings, is_on, root, tracing
+from pipelinerl.telemetry.tracing import OutageLogger, TracingSettings, root, tracing
 from tests.support.collector import Collector, collecting
 
 CONTEXT = LogContext("run-1", "verifier", "verifier-0")
@@ -29,7 +29,7 @@ def exporters_end() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive(), thread
 
 
@@ -77,18 +77,6 @@ def test_what_cannot_be_used_is_said_by_name(monkeypatch: pytest.MonkeyPatch, va
         raise AssertionError("it began all the same")
 
 
-def test_what_the_sdk_cannot_use_is_logged_by_it_and_traces_go_on(
-    monkeypatch: pytest.MonkeyPatch, collector: Collector, caplog: pytest.LogCaptureFixture
-) -> None:
-    wrong = {"OTEL_TRACES_SAMPLER": "sometimes", "OTEL_BSP_MAX_QUEUE_SIZE": "many", "OTEL_EXPORTER_OTLP_TIMEOUT": "soon"}
-    given(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, **wrong})
-    with tracing(CONTEXT), root("one"):
-        pass
-    assert [span.name for span in collector.spans] == ["one"]
-    for said in ("sometimes", "OTEL_BSP_MAX_QUEUE_SIZE", "'soon'"):
-        assert any(said in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING), caplog.text
-
-
 def test_a_password_in_the_endpoint_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     url = "http://user:secret@127.0.0.1:9/path-secret?token=secret"
     given(monkeypatch, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "60000"})
@@ -108,25 +96,6 @@ with tracing(LogContext("r", "s", "i")):
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize(
-    ("variables", "services"),
-    [
-        ({"OTEL_SERVICE_NAME": "mine"}, ["mine"]),
-        ({"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}, []),
-    ],
-)
-def test_the_environments_name_and_sampler_count(
-    monkeypatch: pytest.MonkeyPatch, collector: Collector, variables: dict[str, str], services: list[str]
-) -> None:
-    endpoint = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces"}
-    given(monkeypatch, {**endpoint, "OTEL_RESOURCE_ATTRIBUTES": "team=rl", **variables})
-    with tracing(CONTEXT), root("one"):
-        assert is_on()
-    assert not is_on()
-    assert {span.resource["team"] for span in collector.spans} <= {"rl"}
-    assert [span.service for span in collector.spans] == services
 
 
 def test_spans_leave_by_grpc_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
