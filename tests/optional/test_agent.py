@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from pipelinerl.run_dir import newest_checkpoint
-from tests.support import runs
 from tests.support.browser import chromium, opened
 from tests.support.runs import RunningCommand, audit, ledger_adds_up, settings, started_run
 
@@ -86,8 +85,7 @@ def look_at(run: RunningCommand) -> None:
     audit(run.run_dir)
 
 
-async def test_agents_and_tools_are_trained_interrupted_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "RUN_TIMEOUT_S", 800.0)
+async def test_agents_and_tools_are_trained_interrupted_and_resumed(tmp_path: Path) -> None:
     run_dir, environment = tmp_path / "run", {"PIPELINERL_CACHE": str(tmp_path / "cache")}
     with started_run(write_recipe(tmp_path), run_dir, environment=environment) as run:
         await run.until(lambda: trained_of(run).keys() == FIRST_SAW.keys(), "sequences of all tasks")

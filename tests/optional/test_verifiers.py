@@ -29,7 +29,6 @@ TURNS, STEPS = 3, 6
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(600)
 def test_a_policy_is_trained_on_an_environment_and_every_reward_is_that_of_its_tokens(tiny_model: Path, tmp_path: Path) -> None:
     example = yaml.safe_load(EXAMPLE.read_text())
     changes = {
@@ -71,7 +70,7 @@ def test_a_policy_is_trained_on_an_environment_and_every_reward_is_that_of_its_t
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
 async def test_either_client_of_the_package_makes_one_branch_of_the_recorded_tokens(kind: str, tmp_path: Path) -> None:
-    import verifiers.v1 as vf
+    vf = pytest.importorskip("verifiers.v1", reason="the package is not on PYTHONPATH: make test-verifiers")
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     TOKENIZER.save_pretrained(tmp_path)

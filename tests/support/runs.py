@@ -21,7 +21,7 @@ from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.run_dir import RunDir
 from tests.support.machine import usual_open_files
 
-RUN_TIMEOUT_S = 280.0
+RUN_TIMEOUT_S = 800.0
 PARITY_NATS = 1e-4
 PROGRAM = str(Path(sys.executable).with_name("pipelinerl"))
 CHARACTERS = "0123456789+-=;#"
