@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -170,6 +170,16 @@ def test_loss_kl_and_ess_of_an_episode_are_those_of_its_sampled_tokens_by_hand()
     assert metrics["loss"] == pytest.approx(loss.item() + 0.5 * kl, rel=1e-4)
     assert metrics["ess"] == pytest.approx(18**2 / (4 * (1 + 9 + 81 + 25)), rel=1e-4)
     assert metrics["clip_fraction"] == 0.25
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30)), min_size=1, max_size=8), st.integers(0, 1000))
+def test_any_lengths_pack_without_changing_gradients(lengths: list[tuple[int, int]], seed: int) -> None:
+    model, group = model_of("qwen2-tied"), group_of(sequences_of(lengths, seed), seed)
+    expected = plain_gradients(model, group, AlgorithmConfig(normalization="token"))
+    actual = packed_gradients(wrap_model(model), group, AlgorithmConfig(normalization="token"), budget=64)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
