@@ -333,14 +333,14 @@ STATE_METRICS = (
     StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
     StateMetric("served_version", "Newest version that every member serves; none before it.", lambda run: run.served_version),
     StateMetric("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
-    StateMetric("epoch", "Number of the weight-transfer group's membership.", lambda run: run.epoch, "epoch"),
+    StateMetric("epoch", "Epoch: number of the current membership of the transfer group.", lambda run: run.epoch, "epoch"),
     StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.", lambda run: run.counts.as_dict(),
                 labels={"state": STATES}),
     StateMetric("ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect.",
                 lambda run: run.counts.discrepancy),
     StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.reasons[Outcome.FAILED]),
                 labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
-    StateMetric("dropped_stale_sequences", "Sequences too old when their turn came, by reason.",
+    StateMetric("dropped_stale_sequences", "Sequences that were too old for training, by reason.",
                 lambda run: {**_NONE_STALE, **run.reasons[Outcome.DROPPED_STALE]}, labels={"reason": tuple(_NONE_STALE)}),
     StateMetric("tokens_total", "Completion tokens by outcome of their sequence, since this start.", lambda run: run.tokens,
                 labels={"outcome": OUTCOMES}),
@@ -370,6 +370,8 @@ class TrainerMetrics:
         metrics = MetricSet(PREFIX, registry)
         self.registry = registry
         self._view: Callable[[], RunView] | None = None
+        self._run: RunView | None = None
+        """View of the present scrape, which reads the states in the order of `STATE_METRICS`."""
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
         self.checkpoints = CheckpointMetrics(metrics, clock_s)
         self.uploads = UploadMetrics(metrics, clock_s)
@@ -387,7 +389,9 @@ class TrainerMetrics:
         self._view, self._phase = view, phase
 
     def _read(self, state: StateMetric) -> Values:
-        return state.read(self._view()) if self._view else None
+        if self._view is not None and (self._run is None or state is STATE_METRICS[0]):
+            self._run = self._view()
+        return None if self._run is None else state.read(self._run)
 
     def _unread(self, run: RunView) -> int | None:
         """Return the unread messages as of the last check of the stream; messages read since then are subtracted."""
