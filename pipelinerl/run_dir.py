@@ -30,6 +30,8 @@ MOST_ACTORS = 64
 LINEAGE, CHECKPOINTS = "lineage.json", "checkpoints"
 RUN_STATE = Path("resume", "run.json")
 """Path within a checkpoint. A run cannot continue from a checkpoint without it."""
+STATE_FORMAT = 3
+"""Version of a checkpoint's training state. A run cannot continue from another one."""
 
 
 @dataclass
@@ -299,13 +301,20 @@ def trainer_starts(run_dir: Path) -> list[int]:
 
 
 def missing_from(run_dir: Path) -> str:
-    """Return what is missing and how to fix it; empty for a complete or a new folder. Raises `ValueError`."""
+    """Return what is missing or of another version, and how to fix it; empty for a complete or a new folder. Raises
+    `ValueError`."""
     state, journal = newest_state(run_dir), run_dir / JOURNAL
     size = journal.stat().st_size if journal.is_file() else 0
     if not (run_dir / LINEAGE).is_file():
         if state is None and not size:
             return ""
         return f"{LINEAGE} is missing: restore it (its starts are those in {JOURNAL}), or give the run another folder"
+    if state is not None and state["format"] != STATE_FORMAT:
+        return (
+            f"the checkpoint of version {state['policy_version']} has format {state['format']}, and this version of pipelinerl "
+            f"reads {STATE_FORMAT}: finish the run with the version that wrote it, or start a new run from the policy in "
+            "checkpoint/ (model.source: path)"
+        )
     if state is not None and state["journal_bytes"] > size:
         return (
             f"{JOURNAL} has {size:,} bytes, and the checkpoint of version {state['policy_version']} was written when it had "

@@ -88,13 +88,12 @@ def find_run(folder: Path) -> RunDir:
 def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
     """Raise `FieldError` for a folder that lacks something, `ChangedRecipe` for a recipe that does not fit the checkpoint."""
     try:
-        missing, state = missing_from(run_dir.path), newest_state(run_dir.path)
-        if state is not None:
+        if missing := missing_from(run_dir.path):
+            raise FieldError(OPTION, str(run_dir.path), missing)
+        if (state := newest_state(run_dir.path)) is not None:
             check_resumable(state["recipe"], recipe)
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise FieldError(OPTION, str(run_dir.path), f"its newest checkpoint cannot be read: {error!r}; remove it") from error
-    if missing:
-        raise FieldError(OPTION, str(run_dir.path), missing)
 
 
 def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:

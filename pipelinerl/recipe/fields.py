@@ -924,6 +924,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
+        assert RULES, "a recipe is validated while pipelinerl.recipe is being imported"
         for check in RULES:
             check(self)
         return self

@@ -46,7 +46,7 @@ from services.actor.engine import (
     start_of,
     state_of,
 )
-from services.actor.episodes.episode import Episodes, sequence_of_episode
+from services.actor.episodes.episode import Episodes, sequence_of_episode, verdict_of
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
 from services.actor.hand_over import HeldGroups, hand_back
 from services.actor.metrics import ActorMetrics
@@ -139,11 +139,12 @@ class Sampler:
         made = episode.partial(index, start.generation_s + time.monotonic() - began_s)
         self._keep(group, made)
         is_cut = any(not turn.is_finished for turn in episode.served)
-        if result is None or (self.interrupted and is_cut):
+        if result is None:
+            return None
+        failed = verdict_of(episode, result)[0] or episode.finish_reason is None
+        if self.interrupted and (is_cut or failed):  # the interruption may be the failure's cause
             return None
         sequence = sequence_of_episode(group, made, episode, result, self._instance)
-        if sequence.failure and self.interrupted:  # the interruption may be its cause
-            return None
         if sequence.failure:
             log.error("episode %s failed: %s", sequence.sequence_id, sequence.failure)
         return sequence

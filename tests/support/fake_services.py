@@ -99,9 +99,11 @@ async def actor() -> int:
 
 
 def write_checkpoint(run_dir: Path, recipe: dict[str, Any], version: int) -> None:
+    from pipelinerl.run_dir import STATE_FORMAT
+
     folder = run_dir / "checkpoints" / f"step-{version}" / "resume"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"policy_version": version, "journal_bytes": 0, "recipe": recipe}
+    content = {"format": STATE_FORMAT, "policy_version": version, "journal_bytes": 0, "recipe": recipe}
     (folder / "run.json").write_text(json.dumps(content))
 
 

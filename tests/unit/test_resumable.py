@@ -15,7 +15,7 @@ from pipelinerl.local.ending import write_report
 from pipelinerl.local.processes import lives, living, running_pids
 from pipelinerl.local.resume import find_run, resume
 from pipelinerl.recipe.loading import ChangedRecipe, RecipeError, recipe_from_data, recipe_yaml
-from pipelinerl.run_dir import RunDir, newest_checkpoint, write_json
+from pipelinerl.run_dir import STATE_FORMAT, RunDir, newest_checkpoint, read_json, write_json
 
 SLEEP = (sys.executable, "-S", "-c", "import sys; print(flush=True); sys.stdin.read()")
 """Says a line when it is up: before that the kernel may not know its arguments yet."""
@@ -30,7 +30,8 @@ def run_folder(path: Path, checkpoints: tuple[int, ...] = (), **trainer: Any) ->
     write_json(run.identity, {"run": "tiny-run", "recipe": "tiny", "started": "2026-03-04T05:06:07+00:00"})
     for version in checkpoints:
         (run.checkpoints / f"step-{version}" / "resume").mkdir(parents=True)
-        state = {"policy_version": version, "journal_bytes": 0, "recipe": recipe.model_dump(mode="json")}
+        about = {"format": STATE_FORMAT, "policy_version": version, "journal_bytes": 0}
+        state = {**about, "recipe": recipe.model_dump(mode="json")}
         write_json(run.checkpoints / f"step-{version}" / "resume" / "run.json", state)
         write_json(path / "lineage.json", {"run": "tiny-run", "starts": [0], "recipe": state["recipe"]})
     return run
@@ -73,6 +74,14 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(ChangedRecipe, match=r"algorithm\.max_lag: null → 3"):
         resume(run)
     run.recipe.write_text(original)
+    state = run.checkpoints / "step-5" / "resume" / "run.json"
+    current = dict(read_json(state))
+    write_json(state, {**current, "format": 2})
+    with pytest.raises(
+        FieldError, match=r"of version 5 has format 2, .*finish the run with the version that wrote it"
+    ):
+        resume(run)
+    write_json(state, current)
     (run.path / "lineage.json").unlink()
     with pytest.raises(FieldError, match=r"--resume = .*lineage.json is missing: restore it"):
         resume(run)

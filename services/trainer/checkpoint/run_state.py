@@ -29,7 +29,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import check_resumable, recipe_yaml
 from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
 from pipelinerl.rl.ledger import failed_sample
-from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, missing_from, resumable, write_whole
+from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, STATE_FORMAT, missing_from, resumable, write_whole
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.files import tidy, write_json_durably
 from services.trainer.data.feeder import GroupTokens
@@ -109,7 +109,6 @@ def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
 
 
 GROUP_KEY = "group-key.json"
-FORMAT = 3
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
 
 
@@ -145,7 +144,7 @@ class RunState:
             for sequence in good:
                 serialize_length_prefixed(sequence_pb2.Sequence.FromString(encode_sequence(sequence)), file)
         content = {own.name: getattr(self, own.name) for own in fields(self)}
-        content |= {"format": FORMAT, "held": _held_to_json(held)}
+        content |= {"format": STATE_FORMAT, "held": _held_to_json(held)}
         (folder / RUN_STATE).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
@@ -153,8 +152,8 @@ def load_run_state(folder: Path) -> RunState:
     """Load the state. Raises `ServiceError`, naming the folder, if it has no complete state of this format."""
     try:
         content = json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))
-        if content.pop("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}: it was written by another version of pipelinerl")
+        if content.pop("format") != STATE_FORMAT:
+            raise ValueError(f"its format is not {STATE_FORMAT}: it was written by another version of pipelinerl")
         sequences = {}
         with (folder / SEQUENCES).open("rb") as file:
             while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:

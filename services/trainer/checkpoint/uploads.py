@@ -74,7 +74,8 @@ class Uploads:
         """Return how long a checkpoint has been waiting for its upload; 0 if none waits, None if uploads are disabled."""
         if not self._root:
             return None
-        return max(0.0, time.time() - self._waiting.since_s) if self._waiting else 0.0
+        waiting = self._waiting  # another thread may end it
+        return max(0.0, time.time() - waiting.since_s) if waiting else 0.0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
