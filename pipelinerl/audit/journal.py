@@ -81,7 +81,7 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (byte offset, line) of each whole line. The last line may have been cut off."""
+    """Yield (byte offset, line) of each whole line. A last line that was cut off is skipped."""
     if not path.is_file():
         return
     offset = 0

@@ -100,7 +100,7 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
     for bar in filter(None, given):
         first, last, weight = int(bar[1]), int(bar[2] or bar[1]), float(bar[3] or 1)
         if not 1 <= first <= last or weight == 0:
-            raise FieldError("--lengths", bar[0], "a bar needs 1 token or more, FROM below TO, and a weight above 0")
+            raise FieldError("--lengths", bar[0], "a bar needs 1 token or more, FROM at most TO, and a weight above 0")
         if last > max_tokens:
             fix = f"is longer than sampling.max_tokens = {max_tokens}; change one of them"
             raise FieldError("--lengths", bar[0], fix)

@@ -51,8 +51,8 @@ def _add_audit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _audit(args: argparse.Namespace) -> int:
-    """Return the exit code: 0 everything adds up, 1 something does not. Raises `FieldError` if the folder is not a run's. If
-    neither the folder nor the environment names streams, only the files are judged."""
+    """Return the exit code: 0 everything adds up, 1 something does not. Raises `FieldError` if the folder is not a run's.
+    Without streams from arguments, folder or environment, only the files are audited."""
     import asyncio
     import json
 

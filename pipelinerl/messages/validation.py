@@ -87,7 +87,7 @@ def logprobs_from_bytes(data: bytes, kind: str, field: str) -> NDArray[np.float3
 
 def _from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDArray:
     if len(data) % dtype.itemsize:
-        raise MessageError(kind, field, f"{len(data)} bytes are no multiple of {dtype.itemsize}")
+        raise MessageError(kind, field, f"{len(data)} bytes are not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)
 
 

@@ -189,7 +189,7 @@ def recipe_of_run(path: Path) -> Recipe:
     try:
         return recipe_from_data(read_recipe(path), str(path))
     except RecipeError as error:
-        raise UserError(f"{error}\nif nobody has changed this file, use the version that began the run") from error
+        raise UserError(f"{error}\nif nobody has changed this file, use the version of pipelinerl that wrote it") from error
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

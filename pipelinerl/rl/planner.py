@@ -139,7 +139,7 @@ class Plan:
 
 
 def most_in_progress(recipe: Recipe, model: Model, machine: Machine, lengths: Lengths) -> int:
-    """Return how many sequences the KV cache of an actor holds."""
+    """Return how many sequences fit into an actor's KV cache."""
     return int(machine.kv_gib * GIB / (tokens_held(lengths, longest_prompt(recipe)) * model.kv_bytes))
 
 

@@ -133,8 +133,8 @@ def load_policy_trainer(
 def weight_sender(
     learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
 ) -> WeightSender:
-    """Return the sender of this learner's weights or adapters to actors. The snapshot is a second copy of the weights. If they
-    are sharded, it is in host memory, because the single device that sends it may not have room for it."""
+    """Return the sender of this learner's weights or adapters to actors. Its snapshot is a second copy of the weights, kept in
+    host memory if they are sharded, because the one device that sends may lack room for it."""
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""

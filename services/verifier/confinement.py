@@ -185,7 +185,7 @@ def children(pid: int) -> list[int]:
 def kill_tree(pid: int) -> None:
     """Send SIGKILL to the process, to its descendants in any process group, and to its own group. Reaps nothing.
 
-    All of them are stopped first, until no new one is found, so that none can start another process meanwhile.
+    All of them get SIGSTOP first, repeatedly until no new one is found, so that none can start another process meanwhile.
     """
     stopped: set[int] = set()
     while found := {pid, *descendants(pid)} - stopped:

@@ -88,7 +88,8 @@ class Job:
 async def run_pool(
     recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, *, workers: int, max_queue: int
 ) -> AsyncIterator[RewardPool]:
-    """Start the workers, and at the end kill them with all processes they started. `readiness` needs at least one worker.
+    """Start the workers, and at the end kill them with all processes they started. The service is ready while at least one
+    worker is up.
 
     Raises `UserError` if the recipe's reward does not exist, and `ServiceError` if one of the first workers does not start.
     """

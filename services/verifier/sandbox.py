@@ -449,7 +449,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     if missing := confinement_missing():
         raise NoSandbox(missing)
     if threads > 1:
-        raise NoSandbox(f"{threads} threads run already; do not start threads while the module is imported")
+        raise NoSandbox(f"{threads} threads are running; the module must not start any when it is imported")
     try:
         outside, inside = socket.socketpair()
         if child := os.fork():

@@ -210,7 +210,7 @@ async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier,
 @pytest.mark.parametrize(
     ("prepares", "said"),
     [
-        ("lambda: threading.Thread(target=threading.Event().wait, daemon=True).start()", "2 threads run already"),
+        ("lambda: threading.Thread(target=threading.Event().wait, daemon=True).start()", "2 threads are running"),
         ("lambda: sys.path.append('loop')", "it cannot be set up: [Errno 40] Too many levels of symbolic links: "),
     ],
 )

@@ -123,7 +123,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run there.yaml --run-dir there --set reward.scorer=json:loads --reward-rows 0", "= 'there': is not empty"),
         ("run there.yaml --run-dir there", "= 'there': is not empty, and does not hold a run (config.json"),
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
-        (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM below TO"),
+        (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM at most TO"),
         (f"{PLAN} 7B --lengths nosuch", "--lengths = 'nosuch': neither bars"),
         (f"{PLAN} 7B --lengths there", "--lengths = 'there': its metrics.jsonl has no step with ended_by_length"),
         (f"{PLAN} 7B --lengths 1-65", "--lengths = '1-65': is longer than sampling.max_tokens = 64"),

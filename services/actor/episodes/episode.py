@@ -49,7 +49,7 @@ from services.actor.metrics import ActorMetrics
 log = logging.getLogger(__name__)
 
 CALL_SLACK_S = 30.0
-"""Time after an episode's deadline within which a verifier must answer; otherwise it is taken for dead."""
+"""Time that a verifier has to answer after an episode's deadline, before it is presumed dead."""
 MOST_RUNS = 5
 """Maximum runs of an environment whose verifiers were lost after it had requested turns, since it may crash verifiers."""
 NO_TURNS = "no_turns: the environment ended without requesting a turn"

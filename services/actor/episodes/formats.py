@@ -89,8 +89,8 @@ def chat_format(tokenizer: Any, model: str, variables: Mapping[str, Any] = Mappi
     """Return the format of a Hugging Face tokenizer. `model`: the recipe's name of the model. `variables`: values that override
     the chat template's defaults.
 
-    A family's renderer is chosen by the model's name. For other names, such as folders and fine-tuned models, it is chosen if
-    it writes the same tokens as the chat template for all `PROBES`.
+    A known model name selects its family's renderer. Other names, such as folders and fine-tuned models, get the first renderer
+    that writes the chat template's tokens for all `PROBES`, or else the template.
     """
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)

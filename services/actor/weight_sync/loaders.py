@@ -199,7 +199,7 @@ class ShadowLoader:
         self.drop()
 
     def check(self, manifest: Manifest) -> None:
-        """Check names, shapes and that every element is written, by loading `meta` tensors, which take no memory."""
+        """Load `meta` tensors, which take no memory, to check names and shapes, and that every element is written."""
         from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
         heads = [spec.name for spec in manifest.parameters if spec.name.endswith("lm_head.weight")]

@@ -251,7 +251,7 @@ class StateSaver:
             if told.kind == FOLDER:
                 self.write(Path(told.fields["folder"]))
         except (PipelineRLError, OSError) as error:
-            log.error("this rank's part of a checkpoint is not written: %s", error)
+            log.error("this rank's part of a checkpoint was not written: %s", error)
         finally:
             self.abandon()
 

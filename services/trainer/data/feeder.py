@@ -333,8 +333,8 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:
-    """Return the held-out problems of each task and those of `evaluation.sets`, for the evaluator. A problem whose prompt does
-    not fit the context gets no verdict."""
+    """Return the held-out problems of each task and those of `evaluation.sets`, for the evaluator. Problems with too long a
+    prompt are included, but get no verdict."""
     found = list[EncodedProblem]()
     for name, share in recipe.problem_sets.items():
         source = make_source(share.task, recipe.seed, is_trained_on=name in recipe.mixture)

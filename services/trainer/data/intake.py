@@ -126,7 +126,7 @@ class Intake:
         self.position = 0
         """Position of the last message read; the next start reads from the one after."""
         self._lost_in_a_row = 0
-        """Groups lost since the last one that can be trained on."""
+        """Groups lost in a row since the last trainable one."""
         self._lost_reasons: Counter[str] = Counter()
         self.tokens_arrived = 0
         self.tokens_arrived_here = 0

@@ -173,8 +173,8 @@ def host_microbatch(
     has_gradient: bool = True,
 ) -> HostMicroBatch:
     """Pack `branches` with their `advantages` and `weights` [S] for the gradient at policy version `version`, in `row_order`.
-    `share_prompts`: a prompt that several branches have is in the row once. Without branches, for a rank that has none left
-    while others have some, the row is padding."""
+    `share_prompts`: put a prompt that branches share into the row once. Without branches (a rank may run out before the
+    others), the row is padding."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]

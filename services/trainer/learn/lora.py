@@ -192,7 +192,7 @@ def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of each parameter, tied ones once, in the order of `named_parameters`. With sharded weights every
-    rank must iterate to the end: each step gathers one parameter and its adapter."""
+    rank must iterate to the end: each item gathers one parameter and its adapter."""
     for name, parameter, adapter in _served(model):
         weight = whole(parameter)
         if adapter is not None:

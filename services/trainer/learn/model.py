@@ -113,7 +113,7 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
 
 
 def frozen_copy(policy: Policy) -> Policy:
-    """Return a copy of the policy whose weights no optimizer changes."""
+    """Return a copy of the policy with frozen weights."""
     return copy.deepcopy(policy).requires_grad_(False).eval()
 
 

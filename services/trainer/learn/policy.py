@@ -155,7 +155,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 at temperature 1, nats, from int[tokens]."""
+        """Return float32[tokens - 1] of int[tokens]: log π(token[i] | token[:i]) in nats, for i >= 1, at temperature 1."""
         tokens = np.asarray(token_ids, dtype=np.int64)
         row = token_row(tokens, np.array([len(tokens)]), self.row_multiple, self.device)
         predictors = torch.arange(len(tokens) - 1, device=self.device)
@@ -239,8 +239,8 @@ def head_scores(
 ) -> TokenScores:
     """Return `token_scores` of `head(hidden)`, for hidden [C, width], with at most `max_logits` logits at a time.
 
-    `head` has a `weight` [vocabulary, width]; it is called if it is more than a linear layer. `rounded`, `compiled`: as in
-    `linear_scores`.
+    `head` has a `weight` [vocabulary, width]; its forward is called unless it is a plain linear layer. `rounded`, `compiled`:
+    as in `linear_scores`.
     """
     assert isinstance(head.weight, Tensor)
     if is_plain_linear(head):

@@ -1,8 +1,8 @@
 """Arrivals and departures of actors, the known state of each, and the choice of actors for side groups. Pure.
 
-A new actor, or one that was put out of an epoch, is brought to the newest served version at once. That happens on a group of
-the trainer and this actor, beside the epoch of the others. Once it serves the version, it joins the next epoch like any other;
-until then it cannot delay others. `coordinator.py` steps the transfer itself, and handles departures from an epoch.
+A new actor, or one evicted from an epoch, is brought to the newest served version at once, in a group of the trainer and this
+actor alone, beside the others' epoch. Once it serves the version, it joins the next epoch like any other; until then it cannot
+delay others. `coordinator.py` steps the transfer itself, and handles departures from an epoch.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ PATIENCE_S = 3.0
 """Maximum wait for the next rank once one has come, in a meeting of members that have met before. It reveals a member that has
 just died long before its registration expires. A slow member is left out, too, and returns through a side group."""
 MOST_REASONS = 16
-"""Maximum number of actors whose last reason is remembered, since names may keep changing."""
+"""Maximum number of actors whose last reason for not serving is remembered, since names may keep changing."""
 
 
 class TransferSession:
@@ -404,8 +404,8 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer to the session that it concerns, if it is for this incarnation. An answer for an epoch that is over
-        goes to the main session, which ignores it."""
+        """Post an answer for this incarnation to its epoch's session. One for a past epoch goes to the main session, which
+        ignores it."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
