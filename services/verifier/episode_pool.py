@@ -1,7 +1,7 @@
 """Run a bounded number of episodes, each in a forked process that is killed at its deadline with all processes it started.
 
-The template, a process that has imported the user's code, forks the others (`episode_worker`). If it dies, it is started again,
-and callers must repeat the episodes that were running. An episode's code cannot affect other episodes.
+The template is a process that has imported the user's code and forks the episodes (`episode_worker`). If it dies, it is started
+again, and callers must repeat the episodes that were running. An episode's code cannot affect other episodes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Template:
                 await asyncio.sleep(_ORDER_AGAIN_S)
 
     async def close(self) -> None:
-        """Kill the process with all episodes, which are lost."""
+        """Kill the process with all its episodes, which are then lost."""
         asyncio.get_running_loop().remove_reader(self.orders)
         await self.process.kill()
         self.orders.close()

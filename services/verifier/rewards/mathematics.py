@@ -74,7 +74,7 @@ _MONTH = re.compile(
 
 
 def thoughtless(text: str) -> str:
-    """Return `text` without thoughts, also without one that is cut at the end."""
+    """Return `text` without its thoughts, even if the last thought is cut off."""
     text = re.split(rf"</{_THOUGHT}>|\[/THINK\]|◁/think▷", text)[-1]
     return re.split(rf"<{_THOUGHT}>|\[THINK\]|◁think▷", text, maxsplit=1)[0]
 
