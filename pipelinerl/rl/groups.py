@@ -75,7 +75,7 @@ def issue_limit(recipe: Recipe, version: int) -> int:
 EVALUATION_SLOTS = 64
 """Number of held-out sequences and probes that an actor's scheduler admits in addition to H training sequences."""
 WAIT_SHARE = 0.02
-"""Share of a step's time; a shorter wait for sequences does not change the limit."""
+"""Shortest wait for sequences that changes the limit, as a share of a step's time."""
 
 
 class IssueBounds:
@@ -97,7 +97,7 @@ class IssueBounds:
         """Number of the first group issued under the current limit."""
         self._waited = False
         self.steps_begun = 0
-        """Optimizer steps that have their batch."""
+        """Number of optimizer steps that have received their batch."""
 
     def by_version(self, version: int, unlost: int) -> int:
         """Return how many groups the staleness bound allows. `version`: the oldest version that an actor serves."""
@@ -192,7 +192,7 @@ def groups_before_step(recipe: Recipe, version: int) -> int:
 
 
 def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) -> str:
-    """Return why `sequence` failed, or "" if it is good. Only the actor's own reasons are not from a fixed set.
+    """Return why `sequence` failed, or "" if it is good. Reasons come from a fixed set, except for the actor's own.
 
     `max_context`: limit of a branch's prompt and completion tokens. `vocab_size`: token ids must be below it.
     """
@@ -233,7 +233,7 @@ class Lineage:
         return Lineage((*self.starts, from_version))
 
     def reason_against(self, version: PolicyVersion, newest: int) -> StaleReason | None:
-        """Return None if `version` is at most `newest` and a policy of this run that no restart undid, else the reason."""
+        """Return why `version` is no policy of this run: it is beyond `newest`, or a restart undid it. None if it is one."""
         if not 1 <= version.incarnation <= self.incarnation or version.number < self.starts[version.incarnation - 1]:
             return StaleReason.UNKNOWN
         if version.incarnation == self.incarnation:
@@ -331,9 +331,9 @@ def equally_right(samples: Iterable[Sequence]) -> bool:
 
 
 CUTTING = ("ppo_clip", "grpo", "gspo")
-"""Losses that give no gradient to tokens whose ratio is beyond their clip range."""
+"""Losses that give no gradient to tokens with a ratio beyond their clip range."""
 MOST_CUT, CUT_STEPS = 0.25, 10
-"""Share of cut tokens above which a clip range is too narrow, as a mean over so many steps. GSPO's authors cut about 0.15."""
+"""Highest acceptable mean share of cut tokens, and the number of steps in this mean. GSPO's authors cut about 0.15."""
 
 
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:

@@ -440,7 +440,7 @@ class _Run:
                 self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
-        """Send the new version once the previous one is served; in conventional mode, wait until it is served itself."""
+        """Send the new version once the previous one is served; in conventional mode, then wait until the new one is served."""
         yield self.now + self.timing.snapshot
         yield lambda: self.served == self.offered
         self.offered = self.version
