@@ -76,7 +76,7 @@ HEADER_SIZE = 6
 
 
 def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
-    """Return the header that precedes a chunk on the wire, int64[6], so that a receiver notices a mix-up before the bytes.
+    """Return the header that precedes a chunk on the wire, int64[6]. It reveals a mix-up before the bytes arrive.
 
     With NCCL, the header is a small tensor on the device that is sent in order with the chunks, under the same timeouts, and
     discarded with the communicator when a transfer is given up. The store would be a second channel to synchronize.
@@ -86,7 +86,7 @@ def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
 
 
 def announced_checksum(header: Tensor, version: PolicyVersion, chunk: Chunk) -> int:
-    """Return the checksum in the header of `chunk`. Raises WrongChunk if it is not a header or is that of another chunk."""
+    """Return the checksum in the header of `chunk`. Raises WrongChunk if it is no header, or the header of another chunk."""
     magic, incarnation, number, index, checksum, num_bytes = header.tolist()
     for field, expected, actual in (
         ("magic", f"{MAGIC:#x}", f"{magic:#x}"),

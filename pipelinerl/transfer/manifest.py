@@ -57,11 +57,11 @@ class WrongChunk(TransferError):
 
 
 class TransferAborted(TransferError):
-    """This side gave the transfer up, as it was asked to."""
+    """This side gave up the transfer on request."""
 
 
 class NothingStaged(TransferError):
-    """A commit named a version that is not the one prepared."""
+    """A commit asked for a version other than the prepared one."""
 
     def __init__(self, wanted: PolicyVersion, staged: PolicyVersion | None) -> None:
         super().__init__(f"version {wanted} is to be served, but {staged or 'nothing'} is staged")
