@@ -76,7 +76,7 @@ def judged(sequence: Sequence, result: VerifyResult) -> Sequence:
 
 
 def result_of(sequence: Sequence) -> VerifyResult:
-    """Return the result that `judged` took into a sequence without a failure."""
+    """Return the result that `judged` merged into a sequence without a failure."""
     return VerifyResult(
         sequence_id=sequence.sequence_id,
         status=VERIFY_STATUS_OK,
