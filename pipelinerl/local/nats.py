@@ -1,7 +1,7 @@
 """A real nats-server as a child process: the message bus of a run on one machine and of the tests.
 
-It listens on loopback, keeps its streams in a given folder that only its owner can read, and dies with its parent. Users and
-TLS come in `extra`. A local run has no NATS cluster; on Kubernetes the chart brings NATS. The runner restarts it.
+It listens on loopback, keeps its streams in a given folder that only its owner can read, and dies with its parent. The runner
+restarts it. Users and TLS come in `extra`. A local run has no NATS cluster; on Kubernetes the chart brings NATS.
 """
 
 from __future__ import annotations
