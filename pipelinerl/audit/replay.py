@@ -69,8 +69,8 @@ _GROUP = re.compile(r"g(\d+)")
 
 
 class Replay:
-    """State of the ledger, stepped by `apply` for every event that counts and by `reserve` for every reservation, undone ones
-    included."""
+    """State of the ledger, updated by `apply` for every event that counts and by `reserve` for every reservation, including
+    undone ones."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
