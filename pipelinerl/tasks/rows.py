@@ -272,9 +272,9 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the hub, or a local folder in its form, with the library `datasets`. It has a cache, takes the token
-    from the environment and refuses a set that wants to run code. With `task.max_rows`, rows are streamed, so that a large set
-    is not fetched whole. If the hub cannot be reached, only the cache is used."""
+    """Read a data set of the hub, or a local folder in its form, with the library `datasets`. The library has a cache, takes
+    the token from the environment and refuses a set that wants to run code. With `task.max_rows`, rows are streamed, so that a
+    large set is not fetched whole. If the hub cannot be reached, only the cache is used."""
     try:
         import datasets
     except ImportError as error:
@@ -345,7 +345,7 @@ def _commit(config: TaskConfig) -> str | None:
 
 
 def _hub_error(config: TaskConfig, error: Exception) -> UserError:
-    """Return an error that names the field whose value the set does not have, with the library's message."""
+    """Return an error for the field whose value the set does not have, with the library's message."""
     from datasets.exceptions import DatasetNotFoundError
 
     said = " ".join(str(error).split())[:300]
