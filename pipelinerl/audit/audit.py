@@ -32,7 +32,7 @@ from pipelinerl.v1 import sequence_pb2
 LOOK_AGAIN_S = 2.0
 OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
 _QUIET_S = 2.0
-"""After so long without a message, check whether the remaining ones were purged."""
+"""Seconds without a message, after which the remaining messages are checked for a purge."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 
 _KEY_BYTES = 16
 _HANDSHAKE_S = 10
-"""NATS's default of 2 s is too short on a busy machine."""
+"""Time limit of a TLS handshake. NATS's default of 2 s is too short on a busy machine."""
 _VALID = timedelta(days=3650)
-"""A run that lasts longer needs a new start."""
+"""Validity of the certificate. A run that lasts longer needs a new start."""
 
 
 class Credentials:

@@ -24,7 +24,7 @@ from pipelinerl.local.die_with_parent import guarded
 
 NAME = "nats"
 MAX_PAYLOAD_BYTES = 64 * 1024**2
-"""Largest message; also NATS's own upper bound."""
+"""Maximum size of a message, which is also NATS's own upper bound."""
 MAX_STORAGE_BYTES = 1 << 40
 """Limit for the reservations of all streams. Each stream has its own limit, and the disk may be smaller."""
 START_TIMEOUT_S = 10.0

@@ -3,8 +3,8 @@
 The inputs are the trainer's steps and the counters that actors answer with. This is pure state without clock, metrics or
 Kubernetes, and it scales nothing itself.
 
-**Consumption.** A step uses up n sequences (trained, dropped or failed: each has to be generated) in s seconds in which the
-trainer does not wait for sequences. Without waiting it would consume `C = n / s` a second. C is the median over the last steps.
+**Consumption.** A step uses up n sequences (trained, dropped or failed: each has to be generated) in s seconds, waits for
+sequences excluded. Without waiting the trainer would consume `C = n / s` a second. C is the median over the last steps.
 
 **Production.** A busy actor finishes `p` sequences per second with at most H in progress. Its rate with all H is measured when
 its slots are nearly full. Actors finish fewer if the bound gives them less work: with a share `o` of the slots in use, p is too

@@ -20,10 +20,10 @@ need. A sample is in flight if it was issued and not lost and its step has not b
 others of their group do not count, since they occupy no slot of an actor and no step can use them.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: a batch waits, all slots are busy, and each actor finds a
-next group. The limit starts at this ceiling; its floor is B. In between, it follows measurements taken when a step begins.
-If the trainer had to wait, the limit rises. A change has taken effect when every group that was issued before it is complete.
-If from then on complete groups are left over at each of `limit / B + 1` steps, this standing queue only makes sequences older,
-and the limit falls by a quarter of the queue, if that is more than one group. Actors that are too fast then idle for part of
+next group. The limit starts at this ceiling; its floor is B. In between, it follows measurements taken when a step begins. If
+the trainer had to wait, the limit rises. A change has taken effect when every group that was issued before it is complete. If
+complete groups are then left over at each of `limit / B + 1` steps, they are a standing queue, which only makes sequences
+older: the limit falls by a quarter of the queue, if that is more than one group. Actors that are too fast then idle for part of
 the time instead of stockpiling. When an actor leaves, the limit returns to its ceiling: the actor's samples stay in flight for
 up to half a minute, and without more samples the other actors would run out of work.
 

@@ -162,7 +162,7 @@ class SequenceTracker:
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
         """Number of sequences by `length_bucket`, since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
-        """Longest and number of sequences that were trained or dropped as stale, since this process began."""
+        """Longest length and number of the sequences trained or dropped as stale, since this process began."""
         self.open_groups: dict[str, OpenGroup] = {}
         """Open groups by id, in order of issue."""
         self.issued_groups = 0

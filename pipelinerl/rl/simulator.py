@@ -75,7 +75,7 @@ class Simulation:
     finished_by_length: Counter[int] = field(default_factory=Counter)
     """Sequences that were trained on or dropped, by `length_bucket`."""
     stale_by_length: Counter[int] = field(default_factory=Counter)
-    """Sequences of `finished_by_length` that were dropped as stale."""
+    """Number of sequences in `finished_by_length` that were dropped as stale."""
 
     @property
     def rate(self) -> float:
@@ -142,7 +142,7 @@ class _Actor:
     joining: list[tuple[int, _Group | None]] = field(default_factory=list)
     """(length, group) of each sequence that begins with the next decode step."""
     samples: deque[tuple[int, _Group]] = field(default_factory=deque)
-    """Samples of the group taken last that have no slot yet."""
+    """Samples that have no slot yet, of the group that was taken most recently."""
     heldout: deque[int] = field(default_factory=deque)
     evaluating: int = 0
     """Held-out sequences in `batch` or `joining`."""
@@ -188,7 +188,7 @@ class _Run:
         self.prompts: deque[_Group] = deque()
         self.bounds = IssueBounds(recipe)
         self.issued = self.lost = 0
-        """Groups issued, and groups of which nothing was trained."""
+        """Numbers of groups issued, and of groups of which nothing was trained."""
         self.open: dict[int, None] = {}
         """Numbers of groups that are not complete, in order of issue."""
         self.num_waiting = 0
