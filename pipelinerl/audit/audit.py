@@ -281,7 +281,7 @@ def _check_summary(path: Path, audit: Audit) -> None:
 
 
 async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
-    """Audit a run. `at_work()`: whether a trainer of the run is alive. Without `open_streams` only the files are judged. In a
+    """Audit a run. `at_work()`: whether a trainer of the run is alive. Without `open_streams` only the files are audited. In a
     live run, a sequence is reported as lost only if a second look neither finds it nor sees that it has ended."""
     audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
     if lost and audit.at_work:

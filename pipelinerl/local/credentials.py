@@ -60,7 +60,7 @@ class Credentials:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file by one that from its first byte only its owner can read."""
+    """Replace a file by one that only its owner can read, from its first byte on."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

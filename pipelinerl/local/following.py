@@ -117,7 +117,7 @@ async def _actor(service: Service, certificates: Certificates) -> ActorState | s
 
 
 async def ask_actor(address_file: Path, certificates: Certificates) -> ActorState | str:
-    """Return the state of the actor that writes its address there, or the reason why it is unknown."""
+    """Return the state of the actor with this address file, or the reason why the state is unknown."""
     try:
         address = read_address(address_file).grpc
     except ServiceError:

@@ -312,7 +312,7 @@ def raise_open_files() -> None:
 
 
 def session_pids(session: int) -> list[int]:
-    """Return the living processes (no zombies) of the session whose leader has, or had, the pid `session`."""
+    """Return the living processes (no zombies) of the session that the process `session` leads or led."""
     return [int(entry.name) for entry in _PROC.glob("[0-9]*") if _session_of(entry) == session]
 
 
@@ -372,8 +372,8 @@ def living_names(run_dir: RunDir) -> Collection[str]:
 
 
 def lives(pid: int, folder: Path) -> bool:
-    """Return whether the process is alive and belongs to the run in `folder`: a file in that folder is among its arguments or
-    in its environment. The check is needed because pids are reused. Without /proc, any living process counts as the run's."""
+    """Return whether the process is alive and belongs to the run in `folder`, because its arguments or environment contain a
+    file there. The check is needed because pids are reused. Without /proc, any living process counts as the run's."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)

@@ -217,7 +217,7 @@ class Sequence(Branch):
 
     @property
     def reported(self) -> dict[str, float]:
-        """Return the numbers that its environment and its reward report, by name; for an episode, `turns` too."""
+        """Return the numbers that environment and reward report, by name; for an episode, `turns` too."""
         turns = {"turns": float(self.num_turns)} if self.turns else {}
         return {**turns, **self.metrics, **self.reward_components}
 
@@ -439,7 +439,7 @@ def _turn_from_proto(message: pb.Turn) -> Turn:
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
-    """Check a sequence. Its tokens may be missing if it has a `failure`."""
+    """Check a sequence. Only one with a `failure` may lack tokens."""
     check_run(sequence.run, expected_run, _SEQUENCE)
     check_text(sequence.group_id, _SEQUENCE, "group_id")
     check_text(sequence.task, _SEQUENCE, "task")

@@ -256,7 +256,7 @@ _OF_COMPLETIONS = (
 """Fields of the recipe's `reward` that tasks do not inherit if their environment gives the reward."""
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")
-"""Sources whose samples are episodes, in which the policy's turns determine what it is asked next."""
+"""Sources of episodes: samples in which the policy's turns determine what the policy is asked next."""
 
 
 class TaskConfig(Section):
@@ -346,7 +346,7 @@ class TaskConfig(Section):
 
 
 def _label(task: dict[str, Any]) -> str:
-    """Return the default name of a task, given as plain data: that of the task's file, if there is one."""
+    """Return the default name of a task, given as plain data: its file's name, if it has a file."""
     stem = Path(path).stem if isinstance(path := task.get("path"), str) else ""
     default: str = TaskConfig.model_fields["name"].default
     return stem if stem and task.get("source") in ("jsonl", "hub", "tools", "agent") else default

@@ -26,7 +26,7 @@ SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
 """Folder of the small models of this package, which `benchmarks.small_models` has made."""
 _SMOLLM2_PARAMETERS = 134_515_008
 _COUNTED = 64
-"""Number of texts, the longest by characters, whose tokens are counted. The longest by tokens is almost always among them."""
+"""Number of texts whose tokens are counted: the longest by characters. The longest by tokens is almost always among them."""
 
 
 def model_folder(model: ModelConfig) -> Path | None:

@@ -262,7 +262,7 @@ def _uses_template(share: ProblemSet) -> bool:
 
 
 def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
-    """Render the first problem of each set whose source and prompts are known before the run, which takes seconds. Without
+    """Render the first problem of each set with source and prompts that are known before the run; this takes seconds. Without
     `all_prompts`, do so only if a set uses a chat template or the recipe changes it."""
     from pipelinerl.tasks.source import Split
 

@@ -250,7 +250,7 @@ def stale_reason(
     """Return why a sequence must not be trained on at policy version `version`, or None if it may be.
 
     It is stale if its lag (of its oldest token or the mean over its tokens, see `max_lag_of`) is above `algorithm.max_lag`, or
-    if one of its tokens is of a version that a restart undid or that this run has not made.
+    if one of its tokens has a version that a restart undid or that this run has not made.
     """
     for span in spans:
         reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)

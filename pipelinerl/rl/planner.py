@@ -118,7 +118,7 @@ def weight_update_s(model: Model, num_actors: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A split with its simulation and the reasons for it. Times are in seconds, rates per second."""
+    """A split with its simulation and its reasons. Times are in seconds, rates per second."""
 
     machine: Machine
     lengths: Lengths
@@ -290,8 +290,8 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
     """Simulate the split without evaluations. Return the simulation and the simulated share of the system.
 
-    A large system is simulated as a part, with fewer actors, ranks and groups per batch in the same proportions. Each actor's
-    work, the time of a step and so the lag are those of the whole; only random variation is larger.
+    A large system is simulated as a part, with fewer actors, ranks and groups per batch in the same proportions. The part has
+    the same work per actor, step time and so lag as the whole; only random variation is larger.
     """
     warmup_steps = 2 * chosen.largest_lag + 5
     steps = max(20, chosen.largest_lag)

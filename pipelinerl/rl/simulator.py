@@ -48,7 +48,7 @@ class Timing:
     training: float
     """τ: time to train on one completion token, on one rank of the trainer."""
     step: float = 0.0
-    """Fixed time of an optimizer step, in addition to that of its tokens."""
+    """Fixed time of an optimizer step, in addition to the time for its tokens."""
     snapshot: float = 0.0
     """Time to copy new weights, during which the trainer computes nothing."""
     transfer: float = 0.0

@@ -34,7 +34,7 @@ LARGEST_UNPACKED = 32 * 2**30
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst", ".zstd")
 _SPLITS = re.compile(r"(?<![a-z])(?:(?P<train>train(ing)?)|(?P<test>test(ing)?|eval(uation)?)|val(id(ation)?)?|dev)(?![a-z])")
-"""Words in names of files and folders by which the library `datasets` tells splits apart."""
+"""Words by which the library `datasets` recognises splits in names of files and folders."""
 
 
 class BadRow(Exception):
@@ -216,7 +216,7 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
 
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read rows under a header. A row's number is that of its first line, since a quoted value may span several lines."""
+    """Read rows under a header. A row's number is its first line's, because a quoted value may span several lines."""
 
     def lines() -> Iterator[str]:
         for number, line in enumerate(_lines(path, stream), start=1):

@@ -87,8 +87,8 @@ class Source(Protocol):
 class Interleaving:
     """Assign a run's problems to several tasks by their weights, as a pure function of the problem's number.
 
-    Among the first n problems, each task has its share, off by at most half the number of tasks. Each task takes its share,
-    evenly spaced, of the problems that the tasks before it leave.
+    Among the first n problems, each task has its share, off by at most half the number of tasks. In order, each task takes its
+    evenly spaced share of the problems that earlier tasks have left.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -116,7 +116,7 @@ def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) ->
 
 
 def episode_seed(run_seed: int, split: Split, index: int) -> int:
-    """Return the seed, below 2^62, from which an environment draws a problem: equal for all its samples, unique to it."""
+    """Return the seed, below 2^62, from which an environment draws a problem. Only samples of the same problem share a seed."""
     drawn = np.random.SeedSequence((run_seed, list(Split).index(split), index)).generate_state(1, np.uint64)
     return int(drawn[0] >> 2)
 

@@ -197,7 +197,7 @@ def is_on() -> bool:
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
-    """Begin a trace if the sampler selects it; use it in a `with` statement, which ends it. Keeps `MOST_LINKS` links."""
+    """Begin a trace if the sampler selects it. Use it in a `with` statement, which ends the span. Keeps `MOST_LINKS` links."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 

@@ -173,7 +173,7 @@ class Unpacker:
     def __init__(self, manifest: Manifest, take: Callable[[int], Tensor]) -> None:
         self._manifest, self._take = manifest, take
         self._incomplete: deque[Tensor] = deque()
-        """Allocated memory whose tensors have not been returned, in order."""
+        """Memory of tensors that have not been returned yet, in order."""
 
     def room(self, chunk: Chunk) -> Tensor:
         """Return the memory for the chunk's bytes, uint8[chunk.num_bytes], contents undefined."""
@@ -220,7 +220,7 @@ class ReusedMemory:
         self._buffers: list[np.ndarray] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return uint8[num_bytes], contents undefined. It is exclusive as long as a view of it exists."""
+        """Return uint8[num_bytes], contents undefined. The memory is exclusive as long as a view of it exists."""
         for index in range(len(self._buffers)):
             if sys.getrefcount(self._buffers[index]) == _HELD_BY_NOBODY and self._buffers[index].nbytes >= num_bytes:
                 return torch.from_numpy(self._buffers[index])[:num_bytes]

@@ -313,8 +313,8 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: Container[str] = ()) -> dict[str, PromptGroup]:
-    """Return each prompt by its id, as a group of one sample. Raises `MessageError`. `episodic`: the tasks whose samples are
-    episodes."""
+    """Return each prompt by its id, as a group of one sample. Raises `MessageError`. `episodic`: the tasks with episodes as
+    samples."""
     kind, call = "GenerateRequest", os.urandom(4).hex()
     if len(request.prompts) > MAX_PROMPTS:
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
@@ -358,8 +358,8 @@ LEAVE_WITHIN_S = 2.0
 class Heartbeat:
     """One entry of the membership bucket, refreshed three times per TTL with the current version and phase.
 
-    A process that dies or freezes stops refreshing, which tells the trainer that it is lost. `me`: the fixed fields; `process`
-    differs at every start, so that a restarted actor is a new member. `manifest_id()` is called at each refresh.
+    A process that dies or freezes stops refreshing, so the trainer notices its loss. `me`: the fixed fields; `process` differs
+    at every start, so that a restarted actor is a new member. `manifest_id()` is called at each refresh.
     """
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from services.actor.weight_sync.client import WeightUpdateClient
 
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Large odd factor, so that seeds of a sample's continuations differ from those of its neighbours."""
+"""Large odd factor. It separates the seeds of a sample's continuations from those of neighbouring samples."""
 UNFINISHED = "engine: it was stopped before it was finished"
 
 

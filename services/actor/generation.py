@@ -175,7 +175,7 @@ class Sampler:
         self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
     ) -> tuple[Made, float]:
         """Continue `made` after `context` in one of the places, until it ends, has `sampling.max_tokens` or is interrupted.
-        Return it with its seconds in the engine. `salt()` is called when it enters the engine. Raises `EngineError`."""
+        Return it and its seconds in the engine. `salt()` is called when the request enters. Raises `EngineError`."""
         carried, elapsed_s = len(made.completion_token_ids), 0.0
         if made.finish_reason is None and carried >= sampling.max_tokens:
             made = replace(made, finish_reason=FinishReason.LENGTH)

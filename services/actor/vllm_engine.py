@@ -220,7 +220,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
     """Return a stat logger for vLLM that only calls `on_step`.
 
-    It is a Prometheus logger by class, because vLLM otherwise adds its own, with a hundred metrics.
+    Its class is a Prometheus logger's, because vLLM otherwise adds a logger of that class, with a hundred metrics.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -291,8 +291,8 @@ class VllmEngine:
                 pass
 
     async def _overtake(self) -> None:
-        """Before a swap, restart the requests that have no token yet. vLLM fixes a request's salt when the request enters, so
-        one that waits across the swap would read a cache of weights older than those of its first token."""
+        """Before a swap, restart the requests that have no token yet. vLLM fixes a request's salt when the request enters, so a
+        request that waits across the swap would read a cache of weights older than those of its first token."""
         begun = {name for name, tokens in self.progress().items() if tokens}
         self._overtaken |= self._inside - begun
         await self._abort(self._overtaken)

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_FRAME_BYTES = 16 * 1024**2
 _ENDS_WITHIN_S = 1.0
-"""Time within which a process whose socket is closed must end."""
+"""Time within which a process must end after its socket is closed."""
 _ORDER_AGAIN_S = 0.01
 """Interval at which an order is repeated while the socket to the template is full."""
 

@@ -52,7 +52,7 @@ ORDER = struct.Struct("!cQ")
 """Kind of an order, and number of the episode."""
 BEGIN, KILL = b"B", b"K"
 ENDED = struct.Struct("!Qi")
-"""Number of an episode, and its exit code as `os.waitstatus_to_exitcode` returns it, or `NOT_FORKED`."""
+"""Number of an episode, and its exit code: that of `os.waitstatus_to_exitcode`, or `NOT_FORKED`."""
 NOT_FORKED = -(1 << 31)
 WAITS, WORKS = b"W", b"E"
 """Frames that say that the episode waits for the policy, or that its environment works."""

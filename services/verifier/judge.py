@@ -228,7 +228,7 @@ def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
 
 
 def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
-    """Make one call; blocks. Raises `JudgeUnavailable` or `JudgeRefused`, whose texts never contain the key."""
+    """Make one call; blocks. Raises `JudgeUnavailable` or `JudgeRefused`, without the key in their texts."""
     asked = {"model": config.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
     url = f"{config.url.rstrip('/')}/chat/completions"
     request = urllib.request.Request(url, data=json.dumps(asked).encode(), method="POST")

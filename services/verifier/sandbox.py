@@ -224,7 +224,7 @@ def _call(number: int, *arguments: object) -> int:
 
 @cache
 def landlock_version() -> int:
-    """Return the kernel's version of Landlock; 0 if it has none, or if it is disabled."""
+    """Return the kernel's version of Landlock; 0 if Landlock is missing or disabled."""
     try:
         return _call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     except OSError:

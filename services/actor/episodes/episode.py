@@ -268,7 +268,7 @@ class Episode:
         return Refused(status, code, problem)
 
     def _sampled(self, turn: RecordedTurn, sampling: SamplingParams) -> asyncio.Task[None]:
-        """Return the task that samples the turn to its end, which all its waiting requests share."""
+        """Return the task that samples the turn to its end. All requests that wait for the turn share this task."""
         task = self._sampling.get(turn)
         if task is None:
             task = self._sampling[turn] = asyncio.create_task(self._go_on_with(turn, sampling))

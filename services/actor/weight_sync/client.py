@@ -60,7 +60,7 @@ class CommitFailed(TransferError):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """A worker's first line: its rank, how it loads weights, and why the manifest does not fit its model (or "")."""
+    """A worker's first line: its rank, how weights are loaded, and why the manifest does not fit the model (or "")."""
 
     worker_rank: int
     loading: WeightLoading
@@ -86,7 +86,7 @@ class Discard(msgspec.Struct, tag=True, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """An order to a worker, whose reply repeats `number`."""
+    """An order to a worker. The reply repeats `number`."""
 
     number: int
     body: Join | Receive | Discard
@@ -279,7 +279,7 @@ class WeightUpdateClient:
     async def commit(self, version: PolicyVersion) -> float:
         """Pause between two decode steps, swap, resume, and return the stall in seconds. Unfinished sequences continue.
 
-        The stall lasts from the engine's report that it is idle to its report that it has resumed. A TransferError other than
+        The stall lasts from the engine's report of idleness to its report of resumption. A TransferError other than
         CommitFailed means that `version` was not staged and that the old weights are still served.
         """
         async with self.swapping:

@@ -82,7 +82,7 @@ def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
 
 
 class EpisodeSalt:
-    """The cache salt of an episode, fixed by its first turn with tokens, so that later turns find its cached prefix."""
+    """The cache salt of an episode. Its first turn with tokens fixes the salt, so that later turns find the cached prefix."""
 
     def __init__(self, gate: ServingGate) -> None:
         self._gate, self._kept, self._is_kept = gate, "", False

@@ -23,7 +23,7 @@ _KINDS = (list, tuple, set, frozenset)
 _MADE = ("fractions.Fraction", "decimal.Decimal", "datetime.date", "datetime.datetime", "datetime.timedelta", "builtins.range")
 """Types of plain data that are sent as the arguments of their constructors."""
 _PRELUDE = "typing, collections, itertools, functools, heapq, bisect, math, string, re, random, copy, json"
-"""Modules whose names a program may use without an import, as at LeetCode."""
+"""Modules that a program may use without importing them, as at LeetCode."""
 _LARGE = 1 << 63
 
 

@@ -52,7 +52,7 @@ _GIVEN = re.compile(
     r"\W*(?:out of|of|among|given|if|suppose|assume|when|whenever|while|step|case|part|problem|question|exercise)\b[^,]*$",
     re.IGNORECASE,
 )
-"""Beginning of a sentence whose number is given, not an answer."""
+"""Beginning of a sentence that gives a number instead of answering with one."""
 _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )

@@ -33,7 +33,7 @@ _HYPERBOLIC = {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh"}
 _FUNCTIONS = frozenset(_TRIGONOMETRY | _HYPERBOLIC | {"exp", "log", "ln", "sqrt", "Abs"})
 _WORDS = re.compile(r"[A-Za-z0-9_\s]*")
 _EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/.() \t]*")
-"""Characters that Python's parser and SymPy's tokenizer read alike: no quotes, brackets, commas, comments and line ends."""
+"""Characters that Python's parser and SymPy's tokenizer read alike: no quotes, brackets, commas, comments or line ends."""
 
 
 def is_board(answer: str) -> bool:
