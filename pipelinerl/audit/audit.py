@@ -32,7 +32,7 @@ from pipelinerl.v1 import sequence_pb2
 LOOK_AGAIN_S = 2.0
 OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
 _QUIET_S = 2.0
-"""After so long without a message, check whether the remaining ones were purged."""
+"""Seconds without a message, after which the remaining messages are checked for a purge."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class StreamLook:
     durable: int
     messages: int = 0
     positions: dict[str, int] = field(default_factory=dict)
-    """Position of the first readable message of each sequence."""
+    """Position of each sequence's first readable message."""
     repeated: int = 0
     """Messages beyond the first of their sequence: repetitions by an actor, which the trainer recognises."""
     unreadable: dict[int, str] = field(default_factory=dict)
@@ -146,10 +146,10 @@ class Audit:
     checkpoint: Checkpoint | None = None
     """The newest checkpoint, from which a restart would continue."""
     stepped: bool = False
-    """The last trainer has taken a step or ended. Before that it may not have taken over everything that was left."""
+    """True if the latest trainer has taken a step or ended. Before that it may not have taken over everything that was left."""
     run: str = ""
     at_work: bool = False
-    """A live trainer may be moving sequences at this moment."""
+    """True if a live trainer may be moving sequences at this moment."""
     streams: StreamLook | None = None
     """None if the streams were not read."""
     waiting: list[str] = field(default_factory=list)
@@ -161,7 +161,7 @@ class Audit:
 
     @property
     def ended(self) -> bool:
-        """The run came to its own end."""
+        """True if the run came to its own end."""
         return self.history.end is not None and self.history.end.get("finished") is True
 
     @property
@@ -229,7 +229,7 @@ def _counts(checkpoint: Checkpoint, history: History, findings: Findings) -> boo
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
-    """Check that lineage.json knows every start in the journal. A trainer that died before it wrote to the journal left no
+    """Check that lineage.json contains every start in the journal. A trainer that died before it wrote to the journal left no
     start there."""
     history, findings, content = audit.history, audit.findings, read_json(path)
     if not content:
@@ -251,7 +251,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
 
 
 def _check_tokens(path: Path, audit: Audit) -> None:
-    """Check that the tokens each step's record counts are those that the journal trained into that version."""
+    """Check that each step's record counts exactly the tokens that the journal trained into that version."""
     known = audit.replay.tokens_by_version
     steps = [record for record in read_jsonl(path) if record.get("step") in known]
     if not steps:
@@ -281,7 +281,7 @@ def _check_summary(path: Path, audit: Audit) -> None:
 
 
 async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
-    """Audit a run. `at_work()`: whether a trainer of the run is alive. Without `open_streams` only the files are judged. In a
+    """Audit a run. `at_work()`: whether a trainer of the run is alive. Without `open_streams` only the files are audited. In a
     live run, a sequence is reported as lost only if a second look neither finds it nor sees that it has ended."""
     audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
     if lost and audit.at_work:
@@ -379,8 +379,8 @@ def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str
     """Return (lost, yet to be published): sequences in flight that are neither in the log, nor held by the newest checkpoint,
     nor on PROMPTS.
 
-    The newest group may be on its way to PROMPTS. A starting trainer publishes again each group of which the streams show
-    nothing, so those groups only wait for it.
+    The newest group may be on its way to PROMPTS. A starting trainer publishes again each group that the streams do not show,
+    so those groups only wait for it.
     """
     lost: list[str] = []
     waiting: list[str] = []

@@ -40,7 +40,7 @@ class Journal:
         self._path = path
         self._file: IO[bytes] | None = None
         self.size = 0
-        """Size in bytes, with what is not flushed yet: the offset of the next event."""
+        """Size in bytes, including events that are not flushed yet: the offset of the next event."""
 
     def __enter__(self) -> Journal:
         self._path.parent.mkdir(parents=True, exist_ok=True)

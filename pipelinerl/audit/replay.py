@@ -69,8 +69,8 @@ _GROUP = re.compile(r"g(\d+)")
 
 
 class Replay:
-    """State of the ledger, stepped by `apply` for every event that counts and by `reserve` for every reservation, undone ones
-    included."""
+    """State of the ledger, updated by `apply` for every event that counts and by `reserve` for every reservation, including
+    undone ones."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
@@ -212,7 +212,7 @@ class Replay:
 
 
 def split_id(sequence_id: str) -> tuple[str, int]:
-    """Return group and sample index, or ("", 0), which is no group, if the id names no sample."""
+    """Return group and sample index. If the id names no sample, return ("", 0); "" is no group."""
     group, _, index = sequence_id.rpartition(".")
     named = index.isdecimal() and len(index) <= 5 and int(index) < MAX_SAMPLES
     return (group, int(index)) if named else ("", 0)

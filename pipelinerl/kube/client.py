@@ -6,8 +6,8 @@ does so at once when the API refuses it, so that a pod outlives its tokens. The 
 call is.
 
 `PodWatch` lists pods, follows every change from there, and reports each `PodEnd` once: that a pod is told to end, and that it
-has ended. It waits out an outage, begins with a new list when a watch has expired, and rarely tries again what was refused.
-What an end means is for the caller.
+has ended. It waits out an outage, lists again when a watch has expired, and rarely repeats a call that was refused. The caller
+decides what an end means.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ DETAIL_CHARACTERS = 300
 
 
 PodChange = tuple[Pod | None, str]
-"""A pod's present state, and the resource version from which the next watch continues. None: a bookmark, which has only the
-version."""
+"""A pod's current state, and the resource version from which the next watch continues. A bookmark has None and the version
+only."""
 
 
 class KubeClient:
@@ -398,7 +398,7 @@ class PodWatch:
             self._on_end(PodEnd(pod.name, pod.uid, reason, still_running=False, final=final))
 
     def _log_away(self, error: KubeError) -> None:
-        """Warn once, and again for another reason. A connection failure that the next attempt may mend is only logged for
+        """Warn once, and again when the reason changes. A connection failure that the next attempt may cure is only logged for
         debugging."""
         why = (error.permission, error.status) if error.denied else (error.denied,)
         if why == self._logged or (self._failures == 1 and not error.denied):

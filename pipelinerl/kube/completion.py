@@ -3,7 +3,7 @@
 The state is a ConfigMap of the release, whose `data.phase` is `Running`, `Finished` or `Failed`. A finished run is scaled to
 zero: first its actors, whose number is stored in that ConfigMap until the run continues, then the trainer. Replicas that are
 scaled through the subresource have no field manager, so that the manifest of an upgrade sets them again without a conflict. A
-process that is stopped meanwhile begins again: each step may run twice. Nothing here decides that a run is finished.
+process that is stopped meanwhile begins again: each action may run twice. Nothing here decides that a run is finished.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def complete(settings: TrainerSettings, version: int, uploaded: Callable[[
 
 @asynccontextmanager
 async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
-    """Publish that the run failed if the user's mistake ends the block, since a restarted trainer would fail again. Other
+    """If a user's mistake ends the block, publish that the run failed, because a restarted trainer would fail again. Other
     errors may not recur."""
     try:
         yield

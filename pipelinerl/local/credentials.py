@@ -18,9 +18,9 @@ from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 
 _KEY_BYTES = 16
 _HANDSHAKE_S = 10
-"""NATS's default of 2 s is too short on a busy machine."""
+"""Time limit of a TLS handshake. NATS's default of 2 s is too short on a busy machine."""
 _VALID = timedelta(days=3650)
-"""A run that lasts longer needs a new start."""
+"""Validity of the certificate. A run that lasts longer needs a new start."""
 
 
 class Credentials:
@@ -60,7 +60,7 @@ class Credentials:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file by one that from its first byte only its owner can read."""
+    """Replace a file by one that only its owner can read, from its first byte on."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

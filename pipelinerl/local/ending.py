@@ -72,13 +72,13 @@ def script_json(data: Mapping[str, Any]) -> str:
 
 _REASONS_SHOWN = 3
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
-"""Exit codes beside `EXIT_USER_ERROR`, which a run returns when a service ended with it."""
+"""Exit codes of a run. In addition, a run returns `EXIT_USER_ERROR` if a service ended with it."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a run. `wall_s`: since its last start, which continued from version `begun`; `restarts`: by service, without
-    zeros; `error`: why it failed; `unread`: it was interrupted because its output was closed."""
+    """End of a run. `wall_s`: seconds since its latest start, which continued from version `begun`; `restarts`: by service,
+    without zeros; `error`: why it failed; `unread`: it was interrupted because its output was closed."""
 
     wall_s: float
     restarts: Mapping[str, int] = field(default_factory=dict)

@@ -39,8 +39,8 @@ async def follow_trainer(
     elapsed_s: Callable[[], float],
     on_up: Callable[[ServiceAddress], None],
 ) -> None:
-    """Consume the trainer's step stream and status, and after a restart those of the next trainer. Waits for each trainer's
-    address file and calls `on_up` with its content. A trainer that died is reported by the runner, not here."""
+    """Consume the trainer's step stream and status and, after a restart, those of the next trainer. Waits for each trainer's
+    address file and calls `on_up` with its content. The runner, not this function, reports a trainer that died."""
     process: ServiceProcess | None = None
     while True:
         process = await service.next_process(process)
@@ -117,7 +117,7 @@ async def _actor(service: Service, certificates: Certificates) -> ActorState | s
 
 
 async def ask_actor(address_file: Path, certificates: Certificates) -> ActorState | str:
-    """Return the state of the actor that writes its address there, or the reason why it is unknown."""
+    """Return the state of the actor with this address file, or the reason why the state is unknown."""
     try:
         address = read_address(address_file).grpc
     except ServiceError:
@@ -132,7 +132,7 @@ async def ask_actor(address_file: Path, certificates: Certificates) -> ActorStat
 
 @asynccontextmanager
 async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` beside the block and cancel it at the end of the block. An error of `work` is raised there."""
+    """Run `work` concurrently with the block, and cancel it at the end of the block. An error of `work` is raised there."""
     task = asyncio.ensure_future(work)
     try:
         yield

@@ -48,8 +48,8 @@ class RunnerMetrics:
 
 @asynccontextmanager
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
-    """Serve /metrics, /targets and the health paths on loopback; the run directory holds the address meanwhile. Raises
-    `ServiceError` if `port` cannot be listened on; 0 is any free one."""
+    """Serve /metrics, /targets and the health paths on loopback; the run directory holds the address meanwhile. `port`: 0 = any
+    free one. Raises `ServiceError` if it cannot listen there."""
     app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)
@@ -66,7 +66,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[dict[str, object]]:
     """Return `{"targets": ["host:port"], "labels": {"service": ..., "instance": ...}}` for each of the processes `names` with
-    an address file. NATS has none, nor have processes that are still starting."""
+    an address file. NATS never has one; a process gets its own once it has started."""
     found: list[dict[str, object]] = []
     for name in sorted(names):
         try:

@@ -1,7 +1,7 @@
 """A real nats-server as a child process: the message bus of a run on one machine and of the tests.
 
-It listens on loopback, keeps its streams in a given folder that only its owner can read, and dies with its parent. Users and
-TLS come in `extra`. A local run has no NATS cluster; on Kubernetes the chart brings NATS. The runner restarts it.
+It listens on loopback, keeps its streams in a given folder that only its owner can read, and dies with its parent. The runner
+restarts it. Users and TLS come in `extra`. A local run has no NATS cluster; on Kubernetes the chart brings NATS.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipelinerl.local.die_with_parent import guarded
 
 NAME = "nats"
 MAX_PAYLOAD_BYTES = 64 * 1024**2
-"""Largest message; also NATS's own upper bound."""
+"""Maximum size of a message, which is also NATS's own upper bound."""
 MAX_STORAGE_BYTES = 1 << 40
 """Limit for the reservations of all streams. Each stream has its own limit, and the disk may be smaller."""
 START_TIMEOUT_S = 10.0

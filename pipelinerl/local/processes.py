@@ -3,7 +3,7 @@ list the processes that are alive.
 
 A service has its own session, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order; it
 gets SIGTERM when the runner dies. Its workers stay in the session, even those in their own process group and those that outlive
-a killed parent. Sessions are read from /proc on Linux; elsewhere only the process group is used. Restarts are made by `runner`.
+a killed parent. Sessions are read from /proc on Linux; elsewhere only the process group is used. `runner` makes the restarts.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class ServiceProcess:
         kill_session(self.pid)
 
     async def kill_and_wait(self) -> int:
-        """Kill it, and return the exit code once all its processes are gone. Raises `ServiceError` if the kernel cannot end one
-        (it hangs in a device or a dead network disk)."""
+        """Kill the process, and return the exit code once everything it started is gone. Raises `ServiceError` if the kernel
+        cannot end one (it hangs in a device or a dead network disk)."""
         if await self._killed():
             return await self.wait()
         raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
@@ -203,7 +203,7 @@ class Restarts:
     limit: int = 5
     """Maximum restarts in a row."""
     limit_unserved: int = 1
-    """The same for a service that has never come up: the cause is unlikely to vanish by itself."""
+    """Maximum restarts in a row of a service that has never come up: the cause is unlikely to vanish by itself."""
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=1.0, most_s=60.0))
     stable_s: float = 600.0
     """A process that lived this long resets the count."""
@@ -211,8 +211,8 @@ class Restarts:
     _furthest: int = field(default=0, init=False)
 
     def next_delay_s(self, lived_s: float, exit_code: int, served: bool, reached: int = 0) -> float | None:
-        """Count one more death, and return the wait before the next start, or None to give up. `reached`: the run's furthest
-        step."""
+        """Count one more death. Return the seconds to wait before the next start, or None to give up. `reached`: the run's
+        furthest step."""
         if lived_s >= self.stable_s or reached > self._furthest:
             self.in_a_row = 0
         self._furthest = max(self._furthest, reached)
@@ -231,7 +231,7 @@ class Service:
     """Called before each start, to return the process to start."""
     restarts: Restarts
     follows_run: bool = False
-    """Its restarts are reset when the run gets further, not only when the process lives long."""
+    """True if progress of the run also resets the restart count, not only a long life of the process."""
     process: ServiceProcess | None = field(default=None, init=False)
     """The newest process; None before `start`."""
     _started: asyncio.Event = field(default_factory=asyncio.Event)
@@ -286,7 +286,7 @@ def http_status(address: str, path: str, timeout_s: float) -> int | None:
 
 
 def why_taken(port: int) -> str:
-    """Return why `port` (0 to 65535) of this machine cannot be listened on now; empty if it can. Does not reserve it."""
+    """Return why nothing can listen on `port` (0 to 65535) of this machine now; empty if it is free. Does not reserve it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -301,7 +301,7 @@ def why_taken(port: int) -> str:
 
 def raise_open_files() -> None:
     """Raise the limit of open files for this process and its children to the maximum. A shell's usual 1,024 are too few if any
-    user of the machine can connect to a service's port: each connection is one."""
+    user of the machine can connect to a service's port, because each connection uses one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a limit above what the system allows by now
         if 0 <= soft < hard:
@@ -312,7 +312,7 @@ def raise_open_files() -> None:
 
 
 def session_pids(session: int) -> list[int]:
-    """Return the living processes (no zombies) of the session whose leader has, or had, the pid `session`."""
+    """Return the living processes (no zombies) of the session that the process `session` leads or led."""
     return [int(entry.name) for entry in _PROC.glob("[0-9]*") if _session_of(entry) == session]
 
 
@@ -372,8 +372,8 @@ def living_names(run_dir: RunDir) -> Collection[str]:
 
 
 def lives(pid: int, folder: Path) -> bool:
-    """Return whether the process is alive and belongs to the run in `folder`: a file in that folder is among its arguments or
-    in its environment. The check is needed because pids are reused. Without /proc, any living process counts as the run's."""
+    """Return whether the process is alive and belongs to the run in `folder`, because its arguments or environment contain a
+    file there. The check is needed because pids are reused. Without /proc, any living process counts as the run's."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)

@@ -1,6 +1,6 @@
 """Progress of a run for a person: a live display on a terminal, plain lines anywhere else.
 
-`RunState` is stepped by events of the run; `rows` and `plain_line` turn it into text. These are pure: no terminal, no clock, no
+Events of the run update `RunState`; `rows` and `plain_line` turn it into text. These are pure: no terminal, no clock, no
 sockets. Any metric may be missing or null and is then shown as `-`. Model output is never shown here.
 """
 
@@ -48,7 +48,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """Draw the values as at most `width` bars, each the mean of its share; empty for fewer than two values."""
+    """Draw at most `width` bars, each the mean of an equal part of the values; empty for fewer than two values."""
     points = list(values)
     if len(points) < 2:
         return ""
@@ -65,7 +65,7 @@ Metrics = Mapping[str, Any]
 
 _RATE_STEPS = 20
 _UNSTEADY_S = 10.0
-"""A pause of this length between steps may be chance."""
+"""Pause between steps, in seconds, that may still be chance."""
 _HISTORY_STEPS = 400
 
 
@@ -78,7 +78,7 @@ def phase_of(actor: ActorState | str) -> str:
 
 @dataclass
 class RunState:
-    """The known state of a run, stepped by its `on_...` methods."""
+    """The known state of a run, updated by its `on_...` methods."""
 
     run: str
     total_steps: int
@@ -87,7 +87,7 @@ class RunState:
     heldout: list[tuple[int, float]] = field(default_factory=list)
     """(policy version, accuracy) of each evaluation."""
     history: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
-    """The newest steps, the last one included."""
+    """Metrics of the newest steps, including `last`."""
     furthest: int = 0
     """The highest step so far, including steps that a restart undid."""
     heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
@@ -111,8 +111,8 @@ class RunState:
         return int(self.last.get("step") or 0)
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
-        """Record an optimizer step that was reported `elapsed_s` after the start; None: it was taken before, and tells nothing
-        of the pace. A step that is not after the newest known one replaces all from it on: a restart undid them."""
+        """Record an optimizer step that was reported `elapsed_s` after the start; None: it was taken earlier and does not count
+        for the pace. If it is not after the newest known step, a restart undid all steps from it on; it replaces them."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)
@@ -146,8 +146,8 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Return the time to the last step at the pace of the newest ones, less the time since the newest. None: unknown, for
-    instance if the last step was much longer ago than steps take."""
+    """Return the time to the run's final step: at the pace of the newest steps, less the time since the newest one. Return None
+    if unknown, for instance if that time is much longer than a step takes."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
@@ -164,8 +164,8 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Return how long ago the last step was, with the state of the services; empty before a minute and three times the length
-    of a step have passed."""
+    """Return how long ago the newest step was, with the state of the services. Empty until this is at least a minute and three
+    times the length of a step."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -290,7 +290,7 @@ def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
 
 
 PLAIN_EVERY_S = 5.0
-"""Minimum time between lines of steps; the last step is always shown."""
+"""Minimum time between lines of steps. The run's final step is always shown."""
 QUIET_S = 60.0
 """Time without a step after which a line says so. The next such line comes after twice the time."""
 _PHASE_EVERY_S = 2.0
@@ -306,7 +306,7 @@ class Display(contextlib.AbstractContextManager["Display"]):
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""
         self._quiet_from_s, self._quiet_s = 0.0, 0.0
-        """Start of the present time without a step, and its length when it was last reported."""
+        """Start of the current time without a step, and its length when it was last reported."""
 
     def __exit__(self, *_: object) -> None:
         return None

@@ -77,7 +77,7 @@ from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
 STOP_WITHIN_S = 12.0
-"""Limit for everything that has nothing to save, after Ctrl-C, and for the trainer beyond its checkpoint."""
+"""Time limit after Ctrl-C for every process with nothing to save, and for the trainer apart from its checkpoint."""
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
 """Part of `STOP_WITHIN_S` that must be left for the services that stop later."""
@@ -109,8 +109,8 @@ def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
 class LocalRun:
     """The processes of one run. `run` starts all of them and always ends all of them.
 
-    An actor that cannot be kept running is given up with a note; the run ends when all of them are. With zero actors the
-    trainer waits. `environment` is inherited by the services; `commands` and `restarts` let tests replace the programs.
+    An actor that cannot be kept running is given up with a note; the run ends when all actors are given up. With zero actors
+    the trainer waits. `environment` is inherited by the services; `commands` and `restarts` let tests replace the programs.
     """
 
     recipe: Recipe
@@ -119,7 +119,7 @@ class LocalRun:
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: COMMANDS)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     restarts: Restarts = field(default_factory=Restarts)
-    """Each service gets a copy."""
+    """Limits of restarts, of which each service gets a copy."""
     page_port: int | None = 0
     """See `ServiceLaunches`."""
     metrics_port: int = 0
@@ -127,7 +127,7 @@ class LocalRun:
     refresh_s: float = _REFRESH_S
     """Seconds between two checks of the wanted number of actors, and between two updates of the display."""
     reserve_bytes: int = RESERVE_BYTES
-    """With less than this free on the run's disk, beside space for a checkpoint, the run stops cleanly."""
+    """Free bytes on the run's disk, besides space for a checkpoint, below which the run stops cleanly."""
     stop_within_s: float = STOP_WITHIN_S
     """Time to stop after the first Ctrl-C."""
 
@@ -257,8 +257,8 @@ class LocalRun:
     # Starting and stopping.
 
     async def _start_nats(self) -> Service:
-        """Start NATS, which restarts on the same port with its streams. Meanwhile the services keep their data, wait and
-        reconnect. The address file exists while it runs."""
+        """Start NATS. A restart keeps its port and its streams; meanwhile the services keep their data, wait and reconnect. The
+        address file exists while NATS runs."""
         self._set_phase("starting nats-server")
         store, log_file = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve()
         server = NatsServer(store, extra=self._nats_security, log_file=log_file)
@@ -434,8 +434,8 @@ class LocalRun:
         self._note(f"{died}\n{died.name} is started again in {delay_s:g} s{where}")
 
     def _finished(self) -> bool:
-        """Return whether the trainer's summary ends the run. After that the trainer changes nothing and needs no other
-        service."""
+        """Return whether the trainer's summary says that the run is finished. After that the trainer changes nothing and needs
+        no other service."""
         return is_finished(read_json(self.run_dir.summary))
 
     # Actors: their number can change while the run is running.
@@ -472,8 +472,8 @@ class LocalRun:
             self._note(f"{died.name} is given up: {died}")
 
     async def _scale(self, count: int) -> None:
-        """Start or stop actors until there are `count`. Given up actors are removed first, then the highest numbers; new actors
-        get the lowest free numbers.
+        """Start or stop actors until there are `count`. Actors that were given up are removed first, then the highest numbers;
+        new actors get the lowest free numbers.
 
         Returns when removed actors have ended and new ones are started, though not yet serving. Raises `ServiceError` if one
         cannot be executed.

@@ -77,8 +77,8 @@ def available_cores() -> int:
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Set OMP_NUM_THREADS for that many processes if the container's CPU quota is below its visible cores: torch would start a
-    thread for each visible core. A value that is set already stays."""
+    """Set OMP_NUM_THREADS for that many processes if the container's CPU quota is below its visible cores, for each of which
+    torch would start a thread. A value that is already set stays."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 
@@ -137,7 +137,7 @@ class ServiceLaunches:
     page_port: int | None = 0
     """Port of the trainer's live page; 0 = any free port, None = no page."""
     nats_url: str = ""
-    """This and the next two are set when they are known, before actors and trainer are started."""
+    """Like the next two, set as soon as it is known, before actors and trainer are started."""
     verifier_address: str = ""
     model_dir: str = ""
     """Folder of the initial policy; empty = a hub model, which the services fetch."""
@@ -148,7 +148,7 @@ class ServiceLaunches:
         return Launch(NATS, command, self.environment, log, address_file)
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
-        """`again`: its address before a restart, which it keeps, since actors use it."""
+        """Return the verifier's launch. `again`: its address before a restart, which it keeps because actors use it."""
         own = self.run_dir.path.resolve()
         private = own.parent if own.parent.name == "runs" else own  # by default, runs/ holds other runs with their secrets
         settings = {"workers": "2", "private_dir": str(private)}
@@ -161,8 +161,8 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """`actors`: their number. `again`: its address before a restart, which it keeps for open pages unless the port was
-        taken meanwhile."""
+        """Return the launch of a trainer with that many `actors`. `again`: its address before a restart, which it keeps for
+        open pages unless the port was taken meanwhile."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)
@@ -180,7 +180,7 @@ class ServiceLaunches:
         return self._launch(f"actor-{index}", self._of_policy(ACTOR), self.threads.actor_env())
 
     def initial_model(self, cache: Path) -> Launch:
-        """Return the process that makes the initial model in that folder. No other service runs beside it."""
+        """Return the launch of the process that makes the initial model in that folder. No other service runs meanwhile."""
         settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve())}
         return self._launch("model", {**settings, "model_dir": "", "verifier": ""}, {})
 

@@ -1,7 +1,7 @@
 """The control channel's messages: membership and the weight-update protocol.
 
 They are the protobuf classes of `control.proto`, which documents the fields; docs/weight-updates.md describes the exchange.
-`decode_control` checks a message where it enters a process; the state machines judge whether its epoch or version is current.
+`decode_control` checks a message where it enters a process; the state machines decide whether its epoch or version is current.
 The weights' manifest is in `pipelinerl.transfer.manifest`.
 """
 

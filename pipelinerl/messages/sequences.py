@@ -2,8 +2,8 @@
 
 Algorithms work on the dataclasses here, with NumPy arrays that are read-only views of the decoded message, without a copy. An
 actor's messages are checked when they are encoded, so that an invalid one can be published as a failure with its reason; every
-message is checked where it enters a process. Every problem is a `MessageError` that names the message, the field and the fault.
-The trainer judges whether a version exists or a group was issued.
+message is checked where it enters a process. Every problem is a `MessageError` with the message, the field and the fault. The
+trainer checks whether a version exists or a group was issued.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that an actor had generated when it left. A finished one lacks only its reward and publication.
+    """Tokens of one sample that an actor had generated when it left. A finished sample lacks only its reward and publication.
 
-    An episode has only `branches`: their turns are served again if its environment asks the same, and a turn whose
+    An episode has only `branches`: their turns are served again if its environment repeats its requests, and a turn whose
     `finish_reason` is None is continued.
     """
 
@@ -186,7 +186,7 @@ class Sequence(Branch):
     reward: float
     reward_components: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further metrics that an episode's environment reports."""
+    """Other metrics that the episode's environment reports."""
     answer: str = ""
     """For people: the part that the reward took as the answer."""
     reason: str = ""
@@ -194,7 +194,7 @@ class Sequence(Branch):
     finish_reason: FinishReason = FinishReason.STOP
     failure: str = ""
     group_token: bytes = b""
-    """Token of its group."""
+    """Token of the sequence's group."""
     actor: str = ""
     completion_text: str = ""
     prompt_text: str = ""
@@ -217,7 +217,7 @@ class Sequence(Branch):
 
     @property
     def reported(self) -> dict[str, float]:
-        """Return the numbers that its environment and its reward report, by name; for an episode, `turns` too."""
+        """Return the numbers that environment and reward report, by name; for an episode, `turns` too."""
         turns = {"turns": float(self.num_turns)} if self.turns else {}
         return {**turns, **self.metrics, **self.reward_components}
 
@@ -227,7 +227,7 @@ class Sequence(Branch):
 
 
 EMPTY_COMPLETION = "empty_completion"
-"""Failure that is the policy's own fault: a held-out answer with it is a wrong one."""
+"""Failure that is the policy's own fault. It makes a held-out answer wrong."""
 MAX_SAMPLES = 65_536
 """Limit for the samples of one group: far above any use, and small enough that a corrupt count does no harm."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
@@ -439,7 +439,7 @@ def _turn_from_proto(message: pb.Turn) -> Turn:
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
-    """Check a sequence. Its tokens may be missing if it has a `failure`."""
+    """Check a sequence. Only one with a `failure` may lack tokens."""
     check_run(sequence.run, expected_run, _SEQUENCE)
     check_text(sequence.group_id, _SEQUENCE, "group_id")
     check_text(sequence.task, _SEQUENCE, "task")

@@ -40,7 +40,7 @@ from pipelinerl.v1.verifier_pb2 import (
 log = logging.getLogger(__name__)
 
 DEADLINE_S, LONGEST_DEADLINE_S = 120.0, 3600.0
-"""Deadline of one attempt. It doubles for a batch after each attempt that exceeds it, up to the second value."""
+"""Deadline of one attempt. After each attempt of a batch that exceeds it, the deadline doubles, up to the second value."""
 BACKOFF = Backoff(first_s=0.1, most_s=3.0, jitter=0.5)
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -76,7 +76,7 @@ def judged(sequence: Sequence, result: VerifyResult) -> Sequence:
 
 
 def result_of(sequence: Sequence) -> VerifyResult:
-    """Return the result that `judged` took into a sequence without a failure."""
+    """Return the result that `judged` merged into a sequence without a failure."""
     return VerifyResult(
         sequence_id=sequence.sequence_id,
         status=VERIFY_STATUS_OK,
@@ -179,9 +179,9 @@ class VerifierClient:
         return open_channel(self.target, certificates, options=CHANNEL_OPTIONS)
 
     def _renew(self) -> None:
-        """Open another channel if the certificates were renewed. A channel keeps the certificates that it was opened with, and
-        its new connections are refused once they have expired. Calls in progress end on the old channel, which is freed with
-        the last of them: closing it would cancel these calls and the tasks that wait for them."""
+        """Open another channel if the certificates were renewed. A channel keeps its first certificates, and once they have
+        expired, new connections are refused. Calls in progress end on the old channel, which is freed with the last of them:
+        closing it would cancel these calls and the tasks that wait for them."""
         if self._files is not None and self._files.renew():
             self._channel = self._opened()
 

@@ -1,7 +1,7 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
 A recipe does not say where it runs: addresses, ports and folders are settings of the services, so that the same file trains on
-a laptop and on a cluster. Each field has its meaning, its bounds and whether it may change on resume (`Changeable`) beside it.
+a laptop and on a cluster. Each field declares its meaning, its bounds and whether it may change on resume (`Changeable`).
 Unknown keys are errors. The first functions inspect the models, for errors, overrides and docs.
 """
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
 """A field that may change on resume, such as how long, how often or on which resources a run trains. All other fields define
-the task, the data, the algorithm and its evaluation; with another value it would be another run."""
+the task, the data, the algorithm and its evaluation; changing one would make it another run."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -54,7 +54,7 @@ def may_change(field: FieldInfo) -> bool:
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field of a dotted path, or None. All paths inside a free-form mapping lead to that mapping. In a list of
+    """Return the field of a dotted path, or None. Every path inside a free-form mapping leads to that mapping. In a list of
     sections, a position comes first, as in `tasks.0.weight`."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
@@ -256,7 +256,7 @@ _OF_COMPLETIONS = (
 """Fields of the recipe's `reward` that tasks do not inherit if their environment gives the reward."""
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")
-"""Sources whose samples are episodes, in which the policy's turns determine what it is asked next."""
+"""Sources of episodes: samples in which the policy's turns determine what the policy is asked next."""
 
 
 class TaskConfig(Section):
@@ -346,7 +346,7 @@ class TaskConfig(Section):
 
 
 def _label(task: dict[str, Any]) -> str:
-    """Return the default name of a task, given as plain data: that of its file, if it has one."""
+    """Return the default name of a task, given as plain data: its file's name, if it has a file."""
     stem = Path(path).stem if isinstance(path := task.get("path"), str) else ""
     default: str = TaskConfig.model_fields["name"].default
     return stem if stem and task.get("source") in ("jsonl", "hub", "tools", "agent") else default

@@ -107,8 +107,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the field's path and the value of `a.b=value`, typed as in YAML. In fields for text or lists of text, an empty
-    value, a value that YAML would read as a comment, such as `#(\\d+)$`, and a value that is not YAML stay text.
+    """Return the field's path and the value of `a.b=value`, typed as in YAML. In fields for text or lists of text, a value
+    stays text if it is empty, is no YAML or would be a comment in YAML, such as `#(\\d+)$`.
 
     Raises `FieldError` if `text` has no `=`, an empty name, or a value that is not YAML.
     """
@@ -133,7 +133,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return `text`, or a list with `text` (without it if it is empty), as a field of this type allows; None = neither."""
+    """Return `text`, or a list with `text` (empty if `text` is), whichever a field of this type allows; None if neither."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
@@ -185,7 +185,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_of_run(path: Path) -> Recipe:
-    """Return the recipe that a run has written. Raises as `load_recipe`, and says what to do if another version wrote it."""
+    """Return the recipe that a run has written. Raises as `load_recipe` does, with a fix if another release wrote it."""
     try:
         return recipe_from_data(read_recipe(path), str(path))
     except RecipeError as error:

@@ -21,12 +21,12 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
 )
-"""Files of which each tokenizer's folder has at least one, unless tokenizer_config.json names the tokenizer's own code."""
+"""Files of which a tokenizer's folder has at least one, unless tokenizer_config.json names the tokenizer's own code."""
 SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
 """Folder of the small models of this package, which `benchmarks.small_models` has made."""
 _SMOLLM2_PARAMETERS = 134_515_008
 _COUNTED = 64
-"""Number of texts, the longest by characters, whose tokens are counted. The longest by tokens is almost always among them."""
+"""Number of texts whose tokens are counted: the longest by characters. The longest by tokens is almost always among them."""
 
 
 def model_folder(model: ModelConfig) -> Path | None:
@@ -59,7 +59,7 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 
 def longest_context(folder: Path) -> int | None:
-    """Return the context of a model in tokens; None if its config.json does not give it, or scales it."""
+    """Return the context of a model in tokens. Return None if its config.json does not give the context, or scales it."""
     config = json.loads((folder / "config.json").read_bytes())
     text = config.get("text_config")
     config |= text if isinstance(text, dict) else {}

@@ -244,7 +244,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _trackers(recipe: Recipe) -> Iterator[FieldError]:
-    """Check the trackers' packages, which have their names. A plain folder that a tracker left behind does not count."""
+    """Check the trackers' packages, which have the trackers' names. A plain folder that a tracker left does not count."""
     found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
     missing = [name for name, spec in found.items() if spec is None or spec.origin is None]
     if missing:

@@ -1,13 +1,13 @@
 """Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems.
 
 No model is loaded. Completions are the reference answer of each problem (mathematics in a box, with near misses), and an empty
-text. A worker process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything. Not
-rehearsed are rewards of episodes, which need turns; judges, which cost money; and reasoning-gym's own scorers, which know their
+text. A worker process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything. Three
+kinds of rewards are not rehearsed: those of episodes need turns, judges cost money, and reasoning-gym's own scorers know their
 problems.
 
-It also shows the recipe's prompts as the policy will see them, and what is wrong with its chat template. A separate process
-(`services.actor.preview`) loads the tokenizer and the user's tools and fetches nothing: without the tokenizer on this machine,
-nothing is shown. Environments and agents write their prompts during an episode.
+This module also shows the recipe's prompts as the policy will see them, and what is wrong with its chat template. A separate
+process (`services.actor.preview`) loads the tokenizer and the user's tools and fetches nothing: without the tokenizer on this
+machine, nothing is shown. Environments and agents write their prompts during an episode.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _MATHEMATICS = ("math", "math_boxed")
 _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
 """Packages of scorers that may be missing on a machine that only checks recipes."""
 _BARE = ("task", "exact", "code", *_MATHEMATICS)
-"""Scorers for which the reference answer itself (in a box for mathematics) is a right answer, unlike a schema or pattern."""
+"""Scorers that accept the bare reference answer (in a box for mathematics) as right, unlike a schema or pattern."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong answer that looks like it. It
-    is replaced by the first of the `forms` (completion, wanted answer) in which the reward finds the wanted answer."""
+    """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong answer that looks like it.
+    The first of the `forms` (completion, wanted answer) in which the reward finds the wanted answer replaces it."""
 
     place: str
     problem: Problem
@@ -198,7 +198,7 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning if a set's reference answers all earn the same as an empty text, or nothing, so that nothing could be
+    """Yield a warning if all reference answers of a set earn nothing, or the same as an empty text, so that nothing could be
     learned. Scorers that do not accept the bare reference as an answer may give it nothing."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
@@ -243,8 +243,8 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """`rows`: (name, value) for people. `mistakes`: field, value and fix of each. `control`: control tokens, which texts of
-    rows never become. `unread`: variables of `model.chat_template_kwargs` that the template does not read."""
+    """`rows`: (name, value) for people. `mistakes`: field, value and fix of each. `control`: control tokens, which row texts
+    never become. `unread`: variables of `model.chat_template_kwargs` that the template does not read."""
 
     rows: Sequence[tuple[str, str]] = ()
     mistakes: Sequence[tuple[str, Any, str]] = ()
@@ -262,7 +262,7 @@ def _uses_template(share: ProblemSet) -> bool:
 
 
 def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
-    """Render the first problem of each set whose source and prompts are known before the run, which takes seconds. Without
+    """Render the first problem of each set with source and prompts that are known before the run; this takes seconds. Without
     `all_prompts`, do so only if a set uses a chat template or the recipe changes it."""
     from pipelinerl.tasks.source import Split
 

@@ -43,7 +43,7 @@ def check_rules(recipe: Recipe) -> None:
 
 
 def unreached_learning_rate(recipe: Recipe) -> FieldError | None:
-    """Return a warning, not an error, if the warm-up outlasts the run, as in a short trial of a recipe."""
+    """Return a warning, not an error, if the warm-up is longer than the run, as in a short trial of a recipe."""
     trainer = recipe.trainer
     if trainer.warmup_steps <= trainer.steps:
         return None

@@ -1,8 +1,8 @@
 """Compute accuracy on held-out problems with one or more answers each: mean, pass@k and 95 % intervals. Pure.
 
 Intervals are Wilson's (1927), which also hold near 0 and 1. They count problems, because answers to one problem are not
-independent trials. With several answers to each problem they are conservative: the variance of a share between 0 and 1 is at
-most p (1 - p).
+independent trials. With several answers per problem they are conservative, because the variance of a share between 0 and 1 is
+at most p (1 - p).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def wilson_interval(share: float, trials: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, answers: int, right: int) -> float:
-    """Estimate the probability that at least one of k answers is right, if `right` of `answers` >= k were, without bias:
+    """Return the unbiased estimate of the probability that at least one of k answers is right, given `right` of `answers` >= k:
     1 - C(answers - right, k) / C(answers, k) (Chen et al., arXiv 2107.03374, equation 1)."""
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
 
@@ -62,8 +62,8 @@ class Estimate:
 class Accuracy:
     """Accuracy on one set of problems.
 
-    `mean`: mean share of right answers, over problems with a verdict. `lower_bound`: share of right answers among all, in which
-    the `num_unanswered` answers without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of
+    `mean`: mean share of right answers, over problems with a verdict. `lower_bound`: share of right answers if the
+    `num_unanswered` answers without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of
     answers to each problem, over problems with at least k verdicts. `reported`: `means_of` the numbers that answers report.
     """
 
@@ -74,7 +74,7 @@ class Accuracy:
     reported: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form that metrics.jsonl and summary.json hold."""
+        """Return the values in the form of metrics.jsonl and summary.json."""
         return {
             "accuracy": asdict(self.mean),
             "lower_bound": self.lower_bound,

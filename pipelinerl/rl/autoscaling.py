@@ -3,8 +3,8 @@
 The inputs are the trainer's steps and the counters that actors answer with. This is pure state without clock, metrics or
 Kubernetes, and it scales nothing itself.
 
-**Consumption.** A step uses up n sequences (trained, dropped or failed: each has to be generated) in s seconds in which the
-trainer does not wait for sequences. Without waiting it would consume `C = n / s` a second. C is the median over the last steps.
+**Consumption.** A step uses up n sequences (trained, dropped or failed: each has to be generated) in s seconds, waits for
+sequences excluded. Without waiting the trainer would consume `C = n / s` a second. C is the median over the last steps.
 
 **Production.** A busy actor finishes `p` sequences per second with at most H in progress. Its rate with all H is measured when
 its slots are nearly full. Actors finish fewer if the bound gives them less work: with a share `o` of the slots in use, p is too
@@ -30,14 +30,14 @@ from numpy.typing import NDArray
 from pipelinerl.v1.actor_pb2 import ActorState
 
 STEPS = 20
-"""Number of last steps over which the consumption is the median."""
+"""Number of latest steps whose median is the consumption."""
 FEWEST_STEPS = 3
 FEWEST_BUSY_S = 60.0
-"""Busy seconds, summed over actors, that a measurement of the production needs besides one step's sequences."""
+"""Busy seconds, summed over actors, that a measurement of production needs in addition to one step's sequences."""
 FULL = 0.85
-"""Share of used slots above which an actor counts as full; slots are empty between two sequences."""
+"""Share of used slots above which an actor counts as full. Less than 1, because a slot is empty between two sequences."""
 _UP, _DOWN = 0.1, 0.1
-"""Hysteresis: number of lacking actors, and share of surplus actors, that do not change the number."""
+"""Hysteresis: number of lacking actors, and share of surplus actors, that leave the wanted number unchanged."""
 
 
 Production = NDArray[np.float64]
@@ -45,7 +45,7 @@ Production = NDArray[np.float64]
 
 
 class _Window:
-    """The newest production of the actors, of at least `fewest` sequences and a busy minute, and not much more."""
+    """The newest production of the actors, just long enough for `fewest` sequences and a busy minute."""
 
     def __init__(self, fewest: int) -> None:
         self._fewest = np.array((fewest, FEWEST_BUSY_S, -math.inf))
@@ -80,7 +80,7 @@ def full_rate(rate: float, occupancy: float, known: float | None) -> float:
 
 
 def most_useful(in_flight: int | None, slots: int) -> int | None:
-    """Return the number of actors that `in_flight` sequences occupy, ceil(M / H); None if they are unbounded."""
+    """Return the number of actors that `in_flight` sequences occupy, ceil(M / H); None if M is unbounded."""
     return None if in_flight is None else max(1, math.ceil(in_flight / slots))
 
 

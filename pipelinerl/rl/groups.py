@@ -20,10 +20,10 @@ need. A sample is in flight if it was issued and not lost and its step has not b
 others of their group do not count, since they occupy no slot of an actor and no step can use them.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: a batch waits, all slots are busy, and each actor finds a
-next group. The limit starts at this ceiling; its floor is B. In between, it follows measurements taken when a step begins.
-If the trainer had to wait, the limit rises. A change has taken effect when every group that was issued before it is complete.
-If from then on complete groups are left over at each of `limit / B + 1` steps, this standing queue only makes sequences older,
-and the limit falls by a quarter of the queue, if that is more than one group. Actors that are too fast then idle for part of
+next group. The limit starts at this ceiling; its floor is B. In between, it follows measurements taken when a step begins. If
+the trainer had to wait, the limit rises. A change has taken effect when every group that was issued before it is complete. If
+complete groups are then left over at each of `limit / B + 1` steps, they are a standing queue, which only makes sequences
+older: the limit falls by a quarter of the queue, if that is more than one group. Actors that are too fast then idle for part of
 the time instead of stockpiling. When an actor leaves, the limit returns to its ceiling: the actor's samples stay in flight for
 up to half a minute, and without more samples the other actors would run out of work.
 
@@ -75,7 +75,7 @@ def issue_limit(recipe: Recipe, version: int) -> int:
 EVALUATION_SLOTS = 64
 """Number of held-out sequences and probes that an actor's scheduler admits in addition to H training sequences."""
 WAIT_SHARE = 0.02
-"""Share of a step's time; a shorter wait for sequences does not change the limit."""
+"""Shortest wait for sequences that changes the limit, as a share of a step's time."""
 
 
 class IssueBounds:
@@ -97,7 +97,7 @@ class IssueBounds:
         """Number of the first group issued under the current limit."""
         self._waited = False
         self.steps_begun = 0
-        """Optimizer steps that have their batch."""
+        """Number of optimizer steps that have received their batch."""
 
     def by_version(self, version: int, unlost: int) -> int:
         """Return how many groups the staleness bound allows. `version`: the oldest version that an actor serves."""
@@ -192,7 +192,7 @@ def groups_before_step(recipe: Recipe, version: int) -> int:
 
 
 def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) -> str:
-    """Return why `sequence` failed, or "" if it is good. Only the actor's own reasons are not from a fixed set.
+    """Return why `sequence` failed, or "" if it is good. Reasons come from a fixed set, except for the actor's own.
 
     `max_context`: limit of a branch's prompt and completion tokens. `vocab_size`: token ids must be below it.
     """
@@ -233,7 +233,7 @@ class Lineage:
         return Lineage((*self.starts, from_version))
 
     def reason_against(self, version: PolicyVersion, newest: int) -> StaleReason | None:
-        """Return None if `version` is at most `newest` and a policy of this run that no restart undid, else the reason."""
+        """Return why `version` is no policy of this run: it is beyond `newest`, or a restart undid it. None if it is one."""
         if not 1 <= version.incarnation <= self.incarnation or version.number < self.starts[version.incarnation - 1]:
             return StaleReason.UNKNOWN
         if version.incarnation == self.incarnation:
@@ -250,7 +250,7 @@ def stale_reason(
     """Return why a sequence must not be trained on at policy version `version`, or None if it may be.
 
     It is stale if its lag (of its oldest token or the mean over its tokens, see `max_lag_of`) is above `algorithm.max_lag`, or
-    if one of its tokens is of a version that a restart undid or that this run has not made.
+    if one of its tokens has a version that a restart undid or that this run has not made.
     """
     for span in spans:
         reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)
@@ -331,9 +331,9 @@ def equally_right(samples: Iterable[Sequence]) -> bool:
 
 
 CUTTING = ("ppo_clip", "grpo", "gspo")
-"""Losses that give no gradient to tokens whose ratio is beyond their clip range."""
+"""Losses that give no gradient to tokens with a ratio beyond their clip range."""
 MOST_CUT, CUT_STEPS = 0.25, 10
-"""Share of cut tokens above which a clip range is too narrow, as a mean over so many steps. GSPO's authors cut about 0.15."""
+"""Highest acceptable mean share of cut tokens, and the number of steps in this mean. GSPO's authors cut about 0.15."""
 
 
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:

@@ -2,10 +2,10 @@
 
 `Ledger` has two events, issue and close, each O(1). If the equation breaks, our code is wrong and the run stops.
 
-`SequenceTracker` keeps the ledger and the open groups consistent, by issue, arrival and close. Sequences may arrive in any
-order and repeatedly, and have passed `decode_sequence`; sequences of groups that are not open are ignored, so that memory is
-bounded by the open groups. Each event is also written to the journal (`pipelinerl/audit/journal.py`). The feeder may issue
-another group for each `lost` one, of which nothing is trained.
+`SequenceTracker` keeps the ledger and the open groups consistent, by issue, arrival and close. Sequences have passed
+`decode_sequence` and may arrive in any order and repeatedly. Sequences of groups that are not open are ignored, which bounds
+memory by the open groups. Each event is also written to the journal (`pipelinerl/audit/journal.py`). For each `lost` group, of
+which nothing is trained, the feeder may issue another one.
 
 Pure state: no metrics, files, streams or clock; `to_state` is what a checkpoint stores.
 """
@@ -160,15 +160,15 @@ class SequenceTracker:
         self.ledger = Ledger()
         self.tokens = {outcome.value: 0 for outcome in Outcome}
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
-        """Sequences by `length_bucket`, since the last `take_ended_by_length`."""
+        """Number of sequences by `length_bucket`, since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
-        """Longest and number of sequences that were trained or dropped as stale, since this process began."""
+        """Longest length and number of the sequences trained or dropped as stale, since this process began."""
         self.open_groups: dict[str, OpenGroup] = {}
-        """In order of issue."""
+        """Open groups by id, in order of issue."""
         self.issued_groups = 0
         self.lost_groups = 0
         self.num_waiting = 0
-        """Samples of open groups that have arrived."""
+        """Number of samples of open groups that have arrived."""
 
     def issue(self, group: PromptGroup) -> None:
         """Count a group as issued. Raises `LedgerViolation` if it was issued before."""

@@ -1,4 +1,4 @@
-"""Data sheets of accelerators, and what a run needs of their memory.
+"""Data sheets of accelerators, and estimates of the memory that a run needs on them.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training.
 
@@ -169,7 +169,7 @@ class Accelerator(NamedTuple):
     """A row of a data sheet. A plan needs `name`, memory and bandwidth as well; not every row has them."""
 
     devices: str
-    """Regular expression of the whole name that torch gives the device, without the vendor."""
+    """Regular expression for torch's whole name of the device, without the vendor."""
     tera_flops: float
     dtypes: frozenset[str] = _TENSOR_DTYPES
     name: str = ""

@@ -3,12 +3,12 @@
 Best-fit decreasing finds the number of bins; the same number of bins is then filled evenly, because equal micro-batches need
 the least memory and waste nothing when padded to one shape.
 
-Ranks that share a model (FSDP) run in lockstep: they begin a micro-batch together, so that a slot of micro-batches, one on
-each rank, lasts as long as its costliest one, and a step lasts Σ over slots of the maximum over ranks. The plan has as few
-slots as best-fit decreasing allows, and nearly equal costs within each slot. Costs may differ between slots.
+Ranks that share a model (FSDP) run in lockstep: they begin each micro-batch together. A slot is one micro-batch on each rank
+and lasts as long as its costliest one, so a step lasts Σ over slots of the maximum over ranks. The plan has as few slots as
+best-fit decreasing allows, and nearly equal costs within each slot. Costs may differ between slots.
 
-The cost of a sequence has a linear term in its tokens and a causal term in pairs of them. Costs are FLOPs of a forward pass
-if the model is known, else tokens; planning only needs their proportions.
+The cost of a sequence has a linear term in its tokens and a causal term in pairs of them. Costs are FLOPs of a forward pass if
+the model is known, else tokens; planning only needs their proportions.
 
 Sequences of one prompt that share a micro-batch can also share the prompt's tokens, so that each further sequence costs only
 its completion. They are planned as pieces that stay together.
@@ -86,7 +86,7 @@ Counts = Sequence[int] | NDArray[np.integer]
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of one forward pass. A pair is a query and a key that it attends to, its own included."""
+    """FLOPs of one forward pass. A pair is a query and a key that the query attends to, its own included."""
 
     per_token: float
     """All matrix products of the layers, without attention scores."""
@@ -159,7 +159,7 @@ class StepPlan:
 Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
-"""Divisors of the budget that bound a piece, which are tried with several ranks; 0 = each sequence by itself.
+"""Divisors of the budget, which bound the size of a piece; 0 = each sequence by itself. Several ranks try all of them.
 
 Small pieces can be spread evenly; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
@@ -208,7 +208,7 @@ class _Piece:
 
     @property
     def room(self) -> int:
-        """Tokens that it takes of the budget."""
+        """Number of tokens of the budget that this piece takes."""
         return self.tokens + math.ceil(self.copied_tokens / COPIES_OF_A_TOKEN)
 
 
@@ -243,7 +243,7 @@ def _planned(lengths: list[int], cost: list[float], budget: int, num_ranks: int)
 
 
 def _plan(slots: Slots, cost: list[float]) -> StepPlan:
-    """Assign each slot's bins to ranks by cost, falling and rising in turn, which also evens the sums of the ranks."""
+    """Assign each slot's bins to ranks by cost, in falling and rising order in turn, which also evens the ranks' sums."""
     seated: Slots = []
     for number, bins in enumerate(slots):
         falling = sorted(bins, key=lambda members: -_total(members, cost))

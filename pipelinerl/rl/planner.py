@@ -40,7 +40,7 @@ TRAINING_EFFICIENCY = 0.4
 NETWORK = 12.5e9
 """Bytes per second of a weight update: 100 Gbit/s."""
 CONTROL_S = 0.25e-3
-"""Seconds that an update's messages take for each actor: benchmarks/README.md, control_channel, 1,000 members."""
+"""Seconds per actor for an update's messages (benchmarks/README.md, control_channel, 1,000 members)."""
 AS_FAST = 0.99
 """Share of the highest rate from which splits count as equally fast, within the error of the model."""
 IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -118,7 +118,7 @@ def weight_update_s(model: Model, num_actors: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A split with its simulation and the reasons for it. Times are in seconds, rates per second."""
+    """A split with its simulation and its reasons. Times are in seconds, rates per second."""
 
     machine: Machine
     lengths: Lengths
@@ -290,8 +290,8 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
     """Simulate the split without evaluations. Return the simulation and the simulated share of the system.
 
-    A large system is simulated as a part, with fewer actors, ranks and groups per batch in the same proportions. Each actor's
-    work, the time of a step and so the lag are those of the whole; only random variation is larger.
+    A large system is simulated as a part, with fewer actors, ranks and groups per batch in the same proportions. The part has
+    the same work per actor, step time and so lag as the whole; only random variation is larger.
     """
     warmup_steps = 2 * chosen.largest_lag + 5
     steps = max(20, chosen.largest_lag)

@@ -48,7 +48,7 @@ class Timing:
     training: float
     """τ: time to train on one completion token, on one rank of the trainer."""
     step: float = 0.0
-    """Fixed time of an optimizer step, in addition to that of its tokens."""
+    """Fixed time of an optimizer step, in addition to the time for its tokens."""
     snapshot: float = 0.0
     """Time to copy new weights, during which the trainer computes nothing."""
     transfer: float = 0.0
@@ -75,7 +75,7 @@ class Simulation:
     finished_by_length: Counter[int] = field(default_factory=Counter)
     """Sequences that were trained on or dropped, by `length_bucket`."""
     stale_by_length: Counter[int] = field(default_factory=Counter)
-    """Sequences of `finished_by_length` that were dropped as stale."""
+    """Number of sequences in `finished_by_length` that were dropped as stale."""
 
     @property
     def rate(self) -> float:
@@ -142,7 +142,7 @@ class _Actor:
     joining: list[tuple[int, _Group | None]] = field(default_factory=list)
     """(length, group) of each sequence that begins with the next decode step."""
     samples: deque[tuple[int, _Group]] = field(default_factory=deque)
-    """Samples of the group taken last that have no slot yet."""
+    """Samples that have no slot yet, of the group that was taken most recently."""
     heldout: deque[int] = field(default_factory=deque)
     evaluating: int = 0
     """Held-out sequences in `batch` or `joining`."""
@@ -188,7 +188,7 @@ class _Run:
         self.prompts: deque[_Group] = deque()
         self.bounds = IssueBounds(recipe)
         self.issued = self.lost = 0
-        """Groups issued, and groups of which nothing was trained."""
+        """Numbers of groups issued, and of groups of which nothing was trained."""
         self.open: dict[int, None] = {}
         """Numbers of groups that are not complete, in order of issue."""
         self.num_waiting = 0
@@ -440,7 +440,7 @@ class _Run:
                 self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
-        """Send the new version once the previous one is served; in conventional mode, wait until it is served itself."""
+        """Send the new version once the previous one is served; in conventional mode, then wait until the new one is served."""
         yield self.now + self.timing.snapshot
         yield lambda: self.served == self.offered
         self.offered = self.version

@@ -110,8 +110,8 @@ MOST_STALE = 0.01
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
     """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens.
 
-    Without lengths, all completions are taken as equally long, which gives the smallest possible value. All episodes in
-    progress count, decoding or not, as if their time were proportional to their tokens. In conventional mode it is G - 1."""
+    Without lengths, all completions count as equally long, which gives the smallest possible value. All episodes in progress
+    count, decoding or not, as if their time were proportional to their tokens. In conventional mode the lag is G - 1."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
     in_progress = recipe.samples_in_progress * max(1, num_actors)
@@ -119,7 +119,7 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 
 
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
-    """Return what is wrong with a lag limit below `lag`, the largest of this recipe, or None if the limit is not below it.
+    """Return an error if the recipe's lag limit is below `lag`, the recipe's largest lag; None if it is not.
 
     With a smaller limit the feeder issues too few groups to fill the actors, and sequences are too old when their group is
     complete. The same holds for a limit of the mean lag, because short samples wait for the longest one of their group."""

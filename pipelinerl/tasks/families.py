@@ -18,8 +18,8 @@ from reasoning_gym.factory import ProceduralDataset
 @dataclass
 class RepeatedAdditionConfig:
     """Bounds are inclusive. The number of additions has a truncated Pareto distribution, so that most problems are short and a
-    few are very long, as with reasoning models. Each addition needs only the previous result, so that a small model that can
-    add once can continue for any number of steps.
+    few are very long, as with reasoning models. Each addition needs only the previous result, so a small model that can add
+    once can go on for any number of additions.
 
     `tail_index`: α of the Pareto distribution; the smaller, the heavier the tail."""
 

@@ -50,7 +50,7 @@ def final_answer(reference: str) -> str:
 
 
 def near_misses(answer: str) -> list[str]:
-    """Return answers that certainly differ from `answer`: its first number, the other sign, its two parts exchanged."""
+    """Return answers that certainly differ from `answer`: its first number, its negation, its two parts exchanged."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
     bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
     number = re.search(r"\d+(?:\.\d+)?", bare)

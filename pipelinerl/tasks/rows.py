@@ -34,7 +34,7 @@ LARGEST_UNPACKED = 32 * 2**30
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst", ".zstd")
 _SPLITS = re.compile(r"(?<![a-z])(?:(?P<train>train(ing)?)|(?P<test>test(ing)?|eval(uation)?)|val(id(ation)?)?|dev)(?![a-z])")
-"""Words in names of files and folders by which the library `datasets` tells splits apart."""
+"""Words by which the library `datasets` recognises splits in names of files and folders."""
 
 
 class BadRow(Exception):
@@ -216,7 +216,7 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
 
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read rows under a header. A row's number is that of its first line, since a quoted value may span several lines."""
+    """Read rows under a header. A row's number is its first line's, because a quoted value may span several lines."""
 
     def lines() -> Iterator[str]:
         for number, line in enumerate(_lines(path, stream), start=1):
@@ -272,9 +272,9 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the hub, or a local folder in its form, with the library `datasets`. It has a cache, takes the token
-    from the environment and refuses a set that wants to run code. With `task.max_rows`, rows are streamed, so that a large set
-    is not fetched whole. If the hub cannot be reached, only the cache is used."""
+    """Read a data set of the hub, or a local folder in its form, with the library `datasets`. The library has a cache, takes
+    the token from the environment and refuses a set that wants to run code. With `task.max_rows`, rows are streamed, so that a
+    large set is not fetched whole. If the hub cannot be reached, only the cache is used."""
     try:
         import datasets
     except ImportError as error:
@@ -345,7 +345,7 @@ def _commit(config: TaskConfig) -> str | None:
 
 
 def _hub_error(config: TaskConfig, error: Exception) -> UserError:
-    """Return an error that names the field whose value the set does not have, with the library's message."""
+    """Return an error for the field whose value the set does not have, with the library's message."""
     from datasets.exceptions import DatasetNotFoundError
 
     said = " ".join(str(error).split())[:300]

@@ -1,15 +1,15 @@
-"""Make the source of problems that a recipe's task section names. A source is a pure function of split and index.
+"""Make the source of problems that a recipe's task section describes. A source is a pure function of split and index.
 
-The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder can
-resume from a number. Held-out problems never occur in training. The trainer turns problems into tokens.
+The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder can resume
+from a number. Held-out problems never occur in training. The trainer turns problems into tokens.
 
 Rows of files or of the hub (`rows`) are all read and checked at start, and bad rows are reported in one error with their
 places. The seed draws the held-out problems at random, since files are often sorted; training goes through the others in a
-shuffled order, epoch after epoch.
+shuffled order, one pass after another.
 
 A family of reasoning-gym, ours included, generates blocks of `BLOCK` problems from a seed that is derived from the run's seed,
 the split and the block's number. A training problem whose question is in the held-out split is replaced by the next candidate.
-A few families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets; another
+A few families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets, so another
 process generates the same problems only with the same PYTHONHASHSEED.
 """
 
@@ -49,7 +49,7 @@ class Problem:
     """One problem. `reference` holds JSON values: `answer`; `row`, the whole row if it has more than prompt and answer; for
     reasoning-gym also `dataset` and `entry`, which its scorer needs.
 
-    `messages`: the prompt in OpenAI's form, if the file has it so; `question` is then its JSON.
+    `messages`: the prompt in OpenAI's form, if the file has it in that form; `question` is then its JSON.
     """
 
     question: str
@@ -80,15 +80,15 @@ class Source(Protocol):
     num_heldout: int
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Return a problem. Training problems are endless; the number of held-out ones is `num_heldout`."""
+        """Return a problem. Any index is valid for training; held-out problems are `num_heldout` in number."""
         ...
 
 
 class Interleaving:
     """Assign a run's problems to several tasks by their weights, as a pure function of the problem's number.
 
-    Among the first n problems, each task has its share, off by at most half the number of tasks. Each task takes its share,
-    evenly spaced, of the problems that the tasks before it leave.
+    Among the first n problems, each task has its share, off by at most half the number of tasks. In order, each task takes its
+    evenly spaced share of the problems that earlier tasks have left.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -116,7 +116,7 @@ def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) ->
 
 
 def episode_seed(run_seed: int, split: Split, index: int) -> int:
-    """Return the seed, below 2^62, from which an environment draws a problem: equal for all its samples, unique to it."""
+    """Return the seed, below 2^62, from which an environment draws a problem. Only samples of the same problem share a seed."""
     drawn = np.random.SeedSequence((run_seed, list(Split).index(split), index)).generate_state(1, np.uint64)
     return int(drawn[0] >> 2)
 
@@ -135,7 +135,7 @@ class SeededSource:
 
 
 class Division:
-    """A seeded division of `size` problems into held-out and training ones. Training indices continue into further epochs; a
+    """A seeded division of `size` problems into held-out and training ones. Training indices continue into further passes; a
     set that is not trained on has only held-out problems. Raises `FieldError` that names `where` if there are too few."""
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:

@@ -146,7 +146,7 @@ class MetricSet:
         self._prefix, self._registry = prefix, registry
 
     def gauge(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Gauge:
-        """Make a gauge, which is 0 until it is set if it has no label."""
+        """Make a gauge. One without labels is 0 until it is set."""
         full = self._describe(name, "gauge", text, labels, unit)
         return Gauge(full, text, tuple(labels or ()), registry=self._registry)
 

@@ -6,8 +6,8 @@ process. OpenTelemetry's global provider and current span are left alone: librar
 
 Spans are sent only if OpenTelemetry's own environment variables ask for it; otherwise the SDK is not loaded. This module reads
 the variables that choose the exporter. The SDK reads the others (sampler, queue, time limits, headers, certificates,
-compression) and logs values that it cannot use. Spans wait in a bounded queue and leave on a separate thread: if the collector
-is away, spans are lost, but the work goes on, and the process ends at most `END_WITHIN_S` later.
+compression) and logs values that it cannot use. Spans wait in a bounded queue and leave on a separate thread. If the collector
+is away, spans are lost, the work goes on, and the process ends at most `END_WITHIN_S` later.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def is_on() -> bool:
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
-    """Begin a trace if the sampler selects it; use it in a `with` statement, which ends it. Keeps `MOST_LINKS` links."""
+    """Begin a trace if the sampler selects it. Use it in a `with` statement, which ends the span. Keeps `MOST_LINKS` links."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 

@@ -76,7 +76,7 @@ HEADER_SIZE = 6
 
 
 def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
-    """Return the header that precedes a chunk on the wire, int64[6], so that a receiver notices a mix-up before the bytes.
+    """Return the header that precedes a chunk on the wire, int64[6]. It reveals a mix-up before the bytes arrive.
 
     With NCCL, the header is a small tensor on the device that is sent in order with the chunks, under the same timeouts, and
     discarded with the communicator when a transfer is given up. The store would be a second channel to synchronize.
@@ -86,7 +86,7 @@ def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
 
 
 def announced_checksum(header: Tensor, version: PolicyVersion, chunk: Chunk) -> int:
-    """Return the checksum in the header of `chunk`. Raises WrongChunk if it is not a header or is that of another chunk."""
+    """Return the checksum in the header of `chunk`. Raises WrongChunk if it is no header, or the header of another chunk."""
     magic, incarnation, number, index, checksum, num_bytes = header.tolist()
     for field, expected, actual in (
         ("magic", f"{MAGIC:#x}", f"{magic:#x}"),
@@ -173,7 +173,7 @@ class Unpacker:
     def __init__(self, manifest: Manifest, take: Callable[[int], Tensor]) -> None:
         self._manifest, self._take = manifest, take
         self._incomplete: deque[Tensor] = deque()
-        """Allocated memory whose tensors have not been returned, in order."""
+        """Memory of tensors that have not been returned yet, in order."""
 
     def room(self, chunk: Chunk) -> Tensor:
         """Return the memory for the chunk's bytes, uint8[chunk.num_bytes], contents undefined."""
@@ -220,7 +220,7 @@ class ReusedMemory:
         self._buffers: list[np.ndarray] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return uint8[num_bytes], contents undefined. It is exclusive as long as a view of it exists."""
+        """Return uint8[num_bytes], contents undefined. The memory is exclusive as long as a view of it exists."""
         for index in range(len(self._buffers)):
             if sys.getrefcount(self._buffers[index]) == _HELD_BY_NOBODY and self._buffers[index].nbytes >= num_bytes:
                 return torch.from_numpy(self._buffers[index])[:num_bytes]

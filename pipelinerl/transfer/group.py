@@ -1,14 +1,14 @@
 """A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive.
 
-A group is built from a key-value store that the trainer hosts, without torch's global process group, so that several groups
-(of successive epochs, or side groups of joiners) can coexist in one process. The backends `gloo` and `nccl` have the same
+A group is built from a key-value store that the trainer hosts, without torch's global process group, so that several groups (of
+successive epochs, or side groups of joiners) can coexist in one process. The backends `gloo` and `nccl` have the same
 interface. Every wait has a deadline. A group that failed is unusable: close it, agree on a new epoch and build another.
 
 Neither the store nor Gloo authenticates peers: anyone who reaches their ports can read and disturb a transfer
 (docs/security.md).
 
-Ranks meet in two steps. First each rank checks in at the store, and rank 0 waits for all; only then do they connect to each
-other. A missing rank therefore blocks no other rank inside a collective library, and if rank 0 gives the meeting up, all
+Ranks meet in two stages. First each rank checks in at the store, and rank 0 waits for all; only then do they connect to each
+other. A missing rank therefore blocks no other rank inside a collective library, and if rank 0 gives up the meeting, all
 waiting ranks stop at once.
 
 Gloo cannot interrupt a running operation (`ProcessGroupGloo.abort` does nothing), so each operation has its own timeout, which
@@ -56,7 +56,7 @@ class Placement:
     stream: Any = None
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Queue this thread's work inside on the stream. Memory allocated inside is reused in the stream's order."""
+        """Inside the block, queue this thread's work on the stream. Memory allocated there is reused in the stream's order."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
@@ -165,8 +165,8 @@ class NcclTransport:
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Broadcast `tensor` and wait until the device has sent or filled it.
 
-        Raises TimeoutError, TransferAborted if it was given up or closed meanwhile, and RuntimeError for NCCL's errors. The
-        communicator is then closed, so that its kernel does not write to memory that is reused.
+        Raises TimeoutError, TransferAborted if the transfer was given up or closed meanwhile, and RuntimeError for NCCL's
+        errors. The communicator is then closed, so that its kernel does not write to memory that is reused.
         """
         try:
             self._broadcast(tensor, timeout_s)
@@ -190,7 +190,7 @@ class NcclTransport:
             work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises NCCL's error, if any; no longer waits
 
     def close(self) -> None:
-        """Abort, also an operation that runs on another thread, and wait for the end for at most `ABORT_WITHIN_S`.
+        """Abort, even if an operation is running on another thread, and wait at most `ABORT_WITHIN_S` until it has ended.
         Idempotent."""
         with self._closing:
             if self._aborting is None:
@@ -276,11 +276,11 @@ class WeightGroup:
     ) -> WeightGroup:
         """Meet the other `spec.world - 1` ranks.
 
-        `patience_s`: on rank 0, time to wait for the next rank after the last one came, if all ranks are expected at once.
+        `patience_s`: on rank 0, time to wait for the next rank after the latest one came, if all ranks are expected at once.
 
-        `given_up` ends the wait early; if set on rank 0, for all ranks. With NCCL it also ends later broadcasts at once.
-        Raises DeadlineExceeded if ranks are missing after `timeout_s` (on rank 0 RanksMissing, which names them),
-        TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
+        `given_up` ends the wait early; if set on rank 0, for all ranks. With NCCL it also ends later broadcasts at once. Raises
+        DeadlineExceeded if ranks are missing after `timeout_s` (on rank 0 RanksMissing, which names them), TransferAborted if
+        the meeting was given up, and GroupFailed if the store is unreachable.
         """
         stop = given_up or threading.Event()
         # A separate thread is needed because torch waits for a store whose host is gone as long as TCP does.

@@ -1,9 +1,9 @@
 """The manifest, on which both ends of a weight transfer agree, and the errors of a transfer. No torch: dtypes are names.
 
-The manifest of a run's weights says which tensors are sent, in which form, and how they are cut into chunks. It is fixed for
-a run and identified by its id, so that an update carries only the id. The tensors are laid out one after another in a flat
-stream of bytes, each at a multiple of `ALIGNMENT`. A chunk is a piece of the stream with as many whole tensors as fit, or a
-part of one tensor that does not fit.
+The manifest of a run's weights says which tensors are sent, in which form, and how they are cut into chunks. The manifest is
+fixed for a run, so that an update carries only the manifest's id. The tensors are laid out one after another in a flat stream
+of bytes, each at a multiple of `ALIGNMENT`. A chunk is a piece of the stream with as many whole tensors as fit, or a part of
+one tensor that does not fit.
 
 The manifest holds no weights, no checksums, and nothing else that changes from version to version.
 """
@@ -57,11 +57,11 @@ class WrongChunk(TransferError):
 
 
 class TransferAborted(TransferError):
-    """This side gave the transfer up, as it was asked to."""
+    """This side gave up the transfer on request."""
 
 
 class NothingStaged(TransferError):
-    """A commit named a version that is not the one prepared."""
+    """A commit asked for a version other than the prepared one."""
 
     def __init__(self, wanted: PolicyVersion, staged: PolicyVersion | None) -> None:
         super().__init__(f"version {wanted} is to be served, but {staged or 'nothing'} is staged")
@@ -207,7 +207,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Parse a `WeightManifest`. Raises `MessageError` if it is malformed or its id does not match its content."""
+        """Parse a `WeightManifest`. Raises `MessageError` if it is malformed or if id and content do not match."""
         message = parse(WeightManifest(), data, KIND)
         manifest_id = message.manifest_id
         message.ClearField("manifest_id")

@@ -78,12 +78,12 @@ INTERRUPT_S = 1.5
 DRAIN_S = 2.5
 """Time to verify and store finished sequences after a stop."""
 HAND_OVER_S = 3.0
-"""Time to publish the rest on PROMPTS. If nothing answers, all this and vLLM's end take about 9 s, of the 15 s that a user
-waits; normally they take a fraction of a second."""
+"""Time to publish the rest on PROMPTS. A whole stop, including vLLM's end, normally takes a fraction of a second. If nothing
+answers, it takes about 9 s of the 15 s that a user waits."""
 
 
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:
-    """Run the actor until `stop` is set. Raises the error that ended it otherwise."""
+    """Run the actor until `stop` is set. If an error ends it earlier, raise that error."""
     recipe, registry, readiness = load_recipe(settings.recipe), RunRegistry(settings.run), Readiness("vLLM is starting")
     metrics = ActorMetrics(registry)
     async with AsyncExitStack() as stack:
@@ -128,7 +128,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
 
 
 class Actor(actor_pb2_grpc.ActorServiceServicer):
-    """The running parts and their wiring, and the gRPC service: state, held-out generation, the parity probe."""
+    """Connects the actor's running parts, and serves its gRPC calls: state, held-out generation, the parity probe."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         )
 
     async def _answer(self, prompt_id: str, group: PromptGroup, trace: Trace) -> actor_pb2.GenerateResult:
-        """Sample a held-out completion or episode, beside those of training."""
+        """Sample a held-out completion or episode while training continues."""
         async with self._heldout_samples:
             try:
                 sequence = await self._heldout.sample(group, start_of(group, 0), trace)
@@ -306,15 +306,15 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait for their ends. The task group raises their errors."""
+    """Cancel tasks and wait until they have ended. The task group raises their errors."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
 
 
 def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: Container[str] = ()) -> dict[str, PromptGroup]:
-    """Return each prompt by its id, as a group of one sample. Raises `MessageError`. `episodic`: the tasks whose samples are
-    episodes."""
+    """Return each prompt by its id, as a group of one sample. Raises `MessageError`. `episodic`: the tasks with episodes as
+    samples."""
     kind, call = "GenerateRequest", os.urandom(4).hex()
     if len(request.prompts) > MAX_PROMPTS:
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
@@ -358,8 +358,8 @@ LEAVE_WITHIN_S = 2.0
 class Heartbeat:
     """One entry of the membership bucket, refreshed three times per TTL with the current version and phase.
 
-    A process that dies or freezes stops refreshing, so that the trainer notices its loss. `me`: the fixed fields; `process`
-    differs at every start, so that a restarted actor is a new member. `manifest_id()` is called at each refresh.
+    A process that dies or freezes stops refreshing, so the trainer notices its loss. `me`: the fixed fields; `process` differs
+    at every start, so that a restarted actor is a new member. `manifest_id()` is called at each refresh.
     """
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
@@ -381,7 +381,7 @@ class Heartbeat:
     async def leave(self) -> None:
         """End the heartbeat and remove the registration within `LEAVE_WITHIN_S`; if that fails, it expires.
 
-        A draining actor first registers as draining, so that the trainer knows that it is stopping in good order.
+        An actor that drains first registers as draining, so that the trainer can tell an orderly stop from a failure.
         """
         if self._left:
             return

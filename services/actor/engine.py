@@ -1,7 +1,7 @@
-"""The interface to an inference engine, and the sequences made of its completions.
+"""The interface to an inference engine, and the conversion of its completions to sequences.
 
-`vllm_engine.py` implements `InferenceEngine` with vLLM; tests use a light one. `weight_sync/client.py` gives an engine new
-weights. An engine takes and returns tokens; it does not know prompts as text, rewards or streams.
+`vllm_engine.py` implements `InferenceEngine` with vLLM; tests use a light implementation. `weight_sync/client.py` gives an
+engine new weights. An engine takes and returns tokens; it knows nothing about text prompts, rewards or streams.
 
 A completion becomes a sequence without reward, a failed sequence with its reason, or a partial sequence that another actor
 continues. The functions for this are pure, without an engine, stream or clock.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from services.actor.weight_sync.client import WeightUpdateClient
 
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Large odd factor, so that seeds of a sample's continuations differ from those of its neighbours."""
+"""Large odd factor. It separates the seeds of a sample's continuations from those of neighbouring samples."""
 UNFINISHED = "engine: it was stopped before it was finished"
 
 
@@ -46,8 +46,8 @@ class EngineError(PipelineRLError):
 class GenerationRequest:
     """A request for one completion. `prompt_token_ids` int32[tokens]; `seed` None = the engine's own random stream.
 
-    `cache_salt`: only requests of the same salt share cached keys and values of a common prefix. The engine calls it when the
-    request enters, and again if the request restarts because weights were swapped before its first token."""
+    `cache_salt` returns a salt. Only requests with the same salt share cached keys and values of a common prefix. The engine
+    calls it when the request enters, and again if the request restarts because weights were swapped before its first token."""
 
     request_id: str
     prompt_token_ids: TokenIds
@@ -108,8 +108,8 @@ def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
 
 
 def seed_of(group: PromptGroup, sample_index: int, num_tokens: int = 0, number: int = 0) -> int | None:
-    """Return the seed of a request whose sample goes on after `num_tokens`, and which is an episode's request `number`; None if
-    the group has none. No two requests get the same one, since it would repeat the first random numbers."""
+    """Return a request's seed; None if the group has none. Requests with equal seeds would draw the same random numbers, so it
+    also depends on the sample's `num_tokens` so far, and on the `number` of the request within an episode."""
     return (group.seed + sample_index + (num_tokens + (number << 32)) * _SEED_STEP) % (1 << 63) if group.seed else None
 
 
@@ -148,7 +148,7 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
-    """Cut a sample or turn at the token that completes a stop string which begins in its first `carried` tokens, if any.
+    """If a stop string begins in the first `carried` tokens of a sample or turn, cut at the token that completes it.
 
     An engine looks for stop strings only in the tokens that it samples itself. Dropping the tokens after such a string changes
     no probability: the rest is what a single actor would have sampled.

@@ -34,10 +34,10 @@ VERIFY = "pipelinerl.v1.VerifierService/Verify"
 
 
 async def keep_dead_letter(bus: Bus, delivery: PromptDelivery, reason: str, actor: str) -> bool:
-    """Store a message of PROMPTS that `actor` gives up, for people (`pipelinerl dead-letters`).
+    """Store a message of PROMPTS that `actor` gives up, so that people can inspect it (`pipelinerl dead-letters`).
 
-    If the letter is too large, it is stored without the message. Return False if it could not be stored; the message must then
-    not be given up, and will be delivered again.
+    If the letter is too large, it is stored without the message. Return False if it could not be stored; the caller must then
+    not give up the message, which will be delivered again.
     """
     letter = DeadLetter(
         run=bus.run,
@@ -68,14 +68,14 @@ WORKERS = 4
 
 @dataclass(frozen=True, eq=False)
 class FinishedSample:
-    """A sequence with its group. If `sequence.failure` is set, it gets no reward and skips the verifier."""
+    """A sequence with its group. A sequence with a `failure` skips the verifier and gets no reward."""
 
     group: PromptGroup
     sequence: Sequence
     trace: Trace = None
-    """Parent of its next span."""
+    """Parent of the sample's next span."""
     judged: bool = False
-    """True if it already has its reward."""
+    """True if the sample already has its reward."""
 
 
 class Finisher:
@@ -173,9 +173,9 @@ class Finisher:
         await self._on_published(sample.group, sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
-        """Publish until the stream has stored the sequence, and return its failure; empty for a good sequence.
+        """Publish until the stream has stored the sequence. Return the sequence's failure; empty for a good sequence.
 
-        An invalid sequence, or one beyond max_payload, is stored as a failure without arrays and texts.
+        A sequence that is invalid or larger than max_payload is stored as a failure without arrays and texts.
         """
         try:
             await self._publish_until_stored(sequence, headers)

@@ -1,4 +1,4 @@
-"""The sampler of prompt groups, and the generation loop, which keeps H sequences of training in progress."""
+"""The sampler of prompt groups, and the generation loop, which keeps H training sequences in progress."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ log = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 5.0
 FETCH_RETRY_S = 1.0
 ABORT_AGAIN_S = 0.01
-"""Interval of repeated aborts, since a request that is just entering the engine cannot be aborted yet."""
+"""Seconds between repeated aborts. One abort is not enough, because it misses a request that is just entering the engine."""
 
 
 class Sampler:
     """Samples completions and episodes of prompt groups, and decodes at most `places` of them at once.
 
-    It returns a sequence: that of a completion without a reward, that of an episode with it, and a failed one with its reason.
-    An actor has one sampler for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation.
+    A completion becomes a sequence without reward, an episode one with its reward, and a failure a failed sequence. An actor
+    has one sampler for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Sampler:
         keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None,
         stopped: asyncio.Event | None = None,
     ) -> None:
-        """`episodes`: needed if samples of a task are episodes. `metrics` None: it counts nothing. `keep(group, partial)` is
+        """`episodes`: needed if samples of a task are episodes. `metrics`: None = count nothing. `keep(group, partial)` is
         called with all usable tokens of a sample that is finished or interrupted. `stopped` ends episodes."""
         self._engine, self._gate, self._instance, self._max_context = engine, gate, instance, max_context
         self._split, self._episodes, self._metrics, self._keep = split, episodes, metrics, keep
@@ -174,8 +174,8 @@ class Sampler:
     async def extend(
         self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
     ) -> tuple[Made, float]:
-        """Continue `made` after `context`, to its end, to `sampling.max_tokens` in total or to an interruption, in one of the
-        places. Return it with its seconds in the engine. `salt()` is called when it enters the engine. Raises `EngineError`."""
+        """Continue `made` after `context` in one of the places, until it ends, has `sampling.max_tokens` or is interrupted.
+        Return it and its seconds in the engine. `salt()` is called when the request enters. Raises `EngineError`."""
         carried, elapsed_s = len(made.completion_token_ids), 0.0
         if made.finish_reason is None and carried >= sampling.max_tokens:
             made = replace(made, finish_reason=FinishReason.LENGTH)
@@ -200,14 +200,14 @@ class Sampler:
 
 
 class GenerationLoop:
-    """Keeps H sequences decoding, the places of its sampler, which `metrics.busy` counts.
+    """Keeps H sequences decoding, one in each place of its sampler. `metrics.busy` counts them.
 
     Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
-    commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
-    trainer's feeder issues it). Groups are admitted sample by sample, so a large group never leaves slots empty; if the gate
-    closes meanwhile, the remaining samples go back to PROMPTS for another actor. A sample that an actor began before it left is
-    continued where it stopped. An episode takes one of the H places only while it decodes a turn, so more slots than places
-    exist then.
+    commit opens it), for a free slot (the finisher frees one when it takes a finished sample) and for a group (the trainer's
+    feeder issues it). Groups are admitted sample by sample, so a large group never leaves slots empty; if the gate closes
+    meanwhile, the remaining samples go back to PROMPTS for another actor. A sample that a leaving actor began is continued
+    where that actor stopped. With episodes, there are more slots than places, because an episode takes one of the H places only
+    while it decodes a turn.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class GenerationLoop:
 
 
 async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:
-    """Answer a delivery. If that fails, it is only logged, since the message is redelivered and then answered."""
+    """Answer a delivery. A failure is only logged, because the message is then redelivered and answered again."""
     try:
         await answer
     except BusError as error:

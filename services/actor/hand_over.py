@@ -52,8 +52,8 @@ class HeldGroup:
 class HeldGroups:
     """Keeps groups alive and acknowledges them when all their sequences are published.
 
-    A group may arrive in several messages, if it was handed over in parts or if its first actor died between handing it over
-    and acknowledging it. Each sample is still generated once, and each message is acknowledged when its samples are stored.
+    A group arrives in several messages if it was handed over in parts, or if its first actor died after handing it over and
+    before acknowledging it. Each sample is still generated once, and each message is acknowledged when its samples are stored.
     Consumes published sample indices, produces acknowledgements. Bounded by H, since every group has a sample in progress.
     """
 
@@ -75,7 +75,7 @@ class HeldGroups:
         return group.group_id in self._held and delivery.position in self._held[group.group_id].messages
 
     def take(self, group: PromptGroup, delivery: PromptDelivery) -> list[int]:
-        """Take a message and return the indices of its samples that no other held message covers, to generate them."""
+        """Take a message and return the indices of the samples to generate: those that no other held message covers."""
         held = self._held.setdefault(group.group_id, HeldGroup(group))
         if delivery.position in held.messages:  # redelivered: the later delivery must be answered
             held.messages[delivery.position].delivery = delivery
@@ -184,7 +184,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
 
 
 async def hand_back(bus: Bus, held: HeldGroups, group_id: str, samples: Sequence[int], *, instance: str) -> None:
-    """Return `samples` that this actor has not begun to PROMPTS, for another actor.
+    """Give `samples`, which this actor has not begun, back to PROMPTS for another actor.
 
     Waits for the stream. Raises `MessageError`, `PayloadTooLarge`; the samples then stay here.
     """
@@ -223,8 +223,8 @@ def messages_of(
 ) -> tuple[list[bytes], int]:
     """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence.
 
-    A message of more than `max_bytes` is halved. The second value counts the tokens of single samples that are too long; these
-    samples start again from the prompt. Raises `MessageError`. Pure.
+    A message of more than `max_bytes` is split in half. A single sample that is still too long starts again from the prompt;
+    the second value counts the tokens that are dropped for this. Raises `MessageError`. Pure.
     """
     others = tuple(sorted(set(range(group.num_samples)) - set(missing)))
     mine = tuple(sample for sample in partials if sample.sample_index in missing)

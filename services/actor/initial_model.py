@@ -27,11 +27,11 @@ from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 log = logging.getLogger("services.actor.initial_model")
 
 SILENT_S = 60.0
-"""Time without a chunk from the trainer, after which the request is repeated."""
+"""Seconds without a chunk from the trainer after which the request is repeated."""
 
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
-    """Fetch the model that the run builds into the cache, unless it is there.
+    """Fetch the run's initial model into the cache, unless it is already there.
 
     Raises `FieldError`, and `ServiceError` if `stop` is set first.
     """

@@ -12,7 +12,7 @@ from pipelinerl.messages.verification import FAILURE_CODES
 from pipelinerl.telemetry.metrics import MetricSet
 
 CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-"""Buckets of calls to another process, from the same machine to a reward at its deadline or an outage of the stream."""
+"""Buckets for calls to another process, from the same machine to a reward at its deadline or an outage of the stream."""
 RECEIVE_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 """Buckets from megabytes within a machine to hundreds of gigabytes over a network."""
 STALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 15)
@@ -36,11 +36,11 @@ IGNORED_FIELDS = (
 
 
 class BusyClock:
-    """Counts the seconds in at least one `with` block of it. Updated on one event loop, read on any thread."""
+    """Counts the seconds during which at least one of its `with` blocks runs. Updated on one event loop, read on any thread."""
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Number of items in progress, start of the current busy time, and seconds of earlier ones. Replaced as a whole."""
+        """Items in progress, start of the current busy time, and total seconds of earlier busy times. Replaced as a whole."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state
@@ -62,7 +62,7 @@ class BusyClock:
 
 
 class ActorMetrics:
-    """Counters and gauges of one actor. Readings except `ready`, which is 0, have no series until they have a source."""
+    """Counters and gauges of one actor. A reading has no series until it has a source, except `ready`, which starts at 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet("pipelinerl_actor", registry)

@@ -63,7 +63,7 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
 
 
 def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
-    """Return the `names` that no chat template (one, or several by name) reads. Raises `jinja2.TemplateError`."""
+    """Return the `names` that no chat template reads. `template`: one, or several by name. Raises `jinja2.TemplateError`."""
     environment, read = Environment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
     for text in template.values() if isinstance(template, dict) else (template,):
         without = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)  # a tag of transformers' own

@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM behind the `InferenceEngine` protocol. Only this file and `weight_sync/` use vLLM in the actor.
+"""vLLM's AsyncLLM behind the `InferenceEngine` protocol. In the actor, only this file and `weight_sync/` use vLLM.
 
 The engine takes and returns tokens. It neither tokenises prompts nor detokenises completions while it decodes, unless it has to
 look for stop strings. Text is made once per finished sequence, for rewards and people. Log-probabilities are those of the
@@ -53,7 +53,7 @@ async def build_off_loop(
 ) -> _Built:
     """Call `build()` on a thread, so that probes are answered and a stop takes effect at once.
 
-    A stop terminates the processes that `build` has started, which `children()` lists, so that it fails; the thread is awaited.
+    A stop terminates the processes that `build` has started, listed by `children()`. `build` then fails; its thread is awaited.
     Raises the errors of `build` or, if `stop` is set, `StartStopped`. If `build` succeeds nevertheless, its result is returned
     and the caller must end it.
     """
@@ -80,7 +80,7 @@ async def build_off_loop(
 
 _ABORTED = "abort"
 WARM_UP_TOKENS = 2
-"""Tokens of each sequence of the warm-up, so that one decode step follows the prompt's."""
+"""Tokens of each warm-up sequence. Two, because the prompt's step gives the first and a decode step the second."""
 
 
 def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]:
@@ -140,8 +140,8 @@ async def start_engine(
 ) -> AsyncIterator[VllmEngine]:
     """Start vLLM on a thread (for tens of seconds, while the event loop runs), warm it up, and shut it down at the end.
 
-    `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: this pod's address on which
-    other ranks of a transfer group reach it.
+    `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the other ranks
+    of a transfer group reach this pod.
 
     Raises `EngineError` if vLLM cannot serve the model (its own log says why), and `StartStopped` if `stop` is set first.
     """
@@ -175,8 +175,8 @@ async def start_engine(
 
 
 def _private_folder() -> AbstractContextManager[str]:
-    """Return a private folder for vLLM's sockets, whose paths have at most 107 characters: the folder of temporary files if it
-    is private, else a new one."""
+    """Return a private folder for vLLM's sockets: the folder of temporary files if that is private, else a new one. The path of
+    a socket may have at most 107 characters."""
     folder = tempfile.gettempdir()
     if stat.S_IMODE(os.stat(folder).st_mode) == 0o700:
         return nullcontext(folder)
@@ -205,7 +205,7 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
-    """Copy the container image's model infos to a new cache, which saves vLLM 9 s for the inspection of a model class."""
+    """Copy the container image's model infos to a new cache. This saves the 9 s that vLLM takes to inspect a model class."""
     known, target = image / "modelinfos", cache / "modelinfos"
     if not known.is_dir() or target.exists():
         return
@@ -220,7 +220,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
     """Return a stat logger for vLLM that only calls `on_step`.
 
-    vLLM adds its own Prometheus logger, with a hundred metrics, unless a given logger is of that class.
+    Its class is a Prometheus logger's, because vLLM otherwise adds a logger of that class, with a hundred metrics.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -257,7 +257,7 @@ class VllmEngine:
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self._inside: set[str] = set()
         self._overtaken: set[str] = set()
-        """Requests without a token at the time of a swap, which must restart."""
+        """Requests that had no token when the weights were swapped, and must therefore restart."""
         self.use(weights)
 
     def use(self, weights: WeightUpdateClient) -> None:
@@ -291,8 +291,8 @@ class VllmEngine:
                 pass
 
     async def _overtake(self) -> None:
-        """Restart requests without a token before a swap. vLLM fixes a request's salt when it enters, so a request that waits
-        across the swap would read a cache of weights older than those of its first token."""
+        """Before a swap, restart the requests that have no token yet. vLLM fixes a request's salt when the request enters, so a
+        request that waits across the swap would read a cache of weights older than those of its first token."""
         begun = {name for name, tokens in self.progress().items() if tokens}
         self._overtaken |= self._inside - begun
         await self._abort(self._overtaken)

@@ -1,9 +1,9 @@
 """Limit processes that run users' code, and end them with all processes that they started. Linux.
 
-Limits are on address space and CPU time. This is not a jail: the user's code is trusted not to attack the machine, but not to
-end in time or to need little memory on a model's output. The same functions end such a process from outside and, from inside,
-the processes that its code left behind. Code in a sandbox, which a model may control, has a process above it that also limits
-how many processes and threads it starts (`keep_in_bounds`).
+Limits are on address space and CPU time. This is not a jail: users' code is trusted not to attack the machine, but on a model's
+output it may run too long or take too much memory. The same functions end such a process from outside and, from inside, the
+processes that its code left behind. A model may control code in a sandbox, so a process above the sandbox also limits how many
+processes and threads the code starts (`keep_in_bounds`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
 """Limits of one sandboxed program, reward worker or episode, over all its processes. Simultaneous calls may exceed them by a
-few, since a new process or thread is only counted when it exists."""
+few, because a new process or thread is counted only once it exists."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and _SEND, of 80 and 24 bytes."""
 _GO_ON = 1
@@ -47,7 +47,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def go_below_another() -> None:
-    """Return in a child of the calling process, attached to it; the caller only waits for the child's end.
+    """Fork, and return only in the child, attached to its parent. The parent just waits for the child's end.
 
     If one of the two processes above a sandbox is killed, the other ends the rest. The child has its own process group, because
     the group of a dead worker is killed."""
@@ -59,7 +59,7 @@ def go_below_another() -> None:
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
     """Stay outside the sandbox of `child`, and answer the requests of its seccomp filter for further processes or threads.
-    The filter's listener arrives on the first of `ends`, whose other end is the second; without `ends`, no filter asks.
+    `ends` is a socket pair whose first end receives the filter's listener; without it, no filter asks.
 
     Wait for the end of the child or of the process above this one, kill the remaining descendants, and end as the child did.
     This process must be attached to its parent.
@@ -150,7 +150,7 @@ def take_pipes() -> tuple[Connection, Connection]:
 
 
 def renew_cpu_limit(timeout_s: float) -> None:
-    """Set the CPU limit to the wall-clock limit times cores; it only ends code that the verifier did not end before."""
+    """Set the CPU limit to the wall-clock limit times cores. It is a fallback: the verifier normally ends the code first."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     allowance_s = int(timeout_s + 1) * (os.cpu_count() or 1) + _CPU_SLACK_S
     lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + allowance_s)

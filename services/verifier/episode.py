@@ -1,6 +1,6 @@
-"""Run one episode between an environment, tools or an agent and the actor that samples the policy's turns.
+"""Run one episode: an environment, tools or an agent talks to the actor that samples the policy's turns.
 
-An episode has its own process, and the verifier keeps its deadlines (`episode_pool`). An error of users' code becomes the
+An episode has its own process, and the verifier enforces its deadlines (`episode_pool`). An error of users' code becomes the
 result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns 0.
 """
 
@@ -51,7 +51,7 @@ from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
 
 _MOST_ANSWER_BYTES = 1024**2
 _MOST_RESULT_CHARACTERS = 256 * 1024
-"""Limit of the results of all tools that one turn calls, far below the actor's limit of a request."""
+"""Maximum size of the results of one turn's tool calls together, far below the actor's limit of a request."""
 _ROW_IN_ENVIRONMENT_BYTES = 100_000
 """Limit of a row in an environment variable; Linux allows 128 KiB."""
 
@@ -65,7 +65,7 @@ class PolicyFault(Exception):
 
 
 class EpisodeFailed(Exception):
-    """The episode failed, neither by an exception of the environment's code nor by the policy's fault."""
+    """The episode failed for a reason other than an exception of the environment's code or the policy's fault."""
 
 
 class Policy:
@@ -78,7 +78,7 @@ class Policy:
     def __init__(self, base_url: str, on_wait: Callable[[bool], None]) -> None:
         self.base_url, self._on_wait = base_url, on_wait
         self.completion_tokens = 0
-        """Tokens of the last turn."""
+        """Number of tokens in the latest turn."""
 
     def sample(self, messages: Messages, tools: Iterable[Mapping[str, Any]] = ()) -> Turn:
         """Return the next turn, and append it to `messages`. Raises `PolicyFault` and `EpisodeFailed`."""
@@ -216,7 +216,7 @@ def _messages(given: Any, method: str) -> Messages:
 
 
 class ToolUse:
-    """An environment for a problem of a file, with functions, also async ones, that the policy may call until it answers."""
+    """An environment for a problem from a file. The policy may call functions, also async ones, until it answers."""
 
     def __init__(self, tools: Mapping[str, Tool], system_prompt: str, instruction: str, prompt_field: str) -> None:
         self._tools, self._system_prompt, self._instruction = tools, system_prompt, instruction
@@ -229,7 +229,7 @@ class ToolUse:
         return [*system, {"role": "user", "content": asked}]
 
     async def reply(self, turn: Turn) -> Messages | Done:
-        """Return the results of the turn's calls; without calls the episode is done, and a scorer gives the reward later."""
+        """Return the results of the turn's calls. A turn without calls ends the episode; a scorer gives the reward later."""
         if not turn.tool_calls:
             return Done(0.0)
         most = _MOST_RESULT_CHARACTERS // len(turn.tool_calls)
@@ -237,7 +237,7 @@ class ToolUse:
         return [{"role": "tool", "tool_call_id": id_, "content": _shortened(answer, most)} for id_, answer in answers]
 
     async def _answer(self, call: ToolCall) -> str:
-        """Return the function's result, or what is wrong with the call; the policy sees both."""
+        """Return the function's result, or a message about what is wrong with the call. The policy sees either."""
         from jsonschema import Draft202012Validator
         from jsonschema.exceptions import best_match
 
@@ -260,15 +260,15 @@ class ToolUse:
 
 
 def _shortened(answer: str, most: int) -> str:
-    """Cut a result, since a long one would leave no room for a further turn, and the episode without a reward."""
+    """Cut a result. If a long one left no room for another turn, the episode would end without a reward."""
     return answer if len(answer) <= most else f"{answer[:most]}\n[cut: these are {most} of {len(answer)} characters]"
 
 
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
     """Run an agent's program and return its output. Raises `EpisodeFailed` if it fails or prints too much.
 
-    The problem's row is its standard input and, up to `_ROW_IN_ENVIRONMENT_BYTES`, PIPELINERL_ROW. Its standard error goes to
-    the verifier's log; the last line is the reason of a failure. `search_path`: PYTHONPATH of the program.
+    The program gets the problem's row on standard input and, up to `_ROW_IN_ENVIRONMENT_BYTES`, in PIPELINERL_ROW. Its standard
+    error goes to the verifier's log; the last line is the reason of a failure. `search_path`: its PYTHONPATH.
     """
     row = json.dumps(Problem.of(request).row)
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
@@ -291,8 +291,8 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
 
 
 def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
-    """Return the program's output until its end, even if other processes still hold its pipe, and the last characters of its
-    standard error, which is also copied to this process's. `given`: its standard input, which it need not read."""
+    """Return the output until the program ends, even if other processes still hold its pipe, and the last characters of its
+    standard error, which is also copied to this process's. `given`: standard input, which the program may ignore."""
     assert program.stdin is not None
     assert program.stdout is not None
     assert program.stderr is not None

@@ -1,7 +1,7 @@
 """Run a bounded number of episodes, each in a forked process that is killed at its deadline with all processes it started.
 
-The template, a process that has imported the user's code, forks the others (`episode_worker`). If it dies, it is started again,
-and callers must repeat the episodes that were running. An episode's code cannot affect other episodes.
+The template is a process that has imported the user's code and forks the episodes (`episode_worker`). If it dies, it is started
+again, and callers must repeat the episodes that were running. An episode's code cannot affect other episodes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_FRAME_BYTES = 16 * 1024**2
 _ENDS_WITHIN_S = 1.0
-"""Time within which a process whose socket is closed must end."""
+"""Time within which a process must end after its socket is closed."""
 _ORDER_AGAIN_S = 0.01
 """Interval at which an order is repeated while the socket to the template is full."""
 
@@ -95,7 +95,7 @@ class Template:
                 await asyncio.sleep(_ORDER_AGAIN_S)
 
     async def close(self) -> None:
-        """Kill the process with all episodes, which are lost."""
+        """Kill the process with all its episodes, which are then lost."""
         asyncio.get_running_loop().remove_reader(self.orders)
         await self.process.kill()
         self.orders.close()

@@ -1,9 +1,9 @@
 """`python -m services.verifier.episode_worker`: fork a process for each episode. The verifier starts it. Linux.
 
 This template process imports the user's code but does not run it, so that a fork takes milliseconds and little memory. It
-consumes orders on a socket and reports the end of each episode's process there. It waits for the next order, which the verifier
-sends, and for the end of a process. An order to begin comes with a socket for the episode. The first frame on it is the
-verifier's request; the episode sends one byte whenever it begins or ends to wait for the policy, and then its result, or its
+consumes orders on a socket and reports there when an episode's process ends. It waits for the next order, which the verifier
+sends, and for the end of a process. An order to begin comes with a socket for the episode. On that socket, the verifier first
+sends its request. The episode sends one byte whenever it starts or stops waiting for the policy, and finally its result, or its
 answer for the judge.
 
 An episode's process has its own session and limits of address space and CPU time, and dies with the template. When it ends, or
@@ -52,7 +52,7 @@ ORDER = struct.Struct("!cQ")
 """Kind of an order, and number of the episode."""
 BEGIN, KILL = b"B", b"K"
 ENDED = struct.Struct("!Qi")
-"""Number of an episode, and its exit code as `os.waitstatus_to_exitcode` returns it, or `NOT_FORKED`."""
+"""Number of an episode, and its exit code: that of `os.waitstatus_to_exitcode`, or `NOT_FORKED`."""
 NOT_FORKED = -(1 << 31)
 WAITS, WORKS = b"W", b"E"
 """Frames that say that the episode waits for the policy, or that its environment works."""
@@ -104,7 +104,7 @@ class Template:
     ) -> None:
         self._tasks, self._plays, self._orders, self._pipes = tasks, plays, orders, pipes
         self._running: dict[int, int] = {}
-        """Number of each running episode, by its process."""
+        """Number of each running episode, by its process id."""
         self._pid, self._wake = os.getpid(), socket.socketpair()
 
     def serve(self) -> None:

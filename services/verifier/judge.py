@@ -1,7 +1,7 @@
-"""Ask another model to judge a completion, by an OpenAI-compatible chat completions endpoint over HTTP.
+"""Ask another model to judge a completion, through an OpenAI-compatible chat completions endpoint over HTTP.
 
-The verifier's own process makes the call, since URL and template are the user's, and so that waiting occupies no worker. A
-worker scores the answer, which is untrusted text, like every item; the item has it as `judgement`.
+The verifier's own process makes the call: URL and template come from the user, and waiting must not occupy a worker. A worker
+scores the answer, because it is untrusted text, like every item; the item carries it as `judgement`.
 
 Answers are cached by the text of the question, so that a verifier normally asks each text once; failures are not cached. An
 item without the judge's answer fails and has no reward.
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 MOST_ANSWERS = 10_000
 """Maximum number of cached answers; the least recently used ones are dropped first."""
 ANSWER_CHARACTERS = 8192
-"""Characters kept of an answer, from its end, where models put their verdict."""
+"""Number of characters kept from the end of an answer, where models put their verdict."""
 MOST_BYTES = 4 * 1024**2
-"""Bytes read of a response."""
+"""Maximum number of bytes read of a response."""
 _BACKOFF = Backoff(first_s=0.5, most_s=10.0, jitter=0.5)
 _HEALS = (408, 409, 425, 429)
 """HTTP statuses, in addition to 5xx, after which the call is repeated."""
@@ -50,7 +50,7 @@ class JudgeUnavailable(PipelineRLError):
 
 
 class JudgeRefused(PipelineRLError):
-    """The judge refuses this call for good."""
+    """The judge refuses this call, and would refuse it again."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Judge:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer(self, item: verifier_pb2.VerifyItem) -> Answer | None:
-        """Return the answer for an item, one for each text. If the caller is cancelled, the call goes on, since the item comes
-        again. Return None for a completion that earns nothing because it was cut."""
+        """Return the judge's answer for an item; equal questions share one. If the caller is cancelled, the call goes on, since
+        the item comes again. Return None for a completion that earns nothing because it was cut."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             return None
         text = filled(self._config.template, item)
@@ -228,7 +228,7 @@ def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
 
 
 def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
-    """Make one call; blocks. Raises `JudgeUnavailable` or `JudgeRefused`, whose texts never contain the key."""
+    """Make one call; blocks. Raises `JudgeUnavailable` or `JudgeRefused`, without the key in their texts."""
     asked = {"model": config.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
     url = f"{config.url.rstrip('/')}/chat/completions"
     request = urllib.request.Request(url, data=json.dumps(asked).encode(), method="POST")

@@ -57,7 +57,7 @@ LONGEST_RESULT_BYTES = MAX_MESSAGE_BYTES // 4096
 """Limit of a worker's result, so that the results of the largest `actor.verify_batch` fit into one answer."""
 
 Loss = Literal["timeout", "death", "retirement"]
-"""Reason for the end of a worker. A worker retires by itself, between two items, so that no item is at fault."""
+"""Reason for the end of a worker. A worker retires by itself between two items, so no item is at fault."""
 
 
 class QueueFull(PipelineRLError):
@@ -72,7 +72,7 @@ class Job:
     on_result: Callable[[verifier_pb2.VerifyResult], None]
     future: asyncio.Future[verifier_pb2.VerifyResult]
     deaths: int = 0
-    """Number of workers that died on it."""
+    """Number of workers that died on this item."""
 
     def resolve(self, result: verifier_pb2.VerifyResult) -> None:
         if not self.future.done():
@@ -110,7 +110,7 @@ async def run_pool(
 
 
 class RewardPool:
-    """The pool, which `run_pool` creates. The queue is first in, first out; repeated items come first."""
+    """The pool, which `run_pool` creates. The queue is first in, first out, except that repeated items come first."""
 
     def __init__(self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int) -> None:
         self._recipe, self._metrics, self._readiness = recipe, metrics, readiness
@@ -125,7 +125,7 @@ class RewardPool:
     async def score(
         self, items: Iterable[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
     ) -> list[verifier_pb2.VerifyResult]:
-        """Return one result for each item, in order; `on_result` gets each at once. Raises `QueueFull` and then queues none.
+        """Return one result per item, in order; `on_result` gets each at once. If `QueueFull` is raised, no item is queued.
 
         If the call is cancelled, its items leave the queue.
         """
@@ -212,7 +212,7 @@ class RewardPool:
 
 
 def how_ended(code: int) -> str:
-    """Describe an exit code, or a signal if it is negative."""
+    """Describe an exit code. A negative one is a signal."""
     if code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
@@ -237,7 +237,7 @@ class WorkerProcess:
         self._last_output = ""
         self._output = asyncio.create_task(self._log_output())
         self.ended = asyncio.create_task(process.wait())
-        """Task that is done when the process has ended, also while it is idle."""
+        """Task that is done when the process has ended, even if that happens while the worker is idle."""
 
     @property
     def pid(self) -> int:
@@ -260,7 +260,7 @@ class WorkerProcess:
         return result
 
     async def read(self, within_s: float) -> bytes:
-        """Return the next frame, also one that arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone`."""
+        """Return the next frame, even if it arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone`."""
         frame = asyncio.create_task(self._next_frame())
         try:
             done, _ = await asyncio.wait((frame,), timeout=within_s)

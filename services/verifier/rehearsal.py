@@ -3,9 +3,9 @@
 It reads one JSON object from standard input: `recipe`, `items` with the fields of a `VerifyItem`, and the `forms` of each item:
 completions, each with the answer that the reward has to find in it (empty: any). It scores the items one after another in a
 worker process, as the verifier does, each with the first form that fits. It prints a line of JSON before each item (`calling`:
-its number) and after it (`completion`, `answer`, `status`, `reward`, `seconds`, `message`), so that the reader knows which item
-ended it. If the start fails, it prints `{"problem": "..."}`. If a reward costs a worker, its task gets no further item, since
-each would take seconds.
+its number) and after it (`completion`, `answer`, `status`, `reward`, `seconds`, `message`). If the process ends early, the
+reader thus knows at which item. If the start fails, it prints `{"problem": "..."}`. If a reward costs a worker, its task gets
+no further item, because each would take seconds.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class Limits:
     memory_mib: int = 512
     """Address space, including the interpreter's."""
     output_bytes: int = 65_536
-    """Size of standard output, of standard error, and of each file that it writes."""
+    """Maximum size of standard output, of standard error, and of each file that the program writes."""
     folder_mib: int = 16
-    """Size of all files together."""
+    """Maximum size of all files together."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ _ALLOW, _ASK, _REFUSE = 0x7FFF0000, 0x7FC00000, 0x00050000
 _NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
 _CLONE_THREAD = 0x10000
 _CLONE_ASIDE = 0x7E02_8000
-"""CLONE_PARENT, with which the child would become the parent's, and the flags of all namespaces."""
+"""CLONE_PARENT, which would make the new process a sibling of the calling one, and the flags of all namespaces."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _PRCTL = (3, 15, 16, 23, _PR_SET_NO_NEW_PRIVS)
-"""Options to read the dumpable flag and capabilities, for the name, and for the flag that is already set."""
+"""Options to read the dumpable flag and capabilities, to read or set the name, and to set the flag that is already set."""
 _MOST_FILES = 512
-"""Open files of each process under `confine`. The limit is needed because buffers of pipes and sockets count for no process."""
+"""Open files per process under `confine`. Without this limit, nothing bounds the memory in buffers of pipes and sockets."""
 _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
 _LISTENER = 1 << 3 | 1 << 5
@@ -224,7 +224,7 @@ def _call(number: int, *arguments: object) -> int:
 
 @cache
 def landlock_version() -> int:
-    """Return the kernel's version of Landlock; 0 if it has none, or if it is disabled."""
+    """Return the kernel's version of Landlock; 0 if Landlock is missing or disabled."""
     try:
         return _call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     except OSError:
@@ -266,8 +266,8 @@ def _private_dirs(path: str) -> list[str]:
 
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
-    """Yield rules that make everything below `path` readable except private folders, since Landlock's rules cannot exclude. In
-    the folders above private ones, all names are visible, but files created later cannot be read."""
+    """Yield rules that make everything below `path` readable except private folders. Landlock's rules cannot exclude a folder;
+    so above private folders all names are visible, and files created later cannot be read."""
     private = _private_dirs(path)
     if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR
@@ -279,13 +279,13 @@ def _beside_private(path: str) -> Iterator[tuple[str, int]]:
 
 
 def _forbid_privileges() -> None:
-    """Forbid the process to gain privileges by starting a program."""
+    """Prevent the process from gaining privileges by starting a program."""
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
 def _give_up_privileges() -> None:
-    """Drop all capabilities, since /proc shows root more than Landlock restricts, and forbid to regain any."""
+    """Drop all capabilities, because /proc shows root more than Landlock restricts, and prevent regaining any."""
     _forbid_privileges()
     if _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
@@ -332,7 +332,7 @@ class _Running:
 
 
 def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits, means: Means) -> Ended:
-    """Run `program` in a folder with `files`, whose names have no slash, until its end.
+    """Run `program` to its end, in a folder with `files`, whose names have no slash.
 
     The calling process must have one thread, since the new process sets its limits between fork and exec. Raises `OSError` or
     `subprocess.SubprocessError` if the sandbox, not the program, fails.
@@ -473,9 +473,9 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
 
 @cache
 def confinement_missing() -> str:
-    """Return what this machine lacks for `confine`; empty if nothing. A confined process must be able to signal only its own
-    processes, which Landlock supports from Linux 6.12 on. A container runtime must not already listen to its calls, since Linux
-    allows one listener per process."""
+    """Return what `confine` needs and this machine lacks; empty if nothing. A confined process must be able to signal only its
+    own processes, which Landlock supports from Linux 6.12 on. A container runtime must not already listen to its calls, since
+    Linux allows one listener per process."""
     if landlock_version() < _SCOPED:
         return f"Landlock of Linux 6.12 or later is needed; its version here is {landlock_version()}, of {_SCOPED}"
     try:

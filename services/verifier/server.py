@@ -58,7 +58,7 @@ class CallSpans:
                 self._spans[item.sequence_id] = span
 
     def scored(self, result: verifier_pb2.VerifyResult) -> None:
-        """End the reward's span now, when the item is scored. The time before it is the wait for a worker."""
+        """End the reward's span now that the item is scored. The time before the span is the wait for a worker."""
         span = self._spans.get(result.sequence_id)
         if span is not None:
             status = status_name(result.status)
@@ -92,7 +92,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
     async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:
-        """Score items. The status is RESOURCE_EXHAUSTED if the queue is too full, INVALID_ARGUMENT if they can never fit."""
+        """Score items. RESOURCE_EXHAUSTED means that the queue is too full, INVALID_ARGUMENT that the items can never fit."""
         started_s, spans, pool = time.perf_counter(), CallSpans(request.items), self._pool
         try:
             async with self._answering(context, spans.end):
@@ -111,7 +111,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return verifier_pb2.VerifyResponse(results=results)
 
     async def RunEpisode(self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResult:
-        """Run an episode. The status is RESOURCE_EXHAUSTED if too many are running, UNAVAILABLE if it was lost."""
+        """Run an episode. The status is RESOURCE_EXHAUSTED if too many episodes are running, UNAVAILABLE if it was lost."""
         about = attributes.rpc(f"{SERVICE_NAME}/RunEpisode")
         about |= {attributes.SEQUENCE_ID: request.sequence_id, attributes.TASK: request.task}
         trace = trace_in({"traceparent": request.traceparent})
@@ -127,7 +127,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return result
 
     async def _run(self, episodes: EpisodePool, request: verifier_pb2.EpisodeRequest) -> verifier_pb2.VerifyResult:
-        """Run an episode and, if its answer is for a judge, score the answer."""
+        """Run an episode. If a judge must score its answer, have it scored."""
         started_s = time.perf_counter()
         ended = await episodes.run(request)
         if isinstance(ended, verifier_pb2.VerifyResult):

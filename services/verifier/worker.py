@@ -146,7 +146,7 @@ def main() -> int:
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Score items. Return `RETIRED` if a reward has left the process worse than new. Raises `EOFError` at the pipe's end."""
+    """Score items. Return `RETIRED` if a reward left the process in a worse state. Raises `EOFError` at the pipe's end."""
     pid, own = os.getpid(), address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

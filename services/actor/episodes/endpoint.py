@@ -1,7 +1,7 @@
-"""The HTTP endpoint that environments and agents call for their turns: OpenAI's chat completions, and tokens in, tokens out.
+"""The HTTP endpoint at which environments and agents request turns: OpenAI's chat completions, or tokens in, tokens out.
 
 Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by its
-probabilities; a request only sets length, stop strings and tools. Answers are sent whole, even to a request for a stream, whose
+probabilities; a request only sets length, stop strings and tools. Answers are sent whole. If a request asks for a stream, its
 connection is kept alive until then.
 """
 
@@ -32,21 +32,21 @@ from services.actor.metrics import IGNORED_FIELDS, ActorMetrics
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Maximum size of a request, about a context of a million tokens."""
+"""Maximum size of a request. It has room for a context of about a million tokens."""
 BODY_WITHIN_S = 30.0
 """Time within which a request must arrive completely."""
 KEEP_ALIVE_S = 2.0
-"""Time until a stream's head is sent, and between its comments, which keep clients with short timeouts waiting."""
+"""Time until a stream's head is sent, and between the comments that keep clients with short timeouts waiting."""
 MAX_STOPS = 16
 _WHOLE = {"top_p": 1, "top_k": 0}
-"""Values of a request that do not count as ignored, since they leave the distribution uncut, as it always is."""
+"""Values of a request that do not count as ignored: they ask for an uncut distribution, which is always used."""
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """The used part of a request for a chat completion."""
+    """The parts of a chat-completion request that are used."""
 
     messages: list[Message]
     tools: Tools
@@ -130,7 +130,7 @@ class Endpoint:
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     async def fail(self, request: Request, error: Exception) -> Response:
-        """Answer after a defect, which the server logs afterwards."""
+        """Answer a request that failed by a defect. The server logs the defect afterwards."""
         return await self.refuse(request, _defect(error))
 
     async def not_found(self, request: Request, error: Exception) -> Response:
@@ -139,7 +139,7 @@ class Endpoint:
         return await self.refuse(request, Refused(error.status_code, "not_found", f"{error.detail}: only {answered}"))
 
     async def _stream(self, answering: Coroutine[Any, Any, str]) -> Response:
-        """Answer a stream. An early error, such as a refusal, has its own HTTP status; a later one is an event."""
+        """Answer with a stream. An early error, such as a refusal, has its own HTTP status; a later one is an event."""
         task = asyncio.create_task(answering)
 
         async def kept_alive() -> AsyncIterator[str]:
@@ -186,7 +186,7 @@ class Endpoint:
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read the body, also one that is too large, since a client that is still sending may see no answer. Raises `Refused`."""
+    """Read the whole body, even if it is too large: a client that is still sending may see no answer. Raises `Refused`."""
     chunks, size = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
@@ -237,8 +237,8 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
 
 
 def read_generate(body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], int | None, tuple[str, ...], tuple[int, ...]]:
-    """Return tokens, maximum tokens to sample, stop strings and stop tokens of vLLM's request for tokens in, tokens out.
-    Raises `Unrenderable`. Pure."""
+    """Read vLLM's request for tokens in, tokens out: its tokens, maximum tokens to sample, stop strings and stop tokens. Raises
+    `Unrenderable`. Pure."""
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise Unrenderable("sampling_params: give an object")

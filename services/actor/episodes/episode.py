@@ -1,8 +1,8 @@
 """Episodes: their turns as tokens, the turns that environments request, and the runs of environments at verifiers.
 
 The environment or agent is a separate program that asks over HTTP (`endpoint`). Turns that extend each other's tokens form a
-branch. A turn that extends no other begins a new branch, whose prompt is the turn's context, and so does a second turn that
-extends the same tokens.
+branch. A turn begins a new branch, whose prompt is the turn's context, if it extends no other turn, or only one that an earlier
+turn already extends.
 
 An environment runs again if its verifier died or if another actor continues the episode. Then no turn counts as served, and a
 request with the context of a recorded turn gets that turn. Turns that the last run did not request are dropped.
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 CALL_SLACK_S = 30.0
 """Time that a verifier has to answer after an episode's deadline, before it is presumed dead."""
 MOST_RUNS = 5
-"""Maximum runs of an environment whose verifiers were lost after it had requested turns, since it may crash verifiers."""
+"""Maximum runs that may lose their verifier after the environment requested turns, since it may crash verifiers."""
 NO_TURNS = "no_turns: the environment ended without requesting a turn"
 _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
@@ -81,7 +81,7 @@ class RecordedTurn:
     asked: SamplingParams | None = None
     """Requested sampling parameters; None if another actor began the turn."""
     served: int = 0
-    """Number, from 1, of the request in this run of the environment that has or waits for this turn; 0 = none."""
+    """Number, from 1, of the request in this run of the environment that got or awaits this turn; 0 = none."""
     is_asked_for: bool = False
     """True if this run of the environment has requested the turn, even if the client hung up later."""
     messages: Any = None
@@ -140,7 +140,7 @@ class Episode:
         self.sampling, self.limits = sampling, limits
         self.turns = [turn for branch in carried for turn in _turns_of(branch)]
         self.failure = ""
-        """Why the episode cannot go on, which is the engine or a turn's deadline. All further requests are refused."""
+        """Why the episode cannot go on: the engine failed or a turn missed its deadline. All further requests are refused."""
         self.policy_fault = ""
         """The first of `POLICY_FAULTS` in this run of the environment."""
         self._sample, self._metrics, self.decode = sample, metrics, decode
@@ -243,8 +243,8 @@ class Episode:
             await asyncio.wait(list(self._sampling.values()))
 
     def result(self) -> tuple[Branch, ...]:
-        """Return the branches of the finished turns that the environment's last run was served, after its end; none if it
-        requested no turn. The other turns are dropped."""
+        """Return the branches of the finished turns that the environment's last run was served; none if it requested no turn.
+        The other turns are dropped. Call this after that run has ended."""
         good = [turn for turn in self.served if turn.is_finished]
         branches = _branches(good)
         self._metrics.episode_branches.inc(max(0, len(branches) - 1))
@@ -258,7 +258,7 @@ class Episode:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Finish reason of the last turn, in time, among those of `result`."""
+        """Finish reason of the finished turn that this run requested last; None if there is none."""
         reasons = [turn.made.finish_reason for turn in self.served if turn.is_finished]
         return reasons[-1] if reasons else None
 
@@ -268,7 +268,7 @@ class Episode:
         return Refused(status, code, problem)
 
     def _sampled(self, turn: RecordedTurn, sampling: SamplingParams) -> asyncio.Task[None]:
-        """Return the task that samples the turn to its end, which all its waiting requests share."""
+        """Return the task that samples the turn to its end. All requests that wait for the turn share this task."""
         task = self._sampling.get(turn)
         if task is None:
             task = self._sampling[turn] = asyncio.create_task(self._go_on_with(turn, sampling))
@@ -276,7 +276,7 @@ class Episode:
         return task
 
     async def _go_on_with(self, turn: RecordedTurn, sampling: SamplingParams) -> None:
-        """Sample the rest of a turn, after tokens that an actor that stopped has sampled."""
+        """Sample the rest of a turn whose first tokens were sampled by an actor that stopped."""
         try:
             async with asyncio.timeout(self.limits.turn_timeout_s):
                 made = await self._sample(turn.context_token_ids, turn.made, sampling, next(self._calls))
@@ -299,7 +299,7 @@ class Episode:
 
 @dataclass(eq=False)
 class EnvironmentRun:
-    """One run of an episode's environment, which has its own key."""
+    """One run of an episode's environment, with its own key."""
 
     episode: Episode
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -398,7 +398,7 @@ class Episodes:
             await asyncio.sleep(_BACKOFF.delay_s(tries))
 
     def _tell(self, error: VerifierAway) -> None:
-        """Log at most one line a minute for all episodes."""
+        """Log the error, at most once a minute over all episodes."""
         now_s = time.monotonic()
         if now_s - self._told_at_s >= LOG_EVERY_S:
             self._told_at_s = now_s

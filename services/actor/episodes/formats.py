@@ -68,9 +68,9 @@ class ChatFormat(Protocol):
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        """Return `prompt_ids` and `sampled_ids` unchanged, which are the first `num_known` messages, followed by the tokens of
-        the other messages, up to the start of the model's next turn. Return None if this format would now write the known
-        messages differently. Raises `Unrenderable`."""
+        """Return `prompt_ids` and `sampled_ids`, which stand unchanged for the first `num_known` messages, followed by the
+        tokens of the other messages, up to the start of the model's next turn. Return None if this format would now write the
+        known messages differently. Raises `Unrenderable`."""
         ...
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
@@ -150,7 +150,7 @@ def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
 
 
 class RendererTokenizer:
-    """The part of a tokenizer that renderers need. They write the whole conversation for each of its turns, so the tokens of
+    """The part of a tokenizer that renderers need. Renderers write the whole conversation again for each turn, so the tokens of
     its texts are cached. Without `__call__`, renderers do not compute character offsets, which are slow and not used here."""
 
     def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
@@ -173,8 +173,8 @@ class RendererTokenizer:
 class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`.
 
-    A renderer does not extend a turn by a user's message if its template then drops the turn's thoughts. If the turn has none,
-    so that the text stays the same except for white space, the recorded tokens are extended nevertheless. Some renderers take
+    If a template drops a turn's thoughts before a user's message, its renderer does not extend the turn by that message. A turn
+    without thoughts is extended nevertheless, since its text stays the same except for white space. Some renderers take
     `variables` of the chat template as settings.
     """
 
@@ -254,7 +254,7 @@ class TemplateFormat:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
         self._end, self._after_end = self._turn_end(asked_again=False)
         self._is_next_role = self._end is None
-        """True if the token that begins the next role's message ends a turn."""
+        """True if a turn ends with the token that begins the next role's message."""
         if self._is_next_role:
             self._end, _ = self._turn_end(asked_again=True)
         self.stop_token_ids = tuple(sorted({self._end, tokenizer.eos_token_id} - {None}))

@@ -30,8 +30,8 @@ class Rendering:
         self.stop_token_ids = chat.stop_token_ids
 
     def context(self, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
-        """Return the turn's context, int32[context], which extends the last turn in `served` of the request's history, if
-        any. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
+        """Return the turn's context, int32[context]. It extends the last turn in `served` that is part of the request's
+        history, if any. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
         turn = _last_known(served, _history(messages, tools))
         messages, tools = self._chat.control.parted(messages), self._chat.control.parted(tools)
         token_ids = None

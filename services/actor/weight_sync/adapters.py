@@ -6,8 +6,8 @@ each layer, which is vLLM's extension point, before vLLM compiles the model or c
 addresses, start at zero, and are overwritten between two decode steps. All requests have the same adapter, so both products are
 plain matrix products, unlike those of vLLM's own LoRA.
 
-vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several of the checkpoint's (q, k and v)
-stacks their A, and holds B as a block-diagonal matrix. This module neither receives weights nor knows versions.
+vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several checkpoint layers (q, k and v) stacks
+their A, and holds their B as one block-diagonal matrix. This module neither receives weights nor knows versions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 CONFIG = "pipelinerl_lora"
 """Key of the recipe's `trainer.lora` in vLLM's `additional_config`."""
 LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
-"""Layers that compute only their method. Subclasses, which may compute more, are not adapted."""
+"""Layers that compute nothing besides their linear method. Subclasses, which may compute more, are not adapted."""
 
 Named = tuple[str, Tensor]
 
@@ -78,7 +78,7 @@ class AdaptedLinearMethod(LinearMethodBase):
 
     @torch.no_grad()
     def unpack(self, layer: LinearBase) -> None:
-        """Copy packed weights again, after they have changed. Products with the identity matrix are exact."""
+        """Copy packed weights again after they have changed. Multiplying by the identity matrix gives an exact copy."""
         if self.unpacked is not None:
             for some in torch.arange(self.in_size).split(1024):
                 rows = torch.zeros(len(some), self.in_size, dtype=self.a.dtype)
@@ -136,7 +136,7 @@ class Place:
 
 
 def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> dict[str, Place]:
-    """Prepare each layer that the recipe adapts and return them by the checkpoint's names; {} if it sends no adapters.
+    """Prepare each layer that the recipe adapts. Return the places by the checkpoint's names; {} if it adapts none.
 
     Call this before the model is compiled. Layers whose weights are also used elsewhere, as in MLA, are left out.
     """
@@ -194,7 +194,7 @@ class AdapterLoader:
         self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Compare rank and scaling with those that the engine was started with. vLLM's loaders check the rest."""
+        """Compare the manifest's rank and scaling with those given at the engine's start. vLLM's loaders check the rest."""
         specs = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
         for item in manifest.low_rank:
             method = self._items[item.a].method

@@ -68,7 +68,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Check the manifest, whose problem the `Hello` reports, and start the transfer thread, between two decode steps."""
+        """Between two decode steps, check the manifest and start the transfer thread. `Hello` reports a mismatch."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
         self._sends_adapter, problem = bool(manifest.low_rank), ""

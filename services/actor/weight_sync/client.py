@@ -60,7 +60,7 @@ class CommitFailed(TransferError):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """A worker's first line: its rank, how it loads weights, and why the manifest does not fit its model (or "")."""
+    """A worker's first line: its rank, how weights are loaded, and why the manifest does not fit the model (or "")."""
 
     worker_rank: int
     loading: WeightLoading
@@ -68,7 +68,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """Join a transfer group; a worker's rank is that of `group` plus its own."""
+    """Join a transfer group. A worker's rank in it is the rank in `group` plus the worker's own."""
 
     group: GroupSpec
     timeout_s: float
@@ -86,7 +86,7 @@ class Discard(msgspec.Struct, tag=True, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """An order to a worker, whose reply repeats `number`."""
+    """An order to a worker. The reply repeats `number`."""
 
     number: int
     body: Join | Receive | Discard
@@ -211,8 +211,8 @@ class WeightUpdateClient:
     Calls must not overlap, except that `discard` may come while `receive` waits. All raise `TransferError`.
 
     `recompute_kv`: recompute the KV cache of unfinished sequences under new weights (vLLM's `clear_cache`) instead of keeping
-    the stale one. `stall_timeout_s`: time limit of one chunk, which also bounds `discard`. `bind_host`: this pod's address on
-    which other ranks reach it (gloo). `force_paused`: load while paused, for comparison. `staging_buffers`: chunks that a
+    the stale one. `stall_timeout_s`: time limit of one chunk, which also bounds `discard`. `bind_host`: address at which other
+    ranks reach this pod (gloo). `force_paused`: load while paused, for comparison. `staging_buffers`: number of chunks that a
     worker holds at a time while it receives.
     """
 
@@ -262,7 +262,7 @@ class WeightUpdateClient:
         return hellos[0].loading
 
     async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
-        """Leave the previous group and join this one, whose rank is that of this engine's first worker."""
+        """Leave the previous group and join this one. The rank in `group` is that of this engine's first worker."""
         assert self._link is not None, "prepare comes first"
         await self._link.ask(Join(replace(group, bind_host=self._bind_host), timeout_s))
 
@@ -279,7 +279,7 @@ class WeightUpdateClient:
     async def commit(self, version: PolicyVersion) -> float:
         """Pause between two decode steps, swap, resume, and return the stall in seconds. Unfinished sequences continue.
 
-        The stall lasts from the engine's report that it is idle to its report that it has resumed. A TransferError other than
+        The stall lasts from the engine's report of idleness to its report of resumption. A TransferError other than
         CommitFailed means that `version` was not staged and that the old weights are still served.
         """
         async with self.swapping:
@@ -307,7 +307,7 @@ class WeightUpdateClient:
         return time.monotonic() - started
 
     async def discard(self) -> None:
-        """Give up a running transfer or a staged version, and wait for the workers, at most the stall timeout."""
+        """Give up a running transfer or a staged version. Wait for the workers, for at most the stall timeout."""
         if self._link is not None:
             await self._link.ask(Discard())
 

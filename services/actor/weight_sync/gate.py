@@ -1,6 +1,6 @@
 """Lag bound of an actor: when it may take prompts, and which requests may share cached keys and values across weight swaps.
 
-`UpdateListener` moves the gate; the generation loop waits for it. Without clock and socket.
+`UpdateListener` opens and closes the gate; the generation loop waits for it. This module uses no clock and no socket.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pipelinerl.messages.sequences import PolicyVersion
 
 
 class ServingGate:
-    """Gate that is open, so that groups may be taken, while the served version is at most `max_lag` + 1 behind the trainer's
-    last announced one. Versions are announced before they are served. Groups that were taken before the gate closes continue.
+    """Groups may be taken only while this gate is open: the served version is at most `max_lag` + 1 behind the last announced
+    one. The trainer announces a version before actors serve it. Groups that were taken before the gate closes continue.
 
     The gate is closed before the first commit, when the actor serves weights that no trainer recorded. If `max_lag` is None,
     any served version opens it.
@@ -77,12 +77,12 @@ class ServingGate:
 
 
 def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
-    """Return whether `one` is of a later trainer, or of the same after more optimizer steps. Pure."""
+    """Return whether `one` comes from a later trainer than `other`, or from the same one after more optimizer steps. Pure."""
     return (one.incarnation, one.number) > (other.incarnation, other.number)
 
 
 class EpisodeSalt:
-    """The cache salt of an episode, fixed by its first turn with tokens, so that later turns find its cached prefix."""
+    """The cache salt of an episode. Its first turn with tokens fixes the salt, so that later turns find the cached prefix."""
 
     def __init__(self, gate: ServingGate) -> None:
         self._gate, self._kept, self._is_kept = gate, "", False
@@ -93,5 +93,5 @@ class EpisodeSalt:
         return self._kept
 
     def keep(self, num_sampled: int) -> None:
-        """Note that a request with this salt has sampled so many tokens."""
+        """Note how many tokens a request with this salt has sampled."""
         self._is_kept = self._is_kept or num_sampled > 0

@@ -56,8 +56,8 @@ class Loader(Protocol):
 
 
 def no_room(live: nn.Module, device: torch.device, share: float) -> str:
-    """Return why `device` has no room for a second instance of `live` beside an engine with `share` of its memory; empty if it
-    has, or on a CPU. Logs a warning if that leaves little room for receiving."""
+    """Return why a second instance of `live` does not fit on `device` beside an engine with `share` of its memory; empty if it
+    fits, or on a CPU. Logs a warning if it leaves little room for receiving."""
     if device.type != "cuda":
         return ""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
@@ -115,7 +115,7 @@ def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
 
 
 def _routing_obstacle(module: nn.Module) -> str:
-    """Return what a mixture of experts uses for routing besides parameters, which a swap would leave stale; empty if none."""
+    """Return why a swap would leave the routing of a mixture of experts stale; empty if it would not."""
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     if not isinstance(module, MoERunner):
@@ -137,7 +137,7 @@ def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
 _KERNEL = ("moe_kernel", "moe_quant_config")
 """Attributes that post-processing sets on the method of an expert layer: a kernel, and a configuration with its biases.
 
-As long as a kernel is set, vLLM on CPU takes new weights as already laid out and does not convert them."""
+As long as a kernel is set, vLLM on CPU assumes that new weights already have its layout, and does not convert them."""
 
 
 def held_addresses(vllm_config: VllmConfig) -> str:
@@ -199,7 +199,7 @@ class ShadowLoader:
         self.drop()
 
     def check(self, manifest: Manifest) -> None:
-        """Load `meta` tensors, which take no memory, to check names and shapes, and that every element is written."""
+        """Check names and shapes, and that every element is written, by loading `meta` tensors, which take no memory."""
         from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
         heads = [spec.name for spec in manifest.parameters if spec.name.endswith("lm_head.weight")]
@@ -321,9 +321,9 @@ def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str])
 class InPlaceLoader(ShadowLoader):
     """Copies the shadow's weights into the live ones, in place.
 
-    The pause only lasts for one copy of the weights within the device. This is correct if only parameters depend on the
+    The pause lasts only for one copy of the weights within the device. The result is correct if only parameters depend on the
     weights: post-processing must set nothing else on a module, and must give every parameter the layout of the live one.
-    `obstacle` tries that on the shadow.
+    `obstacle` checks this on the shadow.
     """
 
     mode = "in_place"
@@ -359,8 +359,8 @@ class InPlaceLoader(ShadowLoader):
                 copied.add(id(parameter))
 
     def _tied_in_live_only(self) -> str:
-        """Return what is tied in the live model only: vLLM ties embedding and head at start-up if they are equal, even if the
-        model's configuration does not tie them, and later versions may differ."""
+        """Return the weights that are tied in the live model only. vLLM ties embedding and head at start-up if they are equal,
+        even if the model's configuration does not tie them; in later versions they may differ."""
         counterparts: dict[int, int] = {}
         for name, (live, other) in self.pairs.items():
             for key, parameter in live._parameters.items():
@@ -407,7 +407,7 @@ class PausedLoader:
         self._tensors: list[Named] = []
 
     def check(self, manifest: Manifest) -> None:
-        """Check nothing: no second instance of the model exists, so problems only show when the weights are loaded."""
+        """Check nothing. Without a second instance of the model, problems only show when the weights are loaded."""
 
     def load(self, tensors: Iterable[Named]) -> None:
         self.drop()

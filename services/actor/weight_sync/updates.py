@@ -43,8 +43,8 @@ class UpdateListener:
     """Consumes the trainer's control messages in stream order and answers `joined`, `staged`, `serving` or `failed`.
 
     A separate task receives weights, so that an abort can be handled during a transfer; generation goes on until a commit.
-    Messages of another incarnation, of an epoch without this process, or out of order are ignored. During an outage of NATS it
-    waits. If the model cannot take the manifest's weights, it tells the trainer and ends the process.
+    Messages of another incarnation, of an epoch without this process, or out of order are ignored. During an outage of NATS the
+    listener waits. If the model cannot take the manifest's weights, it reports this to the trainer and ends the process.
     `serving` is locked during a commit; lock it to keep one version for a while.
     """
 
@@ -60,11 +60,11 @@ class UpdateListener:
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
         self._expected: PolicyVersion | None = None
-        """Version announced last in this epoch."""
+        """Latest version announced in this epoch."""
         self._staged: PolicyVersion | None = None
         self.epoch: EpochStart | None = None
         self._alone = False
-        """True if the epoch is that of a side group."""
+        """True if the epoch is a side group's."""
         self.serving = asyncio.Lock()
 
     @property
@@ -139,9 +139,9 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
-        """Join an epoch that names this process. `alone`: the order is for this actor only, as the epoch of a side group.
+        """Join an epoch that includes this process. `alone`: the order is for this actor only, as in a side group.
 
-        A side group outlives epochs without this process; it ends if an epoch names the process or the trainer leaves it."""
+        A side group outlives epochs without this process. It ends if an epoch includes the process or the trainer leaves it."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:

@@ -103,7 +103,7 @@ class Receiver:
                     yield complete.pop(0)
 
     def staged(self) -> StagedWeights:
-        """Return the version's figures after all `tensors()`. `prepare_s` is the time not spent waiting for bytes."""
+        """Return the version's figures, after all `tensors()` were read. `prepare_s`: time not spent waiting for bytes."""
         assert len(self._checksums) == len(self._manifest.chunks)
         return StagedWeights(
             checksum=version_checksum(self._manifest.manifest_id, self._checksums),

@@ -55,7 +55,7 @@ _MALFORMED = (
 )
 """Exceptions that mean that tests have none of the known forms."""
 _BUDGET = 0.8
-"""Share of `reward.timeout_s` that programs may take, so that they end before the verifier's deadline, which fails the item."""
+"""Share of `reward.timeout_s` that programs may take, so that the verifier's deadline, which fails the item, is not reached."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Test:
     call: str = ""
     returned: Any = None
     in_list: bool = False
-    """True if the result may also be the only member of `returned`, as in APPS."""
+    """True if the result may also equal the only member of `returned`, as in APPS."""
     statements: str = ""
 
 
 def code_scorer(config: RewardConfig) -> Scorer:
     """Return a scorer that gives the share of passed tests; with `reward.binary`, it stops at the first failure. Raises
-    `FieldError` if this machine has no sandbox and the recipe does not allow to run without one."""
+    `FieldError` if this machine has no sandbox and the recipe does not allow running without one."""
     means = Means.NONE if config.sandbox is False else strongest_means()
     if means is Means.NONE and config.sandbox is not False:
         raise FieldError(
@@ -229,7 +229,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield tests of statements. The names that they take from the program are found in the tests alone. Raises `ValueError` if
+    """Yield tests of statements. Only the tests are read to find which names they take from the program. Raises `ValueError` if
     the tests are not Python, or use no name of the program."""
     together = "\n".join([setup, *texts])
     try:
@@ -306,7 +306,7 @@ def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
 
 
 def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
-    """Compare the result in the output of the program's process, which does not know the expected one. Return what is wrong."""
+    """Return what is wrong with the result from the program's process, which does not know the expected result."""
     try:
         kind, *said = json.loads(ended.stdout)
         if kind == "raise":

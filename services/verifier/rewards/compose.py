@@ -57,8 +57,8 @@ class ComposedReward:
         """Return group 1 of the last match of `answer_pattern`, stripped; without a pattern, the whole completion. Return None
         if nothing matches, or if the group is not part of the last match.
 
-        A `.` of the pattern matches line ends only after the last match in which it does not, so that `Answer: (.*)` only takes
-        its line, and `<answer>(.*)</answer>` finds an answer of several lines."""
+        First, `.` stays within a line, so that `Answer: (.*)` takes only its line. After the last such match, the search goes
+        on with a `.` that crosses lines, so that `<answer>(.*)</answer>` finds an answer of several lines."""
         if not self._answers:
             return completion.strip()
         answer, end = None, 0
@@ -168,8 +168,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import a function in our form, verl's or TRL's, told by the names of its parameters; it may be async. Raises `FieldError`
-    if it is missing or has another form. verl's and TRL's get the whole completion, so `answer_pattern` must be empty."""
+    """Import a function, maybe async, in our form, verl's or TRL's; its parameters' names tell which. Raises `FieldError` if it
+    is missing or has another form. verl's and TRL's get the whole completion, so `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
@@ -362,8 +362,8 @@ def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
 
 
 def judge_scorer(config: JudgeConfig) -> Scorer:
-    """Return a scorer that gives the judge's number, divided by its full marks. If the number is missing or out of range, the
-    item fails, since that is not the policy's fault."""
+    """Return a scorer that gives the judge's number, divided by the full marks. A number that is missing or out of range is not
+    the policy's fault, so the item fails."""
     pattern = re.compile(config.pattern)
 
     def score(item: RewardInput) -> Score:

@@ -161,7 +161,7 @@ _NO_UNITS = set(re.findall(
     " factorial choose recurring repeating root radical gross double triple inverse sixths seventh sevenths ninth ninths"
     " modulo mod base approximately either k bn dozens tens thousands millions"
 ))  # fmt: skip
-"""Words that change the number before them."""
+"""Words that change the meaning of the number before them, so that they are not its unit."""
 _MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _RELATIONS = {
     "==": "=", r"\lt": "<", r"\gt": ">", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=",
@@ -532,7 +532,7 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Return the value of an arbitrary smooth function with this name, since an unknown f is only equal to itself."""
+    """Return the value of an arbitrary smooth function with this name, because an unknown f equals only itself."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 

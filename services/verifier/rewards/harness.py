@@ -23,7 +23,7 @@ _KINDS = (list, tuple, set, frozenset)
 _MADE = ("fractions.Fraction", "decimal.Decimal", "datetime.date", "datetime.datetime", "datetime.timedelta", "builtins.range")
 """Types of plain data that are sent as the arguments of their constructors."""
 _PRELUDE = "typing, collections, itertools, functools, heapq, bisect, math, string, re, random, copy, json"
-"""Modules whose names a program may use without an import, as at LeetCode."""
+"""Modules that a program may use without importing them, as at LeetCode."""
 _LARGE = 1 << 63
 
 
@@ -94,7 +94,7 @@ class Peer:
         return self._remotes.setdefault(number, Remote(self, number))
 
     def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        """Let the other end perform an operation, and apply its changes of arguments here."""
+        """Have the other end perform an operation, and apply its changes to the arguments here as well."""
         given = [self._encoded(each) for each in arguments], {name: self._encoded(each) for name, each in keywords.items()}
         with contextlib.suppress(ConnectionError):  # if the other process has ended, nothing is received below
             self._send([operation, *given])
@@ -156,7 +156,7 @@ class Peer:
         self._writing.flush()
 
     def _receive(self) -> list[Any] | None:
-        """Return the next message; None at the end, and for an invalid message, after which the exchange ends."""
+        """Return the next message; None at the end or after an invalid message, which ends the exchange."""
         try:
             return json.loads(self._reading.readline())
         except (ConnectionError, ValueError):
@@ -229,7 +229,7 @@ def _raised(names: list[str], text: str, operation: str) -> BaseException:
 
 
 def _quiet() -> tuple[int, int]:
-    """Return duplicates of standard input and output, which are redirected to /dev/null."""
+    """Redirect standard input and output to /dev/null, and return duplicates of the originals."""
     line = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -52,7 +52,7 @@ _GIVEN = re.compile(
     r"\W*(?:out of|of|among|given|if|suppose|assume|when|whenever|while|step|case|part|problem|question|exercise)\b[^,]*$",
     re.IGNORECASE,
 )
-"""Beginning of a sentence whose number is given, not an answer."""
+"""Beginning of a sentence that gives a number instead of answering with one."""
 _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )
@@ -74,7 +74,7 @@ _MONTH = re.compile(
 
 
 def thoughtless(text: str) -> str:
-    """Return `text` without thoughts, also without one that is cut at the end."""
+    """Return `text` without its thoughts, even if the last thought is cut off."""
     text = re.split(rf"</{_THOUGHT}>|\[/THINK\]|◁/think▷", text)[-1]
     return re.split(rf"<{_THOUGHT}>|\[THINK\]|◁think▷", text, maxsplit=1)[0]
 

@@ -2,8 +2,8 @@
 
 Many families give a little credit to wrong answers; `reward.binary` decides whether that counts.
 
-The scorers of some families call `eval`, or SymPy's parser, which uses it, on text that a model wrote. Such an answer is only
-scored if its family's guard accepts it: a function `answer -> bool` that parses the text with Python's parser and runs nothing.
+Some families' scorers call `eval` on text that a model wrote, directly or through SymPy's parser. Such an answer is only scored
+if its family's guard accepts it: a function `answer -> bool` that parses the text with Python's parser and runs nothing.
 Accepted answers call only known mathematical functions and access no attribute. The worker's deadline limits the time of their
 evaluation.
 """
@@ -33,7 +33,7 @@ _HYPERBOLIC = {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh"}
 _FUNCTIONS = frozenset(_TRIGONOMETRY | _HYPERBOLIC | {"exp", "log", "ln", "sqrt", "Abs"})
 _WORDS = re.compile(r"[A-Za-z0-9_\s]*")
 _EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/.() \t]*")
-"""Characters that Python's parser and SymPy's tokenizer read alike: no quotes, brackets, commas, comments and line ends."""
+"""Characters that Python's parser and SymPy's tokenizer read alike: no quotes, brackets, commas, comments or line ends."""
 
 
 def is_board(answer: str) -> bool:
@@ -150,7 +150,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _judge(score_answer: AnswerScorer, answer: str, entry: dict[str, Any]) -> Score:
-    """Score an answer. If the family's scorer raises because of its form (prime_factorization on a word), it is wrong.
+    """Score an answer. It is wrong if its form makes the family's scorer raise (prime_factorization on a word).
 
     If the scorer also raises on the entry's own answer, the entry is at fault.
     """
