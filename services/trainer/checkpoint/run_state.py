@@ -131,7 +131,7 @@ class RunState:
     """Position of the last message read from SEQUENCES."""
     held: HeldSequences
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Figures of the run's report and the intake."""
+    """Figures of the run's recorder and intake."""
 
     def save(self, folder: Path) -> None:
         """Write both files into `folder`. The caller must sync them to disk."""
@@ -207,7 +207,7 @@ class Start:
     lineage: Lineage = FIRST_INCARNATION
     again: bool = False
     folder: Path | None = None
-    """`…/resume` of the checkpoint to resume from."""
+    """Folder `…/resume` of the checkpoint to resume from."""
     state: RunState | None = None
     """Non-tensor state in that checkpoint."""
     positions: Mapping[int, int] = field(default_factory=dict)

@@ -7,8 +7,8 @@ The state is a set of named tensors, independent of the number of ranks that sha
     steps_taken             int64: steps of the learning-rate schedule
     rng/<device>/<rank>     uint8: torch's random state, for `cpu` and, if there is one, `cuda`
 
-Parameters have their names in `Policy`, value head included. Sharded parameters are DTensors of all ranks. Frozen weights and
-the reference are not saved, because they are the initial model's.
+Parameters have their names in `Policy`, including the value head. Sharded parameters are DTensors of all ranks. Frozen weights
+and the reference are not saved, because they are the initial model's.
 
 The files are torch.distributed.checkpoint's: each rank writes its part, and any number of ranks can read them. `.metadata` is a
 pickle, so restore only the files of your own runs. It is written last, so a folder without it is incomplete. `dcp.save` runs on

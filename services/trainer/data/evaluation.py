@@ -343,7 +343,7 @@ class Evaluator:
     def _without_verdict(
         self, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
     ) -> Iterator[tuple[str, str]]:
-        """Yield each answer that is left out, with the reason."""
+        """Yield each answer that does not count in the accuracy, with the reason."""
         for answer in self._problems:
             completion, verdict = completions.get(answer), verdicts.get(answer)
             if completion is None:

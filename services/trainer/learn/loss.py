@@ -40,7 +40,7 @@ def no_mask(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> 
 
 def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
     """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855). In that paper an unmasked
-    token's loss is also multiplied by π / μ; here that depends on the loss."""
+    token's loss is also multiplied by π / μ; here that depends on `algorithm.loss`."""
     return _outside(log_weights, config)
 
 

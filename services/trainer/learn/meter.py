@@ -77,7 +77,7 @@ def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
 
 
 def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
-    """Return a third of a training step's cost if all weights of `forward` are frozen, but `num_trained` of adapters are not.
+    """Return a third of a training step's cost, with the weights of `forward` frozen and `num_trained` adapter weights trained.
 
     Frozen weights get no gradients, so their matrix products take two passes instead of three. Every token uses the adapters.
     Attention has no weights, so its cost does not change.

@@ -516,7 +516,7 @@ def _fused_gradient(
     spread: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return d loss / dz of logits z [C, words], in `dtype`; `of_target` [C] is added at `index`. `spread`: h and the entropy,
+    """Return d loss / dz of logits z [C, words], in `dtype`. `of_target` [C] is added at `index`. `spread`: h and the entropy,
     [C]."""
     log_p = logits - log_normaliser[:, None]
     factor = -g[:, None] if spread is None else -(g[:, None] + spread[0][:, None] * (log_p + spread[1][:, None]))

@@ -115,7 +115,7 @@ class TrackerThread:
             self._changed.notify()
 
     def end(self, call: Call) -> None:
-        """Queue the last call, behind all points."""
+        """Queue the end call after all points."""
         with self._changed:
             self._end = call
             self._changed.notify()

@@ -240,8 +240,8 @@ class Coordinator:
         self._newcomers: set[str] = set()
         """Actors that came after the first version was offered. Until `MemberReady`, they are not in an epoch with others."""
         self._benched: dict[str, int] = {}
-        """Failure order per actor. A failed actor rejoins through a side group; if nobody else is left, they are tried one at a
-        time at their heartbeats, and the one that failed longest ago is tried first."""
+        """Failure order per actor. A failed actor rejoins through a side group. If nobody else is left, failed actors are tried
+        one at a time at their heartbeats, and the actor that failed longest ago is tried first."""
         self._failures = itertools.count()
         self._group_stands = False
         self._round = _Round()

@@ -162,7 +162,7 @@ class WeightSender:
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
         """Start meeting the other ranks of `epoch`, as rank 0. Epoch numbers are never reused. `patience_s`: maximum wait for
-        the next rank after the first one has connected; None = until the deadline."""
+        each further rank once one has connected; None = until the deadline."""
         assert self._store is not None
         spec = GroupSpec(self._store.own_address, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), on_device(self.group_placement.device)

@@ -216,7 +216,7 @@ class TransferSession:
         await retry_forever(lambda: bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
 
     def _order_span(self, kind: str, epoch: int) -> Span:
-        """Return the span of sending an order of this `kind` to the members."""
+        """Return a span for sending an order of this `kind` to the members."""
         attributes = {a.EPOCH: epoch, **a.messaging("send", f"control.{kind}")}
         return child(trace_of(self._span), f"weight_update.{kind}", kind=SpanKind.PRODUCER, attributes=attributes)
 
