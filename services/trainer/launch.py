@@ -1,7 +1,7 @@
-"""Start the trainer's ranks on this node under torchrun's elastic agent, and end with them.
+"""Start the trainer's ranks on this node under torchrun's elastic agent, and end when they have ended.
 
-When a rank dies, the other ranks of this node are killed at once, and those of other nodes fail at their next communication.
-This process neither restarts ranks nor trains.
+If a rank dies, the other ranks of this node are killed at once, and those of other nodes fail at their next communication. This
+process neither restarts ranks nor trains.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from pipelinerl.service.settings import TrainerSettings, read_settings
 log = logging.getLogger(__name__)
 
 RANK = (sys.executable, "-m", "services.trainer")
-"""Command of each rank, which reads its place from the environment that torchrun sets."""
+"""Command of each rank. The rank reads its number from the environment that torchrun sets."""
 SHUTDOWN_S = 30
-"""Grace period of stopped ranks before they are killed, beyond the time for the last checkpoint."""
+"""Seconds between stopping and killing ranks, in addition to the time for the last checkpoint."""
 LOOPBACK = "127.0.0.1"
-"""Meeting address for the ranks of one node."""
+"""Address at which the ranks of a single node meet."""
 RENDEZVOUS_TIMEOUT_S = 900
-"""Maximum wait of a node for the others, which may have to pull images first."""
+"""Maximum seconds that a node waits for the other nodes, which may have to pull images first."""
 
 
 def launch_ranks() -> int | None:
-    """Run this node's ranks to their end and return the exit code; None if there is only one rank, which needs no agent."""
+    """Run this node's ranks to their end and return the exit code. A single rank needs no agent: return None."""
     codes: list[int | None] = []
 
     def launch() -> None:
@@ -53,8 +53,8 @@ def launch_ranks() -> int | None:
 
 
 def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
-    """Return the trainer's ranks over all nodes. Raises `FieldError` for nodes without a rendezvous, or a node number too
-    high."""
+    """Return the trainer's number of ranks over all nodes. Raises `FieldError` if several nodes have no rendezvous, or the node
+    number is too high."""
     if settings.nodes > 1 and not settings.rendezvous:
         raise FieldError("PIPELINERL_RENDEZVOUS", "", "several nodes need host:port of node 0 here")
     if settings.node >= settings.nodes:
@@ -64,8 +64,8 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
 
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:
-    """Run `command` as each of this node's ranks, together with the other nodes, and return the exit code. It is the code of
-    the first rank that failed, if any. A signal to this process reaches all ranks, and counts as success."""
+    """Run `command` as each of this node's ranks, together with the other nodes. Return the exit code of the first rank that
+    failed, or success. A signal to this process is passed to all ranks, and counts as success."""
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch")

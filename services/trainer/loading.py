@@ -1,13 +1,13 @@
 """Load, check and shard the model for one rank's learner, from the recipe and the rank's place.
 
-Rank 0 loads the weights and finds out how to call the model; the other ranks learn that from it and read only the model's
+Rank 0 loads the weights and finds out how to call the model. It tells the other ranks, which read only the model's
 configuration. A single rank keeps whole weights on its device. A state to resume from is restored last, because the reference
 of the KL term is the initial policy.
 
-Shards are FSDP2's (`torch.distributed.fsdp.fully_shard`). Layer by layer the weights go from rank 0's host memory to all ranks,
-and each keeps its shard: no rank ever has more than one whole layer, or what lies outside the layers, on its device. Trained
-weights are kept in float32 and computed with in the recipe's dtype. Their gradients are summed in float32: sums, not means,
-because the terms of the loss carry their weight in the whole step already.
+Shards are FSDP2's (`torch.distributed.fsdp.fully_shard`). The weights go from rank 0's host memory to all ranks, layer by
+layer, and each rank keeps its shard. So no device ever holds more than one whole layer, or the whole rest outside the layers.
+Trained weights are stored in float32 and computed in the recipe's dtype. Their gradients are summed in float32, not averaged,
+because each term of the loss already has its weight within the whole step.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
     """Return this rank's learner for the model in folder (or hub id) `source`, with the state in folder `resume`.
 
-    With several ranks, all of them must call it; only rank 0 gives `resume`. `revision`: the pod's, if there is one. Raises
-    `FieldError`, `ServiceError` if ranks differ in version, recipe or revision, and the errors of `restore`.
+    All ranks must call this, but only rank 0 passes `resume`. `revision`: the pod template's revision, if there is a pod.
+    Raises `FieldError`, `ServiceError` if ranks differ in pipelinerl version, recipe or revision, and the errors of `restore`.
     """
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
@@ -69,7 +69,7 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path 
 
 
 def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: Path | None = None) -> Learner:
-    """Return this rank's learner once all ranks have met; see `load_learner`."""
+    """Return this rank's learner. All ranks must have joined before; see `load_learner`."""
     world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
     assert world.links is not None
     recompute, lora = recipe.trainer.gradient_checkpointing, recipe.trainer.lora
@@ -120,8 +120,8 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
 
 
 def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
-    """Raise `FieldError` if this rank's device cannot hold its part of weights, gradients and optimizer; warn if they leave
-    little for activations. A CPU is not checked."""
+    """Raise `FieldError` if this rank's device cannot hold its part of weights, gradients and optimizer state. Warn if they
+    leave little memory for activations. A CPU is not checked."""
     if world.device.type != "cuda":
         return
     parameters = sum(parameter.numel() for parameter in whole.parameters())
@@ -144,14 +144,14 @@ def rank_device(local_rank: int) -> torch.device:
 
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings that depend on a row's longest position, which a rank with only a part of the row does not know."""
+"""Rotary embeddings that depend on a row's longest position. A rank with only a part of the row does not know it."""
 
 
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
-    """Shard `policy` over the ranks of `world`, all of which call this. It computes in `dtype`.
+    """Shard `policy` over the ranks of `world`. All ranks must call this. The policy then computes in `dtype`.
 
-    `reshard`: drop gathered weights after each forward pass and gather them again for the backward pass, which takes less
-    memory and more traffic. Raises `FieldError` if the model's heads do not divide among the ranks of a row.
+    `reshard`: drop gathered weights after each forward pass and gather them again for the backward pass, which saves memory but
+    costs traffic. Raises `FieldError` if the model's heads do not divide among the ranks of a row.
     """
     assert world.mesh is not None, "one rank alone has nothing to shard"
     model = policy.model
@@ -179,8 +179,8 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
 
 
 def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | None:
-    """Return this rank's part of each row; None if it has whole rows. Raises `FieldError` for a model that cannot share
-    rows."""
+    """Return this rank's part of each row; None if each rank has whole rows. Raises `FieldError` if ranks cannot share rows of
+    this model."""
     layout = world.layout
     if layout.sequence_ranks == 1:
         return None
@@ -198,8 +198,8 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
 
 
 def _bring(modules: Iterable[nn.Module], world: World) -> None:
-    """Move rank 0's parameters and buffers of `modules` themselves, without submodules, to every rank's device. Tied ones stay
-    tied. No reference is kept, so that sharding can free them."""
+    """Copy rank 0's parameters and buffers of `modules`, without submodules, to every rank's device. Tied tensors stay tied. No
+    reference is kept, so that sharding can free the whole tensors."""
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept, so that its id is not reused
     for module in modules:
         for named in (module.named_parameters, module.named_buffers):
@@ -210,7 +210,7 @@ def _bring(modules: Iterable[nn.Module], world: World) -> None:
 
 
 def _from_first(tensor: Tensor, world: World) -> Tensor:
-    """Return rank 0's `tensor` on this rank's device; a parameter if it is one."""
+    """Return rank 0's `tensor` on this rank's device, as a parameter if it is a parameter."""
     dtype = torch.float32 if tensor.requires_grad else tensor.dtype
     if world.is_first:
         here = tensor.detach().to(world.device, dtype)

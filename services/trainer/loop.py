@@ -1,9 +1,9 @@
 """The optimizer loop: take batches, step, send versions, evaluate, record.
 
-It consumes batches from `Intake`, and produces policy versions for `WeightUpdater` and one record per step. It waits for a full
-batch, which actors provide, and before it offers a version, until all remaining actors serve the previous one. If a measurement
-delays that, it does not wait: actors get a later version when the measurement has ended. Sending overlaps with the next batch,
-except in conventional mode (the paper's baseline). A single compute thread makes all calls to the model, one after the other.
+The loop takes batches from `Intake`, and produces policy versions for `WeightUpdater` and one record per step. It waits for a
+full batch. Before it offers a version, it also waits until all remaining actors serve the previous version. If a measurement
+holds the previous version, the loop goes on instead, and actors get a later version after the measurement. Sending overlaps
+with the next batch, except in conventional mode (the paper's baseline). A single compute thread makes all calls to the model.
 Checkpoints are taken between two steps.
 """
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 30.0
-"""Maximum seconds between two messages from rank 0 to the other ranks."""
+"""Seconds between two heartbeats from rank 0 to the other ranks."""
 FIRST_PROBES = 3
-"""Attempts to probe the first version if no actor answers."""
+"""Maximum number of attempts to probe the first version when no actor answers."""
 SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
 
 
@@ -57,7 +57,7 @@ def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class OptimizerLoop:
-    """Owner of the policy version, which begins at that of `takeover`."""
+    """The training loop. It owns the policy version, which begins at the version that `takeover` resumes from."""
 
     def __init__(
         self,
@@ -86,30 +86,30 @@ class OptimizerLoop:
             takeover.checkpoint_written,
         )
         self._unrecorded: Callable[[], None] = lambda: None
-        """Writes the record of the last computed step, unless it is written."""
+        """Writes the record of the last computed step, if that is not written yet."""
         self._batch_at = time.monotonic()
         """Time at which the last step got its batch."""
         self._base: Logprobs | None = None
-        """Log-probabilities of the probe without adapters, or before this process took a step: the origin of the policy's
-        change."""
+        """Log-probabilities of the probe from which the policy's change is measured: those of the base weights, or if there are
+        no adapters, those from before this process's first step."""
         self._carried_s: dict[str, float] = {}
-        """Seconds spent after the last step, for the next step's record."""
+        """Seconds spent after the last step. They count in the next step's record."""
         self._passed_over = False
-        """The version was not sent because a measurement holds the previous one."""
+        """Whether the current version was not sent because a measurement holds the previous one."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
-        """Number of skipped steps since the last one that was applied."""
+        """Number of skipped steps since the last applied step."""
         self._closed = self.stopping = False
         self.version = start.version
         self.waiting_for = "actors"
 
     @property
     def measuring(self) -> bool:
-        """Return whether actors are being evaluated or probed beside the steps."""
+        """Return whether an evaluation or a probe is in progress."""
         return self._measuring is not None and not self._measuring.done()
 
     async def run(self) -> None:
-        """Train from the first version sent to the last one evaluated. Raises `ServiceError` when steps keep failing, and
-        `FieldError` when actors serve another policy."""
+        """Send the first version, train, and evaluate the last version. Raises `ServiceError` if too many consecutive steps are
+        skipped, and `FieldError` if actors serve another policy."""
         try:
             await self._offer({})
             await self._updater.all_served()
@@ -127,15 +127,15 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Send heartbeats to the other ranks while this one waits for actors or sequences, until cancelled. Returns at once if
-        there are no other ranks. Raises `RuntimeError` when one of them is gone."""
+        """Send heartbeats to the other ranks until cancelled, since this rank may wait long for actors or sequences. Return at
+        once if there are no other ranks. Raises `RuntimeError` if one of them is gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.heartbeat)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> WrittenCheckpoint:
         """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError` if it cannot
-        be written, or the run has ended."""
+        be written, or if the run has ended."""
         try:
             if self._closed:
                 raise ServiceError(RUN_ENDED)
@@ -147,7 +147,7 @@ class OptimizerLoop:
             raise
 
     async def dismiss(self, timeout_s: float) -> None:
-        """Order the other ranks to end after their present computation. Ranks that do not get the order in time lose the
+        """Order the other ranks to end after their current computation. If a rank does not get the order in time, it loses its
         connection."""
         if self._policy.num_ranks > 1:
             try:
@@ -159,7 +159,7 @@ class OptimizerLoop:
                 log.warning("the other ranks cannot be told to end: %s", error)
 
     def close(self) -> None:
-        """Let a running computation and checkpoint finish by themselves, and refuse further checkpoints."""
+        """Refuse further checkpoints, without waiting for a running computation or checkpoint."""
         self._closed = True
         self.checkpoints.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
@@ -216,7 +216,7 @@ class OptimizerLoop:
             await self._offer_when_measured()
 
     def _capture(self) -> RunState:
-        """Capture the state between two steps, after the last step's record is written, so that the figures include it."""
+        """Capture the state between two steps. Write the last step's record first, so that the figures include that step."""
         self._unrecorded()
         return self._takeover.capture(self.version, self.skipped_in_a_row)
 
@@ -225,8 +225,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the version. Unless it is to be measured itself, it is passed over if a measurement holds the previous
-        version, which is already staged."""
+        """Begin to send the version. Do not send it if a measurement holds the previous version, which is already staged. If
+        the version is itself to be measured, first wait for that measurement to end."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -245,7 +245,7 @@ class OptimizerLoop:
         self._feeder.look_again()
 
     async def _offer_when_measured(self) -> None:
-        """Send the version that was passed over, if the measurement ends before the next batch is ready."""
+        """Send the version that was not sent before, if the measurement ends before the next batch is ready."""
         assert self._next is not None, "the last version is measured, and never passed over"
         assert self._measuring is not None, "a measurement is why it was passed over"
         with measured(self._carried_s, "wait"):
@@ -256,12 +256,12 @@ class OptimizerLoop:
     # --- evaluation and probe, beside the next step ------------------------------------------------------------------
 
     def _due(self, every_steps: int) -> bool:
-        """Return whether the version is to be measured; only versions that are sent are."""
+        """Return whether to measure the current version. Only versions that are sent are measured."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:
-        """Compare the first served version with the trainer's, before any training. Raises `FieldError` if the policies
-        differ."""
+        """Compare the first version as actors serve it with the trainer's weights, before any training. Raises `FieldError` if
+        the policies differ."""
         self._base = await self._probe_scores(adapters=False)
         if (trained := await self._probe_scores()) is None:
             return
@@ -281,7 +281,7 @@ class OptimizerLoop:
             raise FieldError("weights.probe_tolerance", self._evaluator.tolerance, fix)
 
     async def _probe_scores(self, *, adapters: bool = True) -> Logprobs | None:
-        """Return the trainer's log-probabilities of the probe; None if the probe is off."""
+        """Return the trainer's log-probabilities of the probe; None if probes are off."""
         if self._recipe.weights.probe_every == 0:
             return None
         scores: Logprobs = await self._in_compute(
@@ -290,7 +290,7 @@ class OptimizerLoop:
         return scores
 
     async def _measure(self, *, evaluate: bool, probe: bool = True) -> None:
-        """Start to measure the version that was just offered. The next steps continue, but their versions are not committed."""
+        """Start to measure the version that was just offered. Training continues, but later versions are not committed."""
         trained = await self._probe_scores() if probe else None
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 

@@ -1,7 +1,7 @@
 """Rank 0 of the trainer: the policy as the optimizer loop uses it, over torch.
 
-`Learner` takes steps and scores, on all ranks; `PolicyTrainer` adds snapshots for actors and checkpoints. All methods block and
-belong to one thread, except `Learner.prepare` and the writing of a copied checkpoint. The loop counts the versions.
+`Learner` takes steps and scores, on all ranks. `PolicyTrainer` adds checkpoints, and snapshots for actors. All methods block.
+Call them on one thread, except `Learner.prepare` and the writing of a copied checkpoint. The loop counts the versions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PolicyTrainer:
         self.num_ranks = learner.world.layout.size
         self._converted = frozenset() if sends_adapter(recipe) else converted_parameters(learner.policy.model)
         self._version: int | None = None
-        """Version of the weights; None before the first step, when they are those it started with."""
+        """Version of the weights; None before this process's first step."""
         self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
@@ -70,24 +70,24 @@ class PolicyTrainer:
         self.learner.order(HEARTBEAT)
 
     def end(self) -> None:
-        """Order the other ranks to end. Waits for a checkpoint that is being written; drops one that is only staged."""
+        """Order the other ranks to end. Wait for a checkpoint that is being written; drop a checkpoint that is only staged."""
         self.learner.order(END)
         self._state.end()
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
-        """Copy the present weights, which are `version`, in the form that actors get."""
+        """Copy the current weights, which must be of `version`, in the form that actors receive."""
         if sends_adapter(self._recipe):
             return self.sender.snapshot(version, self.learner.gather(ADAPTER))
         weights = as_in_files(self.learner.policy.model, self.learner.gather(WEIGHTS), self._converted)
         return self.sender.snapshot(version, weights)
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
-        """Copy state and export of the present weights, which are `version`, on all ranks.
+        """Copy the training state and the export of the current weights, which must be of `version`, on all ranks.
 
-        Returns a function that writes them: the export into an existing folder, and the training state into `resume/state` in
-        it. Call it at most once, before the next checkpoint begins, on a thread that does not compute. When it returns, the
-        state is durable, but the caller must sync the files of the export. It raises `OSError`, and `ServiceError` if a rank
-        cannot write.
+        Return a function that writes the export into an existing folder, and the training state into `resume/state` below it.
+        Call that function at most once, before the next checkpoint begins, on a thread that does not compute. When it returns,
+        the state is durable, but the caller must sync the files of the export. It raises `OSError`, and `ServiceError` if a
+        rank cannot write.
         """
         assert self._version in (None, version), f"weights of {self._version}, the rest of version {version}"
         self._state.stage()
@@ -109,7 +109,7 @@ def load_policy_trainer(
     recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
 ) -> PolicyTrainer:
     """Rank 0: load model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint. Raises `FieldError` for a
-    user's mistake, `ServiceError` for a checkpoint that cannot be read."""
+    mistake of the user, and `ServiceError` if the checkpoint cannot be read."""
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
@@ -133,8 +133,8 @@ def load_policy_trainer(
 def weight_sender(
     learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
 ) -> WeightSender:
-    """Return the sender of this learner's weights or adapters to actors. Its snapshot is a second copy of the weights, kept in
-    host memory if they are sharded, because the one device that sends may lack room for it."""
+    """Return the sender of this learner's weights or adapters to actors. Its snapshots are further copies of the weights. With
+    sharded weights, snapshots are kept in host memory, because the one device that sends may lack room."""
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
@@ -147,12 +147,12 @@ def weight_sender(
 
 
 def sends_adapter(recipe: Recipe) -> bool:
-    """Return whether actors get factors of adapters instead of weights."""
+    """Return whether actors receive adapter factors instead of weights."""
     return recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter"
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub id, at the recipe's revision and with its chat template. Raises `FieldError`."""
+    """Return the tokenizer of folder (or hub id) `source`, at the recipe's revision, with its template. Raises `FieldError`."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,8 +1,8 @@
-"""`python -m services.trainer.release_test`: test an installed release from the trainer's place, as `helm test` does.
+"""`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
 
-It runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has a
-name, and its failure says where to look. It takes nothing from the streams and does not change the run. It recognises NATS's
-volumes by the run's streams, which are stored on them.
+The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has
+a name, and a failed check says where to look. The test consumes nothing from the streams and does not change the run. The
+presence of the run's streams shows that NATS has its volumes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.settings import TrainerSettings, read_settings, split_host_port
 
 ANSWER_S = 15.0
-"""Limit for one call. The run has already started; otherwise an earlier check fails."""
+"""Seconds allowed for one call. If the run has not started yet, an earlier check fails."""
 CHECK_S = 60.0
-"""Limit for a whole check: importing a client takes long on a busy node."""
+"""Seconds allowed for a whole check, since importing a client takes long on a busy node."""
 CLOSED_S = 5.0
-"""Time without an answer after which a connection counts as closed by a network policy, which drops its packets."""
+"""Seconds without an answer after which an address counts as closed. Network policies drop packets."""
 
 OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
-"""Objects to which a permission is limited, by kind: their name is the release's with this suffix."""
+"""Permissions limited to one object, by kind: the object is named after the release, with this suffix."""
 
 Check = Callable[[], Awaitable[str]]
 
@@ -47,7 +47,7 @@ async def check_recipe(settings: TrainerSettings) -> str:
 
 
 async def check_volume(settings: TrainerSettings) -> str:
-    """Check that this user can write to the folder where the claim is mounted."""
+    """Check that this user can write to the mounted volume claim."""
     folder = next(one for one in settings.run_dir.parents if one.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".release-test-") as file:
@@ -60,7 +60,7 @@ async def check_volume(settings: TrainerSettings) -> str:
 
 
 async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str:
-    """Check a login, the trainer's or an actor's, and the streams that a trainer has made."""
+    """Check a login (the trainer's or an actor's), and the streams that the trainer has created."""
     async with connect(
         settings.nats_url,
         settings.run,
@@ -74,7 +74,7 @@ async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str
 
 
 async def check_http(who: str, host: str, port: int) -> str:
-    """Check a Service's name and HTTP port. A service that is ready listens on all of its ports."""
+    """Check a Service's name and HTTP port. Other ports need no check: a ready service listens on all of them."""
     from aiohttp import ClientError, ClientSession, ClientTimeout
 
     url = f"http://{host}:{port}/readyz"
@@ -104,7 +104,7 @@ async def check_verifier(settings: TrainerSettings) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Check all permissions of the trainer's ServiceAccount. Only the one to list the actors' pods is used."""
+    """Check all permissions of the trainer's ServiceAccount. Listing the actors' pods is the only one used here."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"
@@ -146,8 +146,8 @@ async def check_episodes(address: str) -> str:
 
 
 async def check_policies(closed: str) -> str:
-    """Check that an address is closed to this pod. It serves only actors and the trainer, and is up once the trainer is ready,
-    which another check tests."""
+    """Check that an address is closed to this pod. The address serves only actors and the trainer. It is up once the trainer is
+    ready, which another check tests."""
     if not await answers(closed, CLOSED_S):
         return f"{closed} is closed to this pod"
     raise CheckError(
@@ -157,7 +157,7 @@ async def check_policies(closed: str) -> str:
 
 
 def checks(settings: TrainerSettings, options: argparse.Namespace) -> dict[str, Check]:
-    """Return the checks by name, in the order in which a release starts."""
+    """Return the checks by name, in the order in which a release's parts start."""
     trainer = split_host_port(settings.rendezvous)[0]
     found: dict[str, Check | None] = {
         "recipe": partial(check_recipe, settings),
@@ -188,7 +188,7 @@ async def failures(every: dict[str, Check]) -> list[str]:
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments. A check whose argument is missing is left out."""
+    """Parse the arguments. Checks without their argument are skipped."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer.release_test", description=__doc__)
     parser.add_argument("--no-volume", action="store_true", help="skip the volume, which only the trainer's pod may mount")
     parser.add_argument("--actor-login", type=Path, metavar="FILE", help="the actors' user and password for NATS")

@@ -1,8 +1,8 @@
 """A training run: its parts, how they are connected, and the order from start to end.
 
-Start: take over from an earlier trainer (`takeover.py`), wait for actors, and send them the first version before any prompt is
-issued. End: last evaluation, checkpoint, summary, `end` on the control channel. An early stop ends the running step and writes
-a checkpoint, if both fit within `stop_checkpoint_s`; the summary is written before and after that.
+Start: take over from an earlier trainer (`takeover.py`), wait for actors, then issue prompts and send the first version. End:
+last evaluation, checkpoint, summary, `end` on the control channel. An early stop finishes the running step and writes a
+checkpoint, if both fit within `stop_checkpoint_s`; the summary is written before and after that.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ log = logging.getLogger(__name__)
 LOAD_EVERY_S = 5.0
 ANSWER_WITHIN_S = 5.0
 DISMISS_S = 1.5
-"""Maximum wait for the other ranks' computation before the last order to them."""
+"""Maximum seconds to wait for the other ranks' computation before ordering them to end."""
 LAST_UPLOAD_S = 1800.0
-"""Maximum wait for the last upload at the end of the run, if the trainer does not linger."""
+"""Maximum seconds to wait for the last upload at the end of the run, if the trainer does not linger."""
 HEARTBEATS_ALONE = "departed actors are noticed by their own message or by a missing heartbeat"
 
 
 class TrainingRun:
-    """The run's parts and their connections. Each part is made after those that it uses."""
+    """The run's parts and their connections. Each part is created after the parts that it uses."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class TrainingRun:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     def view(self) -> RunView:
-        """Return the present state. May be called on any thread."""
+        """Return the current state. May be called on any thread."""
         loop, updater, feeder, intake, ledger = self.loop, self.updater, self.feeder, self.intake, self.tracker.ledger
         return RunView(
             version=loop.version,
@@ -159,7 +159,7 @@ class TrainingRun:
                 self.loop.close()
 
     async def _train(self, stop: asyncio.Event) -> bool:
-        """Return True when the run came to its own end."""
+        """Train, and return whether the run finished. False: it was stopped early."""
         try:
             await unless_stopped(self.takeover.begin(self.loop.checkpoints), stop)
         except StartStopped:  # stopped early, perhaps while NATS was away
@@ -200,7 +200,7 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Raise `ServiceError` if too few actors register in time. With `linger`, warn and wait on instead."""
+        """Wait for the expected actors. If too few come in time, raise `ServiceError`; with `linger`, warn and keep waiting."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:
@@ -218,7 +218,7 @@ class TrainingRun:
         )
 
     async def _upload_last(self, stop: asyncio.Event) -> None:
-        """Wait until the run's result is uploaded, at most `LAST_UPLOAD_S`."""
+        """Wait until the run's result is uploaded, but at most `LAST_UPLOAD_S` seconds."""
         try:
             async with asyncio.timeout(LAST_UPLOAD_S):
                 await unless_stopped(self.uploads.all_done(), stop)
@@ -226,7 +226,7 @@ class TrainingRun:
             log.error("the run ends before its last checkpoint is uploaded; pipelinerl run --resume uploads it")
 
     async def _linger(self, stop: asyncio.Event) -> None:
-        """Answer requests until `stop`, together with the other ranks. Raises `RuntimeError` when one of them is gone."""
+        """Answer requests until `stop`. The other ranks stay alive, too. Raises `RuntimeError` if one of them is gone."""
         log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
@@ -257,8 +257,8 @@ class TrainingRun:
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _poll_actors(self) -> None:
-        """Pass the members' reported load to the recorder. A separate task asks each actor, so that one that does not answer
-        delays no other."""
+        """Pass the members' reported load to the recorder. Each actor is asked by its own task, so that an actor that does not
+        answer does not delay the others."""
         loads: dict[str, ActorState] = {}
         asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
@@ -273,7 +273,7 @@ class TrainingRun:
                 await asyncio.sleep(LOAD_EVERY_S)
 
     async def _ask_load(self, name: str, address: str, loads: dict[str, ActorState]) -> None:
-        """Keep the actor's entry of `loads` fresh over one channel, and open another one after an error, until cancelled."""
+        """Update the actor's entry in `loads` over one channel until cancelled. After an error, open a new channel."""
         while True:
             try:
                 async with self._actor_client(name, address) as client:
@@ -296,8 +296,8 @@ class TrainingRun:
 
 
 async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) -> bool:
-    """Run a part of the run and return True at its end. Once the run is to stop, a failure of the part, such as the loss of all
-    actors, is logged and returned as False, so that it cannot prevent the checkpoint."""
+    """Execute one part of the run and return True at its end. If the part fails after `stop` is set, for example because all
+    actors are gone, log the error and return False, so that it cannot prevent the checkpoint."""
     try:
         await part
     except PipelineRLError as error:
@@ -309,10 +309,10 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:
-    """Remove an actor as soon as its pod is deleted, instead of when its heartbeat has expired.
+    """Remove an actor as soon as its pod is deleted, instead of when its heartbeat expires.
 
-    Without access to the API, membership relies on heartbeats alone, and one warning is logged. Runs until cancelled; returns
-    at once if there is nothing to watch.
+    Without access to the API, membership relies on heartbeats alone, and one warning is logged. Run until cancelled, or return
+    at once if pods cannot be watched.
     """
     client = in_cluster(settings)
     if client is None:

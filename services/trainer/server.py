@@ -1,8 +1,8 @@
 """TrainerService over gRPC: status, the stream of step records, a checkpoint on demand, the initial model.
 
-It reads the run's state through `status` and changes it only through `request_checkpoint`. An initial policy that the run built
-is sent in chunks to actors that share no disk with the trainer: one folder under one name, so that callers cannot name other
-files. If the policy is a hub model or a user's folder, actors have it themselves, and the call is refused.
+The service reads the run's state through `status` and acts on the run only through `request_checkpoint`. If the run built its
+initial policy, the policy is sent in chunks to actors that share no disk with the trainer. It is one folder with one name, so
+callers cannot request other files. For a hub model or a user's folder the call is refused, since actors load those themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """Yield all files of the initial policy, loaded from `source`, one chunk at a time, at least one of each file.
+    """Yield all files of the initial policy in folder `source`, one chunk at a time, and at least one chunk per file.
     Raises `ServiceError` if `asked` is another model, or the run built none."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
@@ -39,11 +39,11 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
 
 
 class StepFeed:
-    """The run's step records, for any number of readers at their own pace. It ends with the run. It keeps one record (a few
-    kilobytes) per step, so that a late reader gets them all. Used on one event loop."""
+    """The run's step records, for any number of readers at their own pace. The feed ends with the run. All records (a few
+    kilobytes per step) are kept, so that a late reader gets them, too. Use it on one event loop."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
-        """`records`: those of the run's earlier steps."""
+        """`records`: records of the run's earlier steps."""
         self._records = list(records)
         self._changed = asyncio.Event()
         self._ended = False
@@ -57,12 +57,12 @@ class StepFeed:
         self._wake()
 
     def _wake(self) -> None:
-        """Wake all readers. They wait for the event that existed when they looked; the next change has another one."""
+        """Wake all readers. They wait on the current event, so replace it by a new one for the next change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def read(self, from_step: int) -> AsyncIterator[StepRecord]:
-        """Yield the records of steps >= `from_step`, beginning with those already taken."""
+        """Yield the records of steps >= `from_step`: first those of past steps, then each new one."""
         position = 0
         while position < len(self._records) or not self._ended:
             if position == len(self._records):
@@ -75,11 +75,11 @@ class StepFeed:
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
-    """`status()` describes the run now; `request_checkpoint()` returns a checkpoint once written. `source`: folder or hub id of
-    the initial policy.
+    """`status()` describes the run now. `request_checkpoint()` returns once a checkpoint is written. `source`: folder or hub id
+    of the initial policy.
 
-    CheckpointNow fails with FAILED_PRECONDITION if the run has ended or ends before the checkpoint begins; so does a request
-    for an initial model that this trainer does not have.
+    CheckpointNow fails with FAILED_PRECONDITION if the run has ended or ends before the checkpoint begins. GetInitialModel
+    fails with it if this trainer does not have the requested model.
     """
 
     def __init__(

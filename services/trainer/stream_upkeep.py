@@ -1,8 +1,8 @@
 """Keep the run's streams short, and find prompt groups that were lost.
 
-Every few seconds `StreamUpkeep` purges messages from SEQUENCES that will not be read again. It has a checkpoint written if the
-log fills up before one is due. It also looks for lost prompt groups, which have left PROMPTS although some of their samples
-never came, and ends them through `Intake`, so that the feeder issues other groups.
+Every few seconds `StreamUpkeep` purges messages from SEQUENCES that will not be read again. If the log fills up before a
+checkpoint is due, it requests one. It also looks for lost prompt groups: groups that have left PROMPTS although some of their
+samples never came. Their missing samples are failed through `Intake`, so that the feeder issues other groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FULL_SHARE = 0.5
 
 
 class StreamUpkeep:
-    """Keeps SEQUENCES from the positions that one of `checkpoints` may be resumed from."""
+    """Purges SEQUENCES up to where a trainer may resume from one of `checkpoints`, and ends lost groups."""
 
     def __init__(
         self, bus: Bus, tracker: SequenceTracker, intake: Intake, recorder: Recorder, checkpoints: Checkpointer
@@ -38,11 +38,11 @@ class StreamUpkeep:
         self._recorder, self._checkpoints = recorder, checkpoints
         self._purged_below = 1
         self._gone: dict[str, tuple[float, int]] = {}
-        """By group: when it was first missed on the queue, and the end of the log at that time."""
+        """For each group that left PROMPTS: when that was first noticed, and the end of the log at that time."""
 
     async def run(self) -> None:
-        """Work until cancelled. Raises `UserError` where `Intake` does, and `BusError` when a stream is gone: the next trainer
-        creates it and publishes open groups again."""
+        """Work until cancelled. Raises `UserError` as `Intake` does, and `BusError` if a stream is gone: the next trainer then
+        creates the stream and publishes open groups again."""
         while True:
             try:
                 prompts, sequences = await self._bus.prompts_info(), await self._bus.sequences_info()
@@ -74,9 +74,9 @@ class StreamUpkeep:
             self._purged_below = readable_from
 
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
-        """Fail the missing samples of lost groups. An actor acknowledges a group, which removes it from the queue, only after
-        all its sequences are stored. So once the log has been read up to its end at that time, missing sequences will never
-        come. `LOST_AFTER_S` is added as a margin. A group that was handed over is on the queue again, at another position."""
+        """Fail the missing samples of lost groups. An actor acknowledges a group only after storing all its sequences, and the
+        acknowledgement removes the group from PROMPTS. So once the log is read up to its end at that time, missing sequences
+        will never come. `LOST_AFTER_S` is a margin. A group that was handed over is on PROMPTS again, at another position."""
         gone = self._tracker.gone_from_queue(prompts.first_position, prompts.last_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self._bus.pending_prompts()).items()}

@@ -1,7 +1,7 @@
 """Take over from the run's previous trainer, and capture what the next one takes over.
 
-A trainer takes over the state of a checkpoint and the contents of the streams. For the next trainer it writes the journal, and
-captures the non-tensor part of checkpoints. When a checkpoint is due, and how it is written, is decided elsewhere.
+A trainer takes over the state of a checkpoint and the contents of the streams. For the next trainer it writes the journal and
+captures the non-tensor part of checkpoints. Other modules decide when to write checkpoints, and write them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Takeover:
-    """One trainer's takeover, beginning with `start`. It restores parts of `feeder`, `intake` and `recorder`."""
+    """One trainer's takeover, beginning from `start`. It restores state of `feeder`, `intake` and `recorder`."""
 
     run_dir: Path
     recipe: Recipe
@@ -41,9 +41,9 @@ class Takeover:
     uploads: Uploads
 
     async def begin(self, checkpoints: Checkpointer) -> int:
-        """Record the start in the journal, and take over the previous trainer's work. Returns the number of groups that were
-        published again. If the streams were recreated, the positions of the kept `checkpoints` are reset. Waits while NATS is
-        away."""
+        """Record the start in the journal, take over the previous trainer's work, and return the number of groups published
+        again. If the streams were recreated, the positions of the kept `checkpoints` are reset. Waits while NATS is
+        unreachable."""
         start, incarnation = self.start, self.start.lineage.incarnation
         said = {"incarnation": incarnation, "version": start.version, "keep": start.journal_bytes}
         self.journal.write({"event": "start", **said})
@@ -61,7 +61,7 @@ class Takeover:
         return await self._adopt(reserved, checkpoints) if start.again else 0
 
     def capture(self, version: int, skipped_in_a_row: int) -> RunState:
-        """Capture everything but the tensors, between two steps: after the step that made `version`."""
+        """Capture all state except tensors. Call this between two steps, after the step that produced `version`."""
         self.journal.flush()
         figures = {
             "tokens_arrived": self.intake.tokens_arrived,
@@ -84,7 +84,7 @@ class Takeover:
         )
 
     async def checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        """Record a checkpoint, and have it uploaded."""
+        """Record a checkpoint, and queue its upload."""
         self.recorder.checkpoint_written(written)
         await self.uploads.take(written.folder, written.version)
 
@@ -94,7 +94,7 @@ class Takeover:
         self.journal.flush()
 
     async def _adopt(self, reserved: int, checkpoints: Checkpointer) -> int:
-        """Take over the groups that the previous incarnation issued after the checkpoint, as far as the streams show them."""
+        """Take over the previous incarnation's groups by what is on the streams. Return how many were published again."""
         position, prompts, arrived = await retry_forever(
             lambda: scan_in_flight(self.bus, self.intake.position), "read the streams"
         )

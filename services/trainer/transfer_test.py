@@ -1,9 +1,9 @@
-"""`python -m services.trainer.transfer_test`: two pods send weights' bytes to each other as a trainer does to an actor.
+"""`python -m services.trainer.transfer_test`: one pod sends bytes to another as a trainer sends weights to an actor.
 
-`helm test` runs it if `test.transferPair.enabled` is set: in two pods of the trainer's image, each with a GPU if the trainer
-has any. Both meet in a group of `pipelinerl.transfer` with the backend, network interface and chunk size of the run. Pod 0
-broadcasts, pod 1 compares the received bytes. Each prints its steps, and the name of one that failed. The run itself is not
-contacted.
+`helm test` runs this in two pods of the trainer's image if `test.transferPair.enabled` is set. Each pod has a GPU if the
+trainer has any. The pods meet in a group of `pipelinerl.transfer` with the backend, network interface and chunk size of the
+run. Pod 0 broadcasts, and pod 1 compares the received bytes. Each pod prints its stages, including a failed one. The run
+itself is not contacted.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, 
 from pipelinerl.transfer.manifest import Backend, GroupSpec, chunk_size
 
 TOTAL_BYTES = 2**30
-"""Total bytes to send: about ten seconds at 1 Gbit/s."""
+"""Total bytes to send, which takes about ten seconds at 1 Gbit/s."""
 RECEIVED = "received"
-"""Key that pod 1 sets at the end; pod 0 must stay until then."""
+"""Key that pod 1 sets at the end. Pod 0 waits for it."""
 
 
 class StepError(PipelineRLError):
-    """A step that failed, with its name."""
+    """A failed stage of the test, with its name."""
 
     def __init__(self, step: str, problem: str) -> None:
         super().__init__(f"{step}: {problem}")
@@ -48,7 +48,7 @@ def device(wanted: str, backend: str) -> tuple[Placement, Backend]:
 def meet(
     index: int, host: str, port: int, backend: Backend, own_host: str, placement: Placement, within_s: float
 ) -> WeightGroup:
-    """Return the group of both pods. Raises `StepError`, which names the other pod."""
+    """Return the group of both pods. Raises `StepError` if the other pod cannot be met."""
     spec = GroupSpec(host_port(host, port), "pair", index, 2, backend, own_host)
     try:
         return WeightGroup.connect(spec, within_s, placement=placement)
@@ -59,7 +59,7 @@ def meet(
 
 
 def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int = TOTAL_BYTES) -> float:
-    """Broadcast `total_bytes` in all, or compare them; returns GB/s. Raises `StepError`."""
+    """Rank 0: broadcast `total_bytes`. Rank 1: receive and compare them. Return GB/s. Raises `StepError`."""
     end, sends = time.monotonic() + within_s, group.spec.rank == 0
     began_at = time.monotonic()
     rounds = max(total_bytes // chunk_bytes, 2)
@@ -77,7 +77,7 @@ def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int
 
 
 def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
-    """Pod 1 reports that it has everything; pod 0 waits for that. Raises `StepError`."""
+    """Pod 1: report that all bytes have arrived. Pod 0: wait for that report. Raises `StepError`."""
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=within_s))
         if index:

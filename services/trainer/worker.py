@@ -1,9 +1,9 @@
-"""A rank of the trainer other than rank 0, as a process: load the model, then follow rank 0's orders until the last one.
+"""The process of a rank other than rank 0: load the model, then execute rank 0's orders until the order to end.
 
-It consumes orders, and produces its share of gradients, weights, results and checkpoints. It waits for rank 0; if rank 0 is
-gone, that ends with an error, and torchrun ends the other ranks. The first rank of each further node answers /healthz, /readyz
-and /metrics for that node's pod. It uses no stream. A termination signal does not end it: rank 0 gets the same signal and needs
-the other ranks for its last checkpoint.
+The rank waits for orders and contributes its share of gradients, weights, results and checkpoints. If rank 0 is gone, the wait
+ends with an error, and torchrun ends the other ranks. The first rank of each further node answers /healthz, /readyz and
+/metrics for that node's pod. The rank does not use the streams. A termination signal does not end it: rank 0 gets the same
+signal, and needs the other ranks for its last checkpoint.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
-    """Follow orders until rank 0's last one. `on_order` is called with each other order after it is carried out. Raises
-    `ServiceError` when rank 0 is gone without a last order, and the errors of orders."""
+    """Execute rank 0's orders until the order to end. Call `on_order` after each other order. Raises `ServiceError` if rank 0
+    is gone without that order, and any error of an order."""
     links = learner.world.links
     assert links is not None, "a rank that is alone gets no orders"
     saver, saving = StateSaver(learner), ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
@@ -52,7 +52,7 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
 
 
 def carry_out(order: Message, learner: Learner) -> None:
-    """Carry out one order together with the other ranks."""
+    """Execute one order together with the other ranks."""
     if order.kind == TRAIN:
         values, _, figures = learner.compute(share_of(order))
         world = learner.world
@@ -69,7 +69,7 @@ def carry_out(order: Message, learner: Learner) -> None:
 
 
 async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: LogContext) -> None:
-    """Run until rank 0 has given its last order. Raises `ServiceError` when rank 0 is gone without it."""
+    """Run until rank 0 orders the end. Raises `ServiceError` if rank 0 is gone without that order."""
     context.instance = f"{settings.instance}-rank{ranks.rank}"
     registry, readiness = RunRegistry(context.run), Readiness("the model is loading")
     orders = rank_orders(registry)

@@ -1,1 +1,1 @@
-"""Checkpoints with which a trainer resumes a run: their contents beside tensors, and how they are written and found."""
+"""Checkpoints from which a trainer resumes a run: their contents, and how they are written and found."""

@@ -1,13 +1,13 @@
-"""Checkpoint timing, and the guarantees that a checkpoint is of one version and that an existing folder is complete.
+"""Checkpoint timing, and two guarantees: a checkpoint is of one version, and an existing folder is complete.
 
-Tensors and the rest are of the same moment between two steps: the copying for a checkpoint excludes a step, from its
-computation to its entry into the tracker. Writing runs beside the next steps, one checkpoint at a time, on its own thread; one
-that falls due meanwhile is written afterwards. A checkpoint is written to disk in a hidden folder and then renamed: a crash at
-any point leaves the previous one. The contents are defined elsewhere.
+Tensors and other state are captured at the same moment between two steps: no step, from its computation to its entry into the
+tracker, overlaps with the copying. Checkpoints are written one at a time on a separate thread, beside the next steps. A
+checkpoint that falls due meanwhile is written afterwards. The files are written to a hidden folder, which is then renamed, so
+that after a crash the previous checkpoint still exists. Other modules define the contents.
 
-`PolicyExport` stages the policy in host memory while training waits, and writes the Hugging Face folder while it goes on. It
-keeps everything that transformers reads of a model in order to write one (class, configuration, ties, conversions) in a second
-model of the same form without memory, so a thread that writes touches nothing that a step changes.
+`PolicyExport` stages the policy in host memory while training waits, and writes the Hugging Face folder while training
+continues. Everything else that transformers needs to write a model (class, configuration, ties, conversions) is in a second
+model on the meta device, so that the writing thread uses nothing that a step changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 RUN_ENDED = "the run has ended: no more checkpoints are written"
 WriteTensors = Callable[[Path], None]
-"""Writes one version's tensors, which are in host memory, into a checkpoint's folder. Blocks."""
+"""Function that writes one version's tensors from host memory into a checkpoint's folder. It blocks."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class WrittenCheckpoint:
     folder: Path
     version: int
     position: int
-    """Position in SEQUENCES up to which messages will not be read again."""
+    """Position in SEQUENCES of the last message that the checkpoint covers."""
     seconds: float
 
 
 def write_checkpoint(
     run_dir: Path, keep: int, write_tensors: WriteTensors, state: RunState, before_rename: Callable[[], None] = lambda: None
 ) -> WrittenCheckpoint:
-    """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `write_tensors` and `state` are of
-    the same version. `before_rename` runs when all but the final name is on disk; an error in it makes the checkpoint fail."""
+    """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `write_tensors` and `state` must be
+    of the same version. `before_rename` runs when only the rename is left; an error in it makes the checkpoint fail."""
     began_s = time.monotonic()
     folder = run_dir / CHECKPOINTS / f"step-{state.policy_version}"
     with replacing(folder) as partial:
@@ -83,8 +83,8 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """Writes checkpoints, after those that `start` knows. `begin(version)` copies the tensors, on the compute thread; `capture`
-    the rest, on the event loop. `written` is awaited after each checkpoint."""
+    """Writes checkpoints, in addition to those in `start`. `begin(version)`: copies the tensors, on the compute thread.
+    `capture`: copies the other state, on the event loop. `written`: awaited after each checkpoint."""
 
     def __init__(
         self,
@@ -99,15 +99,15 @@ class Checkpointer:
         self._run_dir, self._config, self._journal = run_dir, config, journal
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
-        """Position in SEQUENCES by version of the kept checkpoints, each of which covers the messages up to its position."""
+        """For each kept checkpoint by version: the position in SEQUENCES up to which it covers messages."""
         self._began_version, self._began_s = start.version, time.monotonic()
-        """Version and time of the newest checkpoint, which may still be in writing."""
+        """Version and time of the newest checkpoint, which may still be being written."""
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._boundary = asyncio.Lock()
         self._over = False
         self._interrupted = False
-        """A step was cancelled or failed: the run ends, and the weights may be ahead of the tracker."""
+        """Whether a step was cancelled or failed. The run then ends, and the weights may be ahead of the tracker."""
 
     @property
     def _busy(self) -> bool:
@@ -118,7 +118,7 @@ class Checkpointer:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def if_due(self, version: int) -> None:
-        """Begin a checkpoint if one is due, and return once training may continue. Errors in writing are logged only."""
+        """Begin a checkpoint if one is due, and return once training may continue. Errors in writing are only logged."""
         steps, minutes = self._config.every_steps, self._config.every_minutes
         by_steps = steps > 0 and version // steps > self._began_version // steps
         by_time = minutes > 0 and time.monotonic() - self._began_s >= 60 * minutes
@@ -128,7 +128,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Enclose a step, with its entry into the tracker. After the last checkpoint no step begins."""
+        """Enclose a step and its entry into the tracker. After the last checkpoint, this never enters the block."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -142,8 +142,8 @@ class Checkpointer:
         """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError` if that
         fails.
 
-        `anew`: rewrite a version that is already written, with the sequences that arrived since. `last`: no step begins after
-        it.
+        `anew`: write even if this version is already written, to include sequences that arrived since. `last`: let no further
+        step begin.
         """
         while True:
             async with self._boundary:
@@ -159,12 +159,12 @@ class Checkpointer:
         return await asyncio.shield(task)
 
     async def _idle(self) -> None:
-        """Wait until none is being written: the next one is copied into the same memory."""
+        """Wait until no checkpoint is being written, since the next one is copied into the same memory."""
         while self._newest is not None and not self._newest[1].done():
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
-        """Start a checkpoint of the present version. One that is written, or being written, is not repeated unless `anew`."""
+        """Start a checkpoint of the current version. If that version is written or being written, reuse it unless `anew`."""
         state = self._capture()
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:
@@ -200,22 +200,22 @@ class Checkpointer:
 
 
 def link_export(step_folder: Path, folder: Path) -> Path:
-    """Make `folder` the policy's export from a checkpoint, by hard links if the file system supports them, else by copies."""
+    """Make `folder` the policy's export from a checkpoint. Files are hard links if possible, otherwise copies."""
     with replacing(folder) as partial:
         link_tree(step_folder, partial, RESUME)
     return folder
 
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"
-"""Path within a checkpoint. It is in a separate folder because vLLM takes every safetensors file beside the model for a part of
+"""Path within a checkpoint. It is in a separate folder because vLLM loads every safetensors file beside the model as part of
 it."""
 _KEPT = ("generation_config", "_weight_conversions", "peft_config")
-"""Attributes of a model, beside its class and configuration, from which files are made."""
+"""Attributes of a model that are written to files, besides its class and configuration."""
 
 
 class PolicyExport:
-    """Exports a policy. `dtype`: dtype of the weights in the files. Each `stage` reuses the memory of the previous one, which
-    must already be written."""
+    """Exports a policy. `dtype`: dtype of the weights in the files. Each `stage` reuses memory, so the previous stage must
+    already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         with torch.device("meta"):
@@ -226,11 +226,11 @@ class PolicyExport:
                 setattr(self.form, name, copy.deepcopy(value))
         self._tokenizer, self._dtype = tokenizer, dtype
         self.staged: dict[str, dict[str, Tensor]] = {}
-        """One version in host memory: `WEIGHTS`, and `VALUE_HEAD` and `ADAPTER` if it has them, by the names in the files."""
+        """One version in host memory: `WEIGHTS`, and `VALUE_HEAD` and `ADAPTER` if present; each by the names in the files."""
 
     @torch.no_grad()
     def stage(self, learner: Learner) -> None:
-        """Gather the tensors that actors would load. Blocks, on the thread that computes; all ranks take part."""
+        """Gather the policy's tensors into host memory. All ranks take part. It blocks; call it on the compute thread."""
         there = {WEIGHTS: True, VALUE_HEAD: learner.policy.value_head is not None, ADAPTER: has_adapters(self.form)}
         for kind in (kind for kind, has in there.items() if has):
             copies = self.staged.setdefault(kind, {})
@@ -244,7 +244,7 @@ class PolicyExport:
             torch.cuda.current_stream(device).synchronize()
 
     def write(self, folder: Path, info: Mapping[str, Any]) -> None:
-        """Write model, tokenizer, and `info` as pipelinerl.json into the existing `folder`, on any thread, beside training."""
+        """Write model, tokenizer and `info` (as pipelinerl.json) into the existing `folder`, on any thread, beside training."""
         self.form.save_pretrained(folder, state_dict=self.staged[WEIGHTS], safe_serialization=True)
         self._tokenizer.save_pretrained(folder)
         if VALUE_HEAD in self.staged:
@@ -263,14 +263,14 @@ class PolicyExport:
 
 
 def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write `weights`: `weight` [1, hidden size] and `bias` [1]."""
+    """Write the value head's `weights`: `weight` [1, hidden size] and `bias` [1]."""
     file.parent.mkdir(exist_ok=True)
     save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
 
 
 def load_value_head(policy: Policy, folder: Path) -> bool:
-    """Load the weights in a checkpoint's `folder` into `policy`'s value head; False if there are none. Raises `FieldError` for
-    weights of another shape."""
+    """Load a value head from a checkpoint's `folder` into `policy`, and return whether there is one. Raises `FieldError` if its
+    weights have another shape."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return False
     try:

@@ -1,6 +1,6 @@
-"""Atomic files and folders for checkpoints: written under another name, synced to disk, renamed.
+"""Atomic files and folders for checkpoints: written under another name, synced to disk, then renamed.
 
-A folder is replaced as a whole or not at all, even after a crash. Its contents are defined elsewhere.
+A folder is replaced as a whole or not at all, even after a crash. Other modules define the contents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def write_json_durably(path: Path, value: Mapping[str, Any], mode: int = 0o666) -> None:
-    """Replace `path` atomically; a crash leaves the old or the new file. `mode`: the file's, less the umask."""
+    """Replace `path` atomically. After a crash, the old or the new file exists. `mode`: file mode before the umask."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -27,7 +27,7 @@ def write_json_durably(path: Path, value: Mapping[str, Any], mode: int = 0o666) 
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync new and changed names in `folder` to disk."""
+    """Sync the directory entries of `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -36,7 +36,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync `folder` with every file and folder in it."""
+    """Sync `folder` and every file and folder in it to disk."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             sync_folder(path)
@@ -47,8 +47,8 @@ def sync_tree(folder: Path) -> None:
 
 
 def link_tree(source: Path, target: Path, without: str) -> None:
-    """Fill `target` with the files of `source`, except those in the folder `without`, by hard links if the file system supports
-    them, else by copies. Raises `OSError`, of which `shutil.Error` is a subclass."""
+    """Fill `target` with the files of `source`, except the folder `without`. Files are hard links if the file system supports
+    them, otherwise copies. Raises `OSError`, of which `shutil.Error` is a subclass."""
     ignored = shutil.ignore_patterns(without)
     shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 
@@ -66,8 +66,8 @@ _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new path that replaces `folder` if the block succeeds, and is removed otherwise. The former contents of `folder`
-    are then gone. `tidy` knows the names that a crash leaves."""
+    """Yield a new path. If the block succeeds, the path replaces `folder` and its old contents; otherwise the path is removed.
+    `tidy` cleans up after a crash."""
     partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     replaced = folder.with_name(f".{folder.name}{_REPLACED}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -82,7 +82,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def tidy(parent: Path) -> None:
-    """Clean `parent` after a killed checkpoint write: restore the previous folder, and remove partial ones."""
+    """Clean `parent` after a killed checkpoint write: restore the previous folder, and remove partial folders."""
     for replaced in parent.glob(f".*{_REPLACED}*"):
         folder = parent / replaced.name[1:].partition(_REPLACED)[0]
         if not folder.exists():

@@ -1,12 +1,11 @@
 """Resume state: the non-tensor part of a checkpoint, and `lineage.json`.
 
-`lineage.json` holds how often this run's trainer has started, from which version each time, with which recipe last, and when
-the first of them began to train. A trainer writes it before it serves anything, so that no two trainers of a run take
-themselves for the same incarnation.
+`lineage.json` records every start of this run's trainer with its version, the latest recipe, and when the first trainer began
+to train. A trainer writes the file before it serves anything, so that no two trainers of a run use the same incarnation number.
 
-The non-tensor part holds: the tracker, the feeder, held sequences, the position in the log, figures, the recipe. It has two
-files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages. Of a failed sample only the
-reason is kept. Other modules decide who captures the parts, and when, and read the streams.
+The non-tensor part contains the tracker, the feeder, held sequences, the position in the log, figures and the recipe. It has
+two files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages. Of a failed sample only
+the reason is kept. Other modules decide when to capture these parts, and read the streams.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
-    """Return the lineage; None if no trainer has started in this folder. Raises `FieldError` for the folder of another run,
-    `UserError` for a file that is not ours."""
+    """Return the lineage; None if no trainer has started in this folder. Raises `FieldError` if it is another run's folder, and
+    `UserError` if the file is malformed."""
     if not (run_dir / LINEAGE).is_file():
         return None
     try:
@@ -61,8 +60,8 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
 
 
 def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> None:
-    """Write the lineage, and beside it the recipe, from which reports are made. The time at which training began is kept.
-    Returns when they are on disk."""
+    """Write the lineage, and beside it the recipe, for reports. Keep the time at which training began. When this returns, the
+    files are on disk."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "recipe.yaml", recipe_yaml(recipe))
     began = {BEGAN: began_s} if (began_s := read_training_began(run_dir)) is not None else {}
@@ -71,21 +70,21 @@ def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> 
 
 
 def read_training_began(run_dir: Path) -> float | None:
-    """Return the Unix time at which the first of the run's trainers began to train; None if none has."""
+    """Return the Unix time at which the run's first trainer began to train; None if none has."""
     began_s = _lineage_file(run_dir).get(BEGAN)
     return float(began_s) if isinstance(began_s, int | float) else None
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
-    """Record when training began, and return when it is on disk. Only the first call in a run's life counts, and only after a
-    start."""
+    """Record when training began. When this returns, the record is on disk. Only the first call of a run counts, and only after
+    `write_lineage`."""
     content = _lineage_file(run_dir)
     if content and read_training_began(run_dir) is None:
         write_json_durably(run_dir / LINEAGE, {**content, BEGAN: now_s})
 
 
 def _lineage_file(run_dir: Path) -> dict[str, Any]:
-    """Return the file's object; empty if there is no file."""
+    """Return the file's JSON object; empty if there is no file."""
     path = run_dir / LINEAGE
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if not isinstance(content, dict):
@@ -94,8 +93,8 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """Return the run's tokens. If the folder has no key, make one, which groups from number `reserved` on must prove: earlier
-    ones may be in progress. Returns when it is on disk. Raises `UserError` for a file that is not ours."""
+    """Return the run's tokens. If the folder has no key, make one and write it to disk. Groups before number `reserved` then
+    need no proof, since they may already be in progress. Raises `UserError` if the file is malformed."""
     path = run_dir / GROUP_KEY
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -114,28 +113,28 @@ RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
 
 @dataclass(frozen=True)
 class RunState:
-    """The trainer's state between two optimizer steps, without tensors. Mappings are JSON-able."""
+    """The trainer's state between two optimizer steps, without tensors. Mappings are JSON-compatible."""
 
     run: str
     policy_version: int
     starts: tuple[int, ...]
-    """Lineage of the trainer that wrote it."""
+    """Lineage of the trainer that wrote the state."""
     recipe: Mapping[str, Any]
     recipe_hash: str
     journal_bytes: int
-    """Length of the journal at that moment."""
+    """Length of the journal when the state was captured."""
     books: Mapping[str, Any]
     """`SequenceTracker.to_state()`."""
     next_group: int
     """The feeder's next group number."""
     position: int
-    """Last message of SEQUENCES that was read."""
+    """Position of the last message read from SEQUENCES."""
     held: HeldSequences
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Figures of the run's report and the intake."""
+    """Figures of the run's recorder and intake."""
 
     def save(self, folder: Path) -> None:
-        """Write both files into `folder`, which the caller syncs to disk."""
+        """Write both files into `folder`. The caller must sync them to disk."""
         held = self.held
         good = [sequence for group in held.taken for sequence in group.sequences]
         good += [sequence for group in held.ready for sequence in group]
@@ -149,7 +148,7 @@ class RunState:
 
 
 def load_run_state(folder: Path) -> RunState:
-    """Load the state. Raises `ServiceError`, naming the folder, if it has no complete state of this format."""
+    """Load the state. Raises `ServiceError`, with the folder's path, if there is no complete state of this format."""
     try:
         content = json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))
         if content.pop("format") != STATE_FORMAT:
@@ -167,7 +166,7 @@ def load_run_state(folder: Path) -> RunState:
 
 
 def _held_to_json(held: HeldSequences) -> dict[str, Any]:
-    """Return the ids of held sequences; the sequences are in the other file."""
+    """Return the ids of held sequences. The sequences themselves are in the other file."""
 
     def ids(sequences: Iterable[Sequence]) -> list[str]:
         return [sequence.sequence_id for sequence in sequences]
@@ -198,24 +197,24 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
 
 
 RESUME, STATE = "resume", "state"
-"""`checkpoints/step-<v>/resume/state`: folders in a run directory."""
+"""Folder names in a run directory: `checkpoints/step-<v>/resume/state`."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Starting point of a trainer. `lineage`: its own. `again`: an earlier incarnation has used the run's streams."""
+    """Starting point of a trainer. `lineage`: includes this start. `again`: an earlier incarnation has used the streams."""
 
     lineage: Lineage = FIRST_INCARNATION
     again: bool = False
     folder: Path | None = None
-    """`…/resume` of the checkpoint to resume from."""
+    """Folder `…/resume` of the checkpoint to resume from."""
     state: RunState | None = None
-    """State in that checkpoint."""
+    """Non-tensor state in that checkpoint."""
     positions: Mapping[int, int] = field(default_factory=dict)
-    """Position in SEQUENCES by version of each existing checkpoint, oldest first."""
+    """Position in SEQUENCES of each existing checkpoint by version, oldest first."""
     saved_at_s: float | None = None
-    """Unix time at which the checkpoint was written; without one, at which the run's first trainer began to train. None: none
-    has."""
+    """Unix time at which the checkpoint was written; without a checkpoint, at which the run's first trainer began to train.
+    None if none has."""
 
     @property
     def version(self) -> int:
@@ -223,7 +222,7 @@ class Start:
 
     @property
     def journal_bytes(self) -> int:
-        """Return the number of bytes of the journal that still count."""
+        """Return the number of journal bytes that are still valid."""
         return self.state.journal_bytes if self.state else 0
 
     @property
@@ -232,8 +231,8 @@ class Start:
 
 
 def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
-    """Return the newest checkpoint, or version 0 if the trainer died before its first. Cleans up after a killed trainer. Raises
-    `UserError` for a recipe that changed more than it may, and as `read_lineage` and `load_run_state` do."""
+    """Return a start from the newest checkpoint, or from version 0 without one. Clean up after a killed trainer. Raises
+    `UserError` if the recipe changed in a way that is not allowed, and as `read_lineage` and `load_run_state` do."""
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
     try:
@@ -260,7 +259,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:
-    """Return whether the first version of a trainer is to be evaluated, which it is not if the checkpoint has the result.
+    """Return whether to evaluate a trainer's first version: if it is due and the checkpoint does not have the result yet.
     Pure."""
     every, version = recipe.evaluation.every_steps, start.version
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []

@@ -1,22 +1,22 @@
-"""Save and restore a learner's state: staged in host memory while training waits, written while it continues.
+"""Save and restore a learner's state: staged in host memory while training waits, written while training continues.
 
-The state is named tensors, independent of the number of ranks that share it and of the dtype of the computation:
+The state is a set of named tensors, independent of the number of ranks that share it and of the computation's dtype:
 
     weight/<parameter>      float32: the master if there is one; only adapters if only these are trained
-    exp_avg/<parameter>     float32, as are exp_avg_sq/… and step/… (a number): AdamW's moments; 8-bit ones dequantised
-    steps_taken             int64: of the schedule
+    exp_avg/<parameter>     float32, as are exp_avg_sq/… and step/… (a number): AdamW's state; 8-bit moments dequantised
+    steps_taken             int64: steps of the learning-rate schedule
     rng/<device>/<rank>     uint8: torch's random state, for `cpu` and, if there is one, `cuda`
 
-Parameters are named as in `Policy`, value head included. Sharded ones are DTensors of all ranks. Frozen weights and the
-reference are not saved: they are those of the run's initial model.
+Parameters have their names in `Policy`, including the value head. Sharded parameters are DTensors of all ranks. Frozen weights
+and the reference are not saved, because they are the initial model's.
 
-The files are torch.distributed.checkpoint's: each rank writes its part, and any number of ranks reads them. `.metadata` is a
-pickle, so restore only the files of your own runs. It is written last: a folder without it is no complete state. `dcp.save`
-runs on our own thread. `dcp.async_save` does not fit: it needs the folder when it stages, and by default stages into new memory
+The files are torch.distributed.checkpoint's: each rank writes its part, and any number of ranks can read them. `.metadata` is a
+pickle, so restore only the files of your own runs. It is written last, so a folder without it is incomplete. `dcp.save` runs on
+our own thread. `dcp.async_save` is not suitable: it needs the folder when it stages, and by default it stages into new memory
 each time.
 
-All ranks stage between the same two steps, by rank 0's order. Rank 0 later sends the folder, in a group of the writing threads,
-so that no rank's training waits for it. Other modules decide which versions are saved, and rename folders.
+On rank 0's order, all ranks stage between the same two steps. Rank 0 sends the folder later, in a group of the writing threads,
+so that training does not wait for it on any rank. Other modules decide which versions to save, and rename folders.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ WEIGHT, STEPS_TAKEN, RNG = "weight", "steps_taken", "rng"
 
 
 def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
-    """Return the parameters that the optimizer steps, by the name of the model's parameter: float32, sharded like the
+    """Return the float32 parameters that the optimizer updates, by the name of the model's parameter. They are sharded like the
     weights."""
     names = {id(parameter): name for name, parameter in learner.policy.named_parameters()}
     return {names[id(live)]: stepped for live, stepped in learner.optimizer.trained()}
 
 
 def learner_state(learner: Learner) -> dict[str, Tensor]:
-    """Return the state by name: the learner's own tensors, which the next step changes; 8-bit moments stay in their own
-    form."""
+    """Return the state by name. The tensors are the learner's own, so the next step changes them. 8-bit moments stay in their
+    own format."""
     learner.optimizer.begin_moments()
     state: dict[str, Tensor] = {}
     for name, stepped in trained_parameters(learner).items():
@@ -79,22 +79,22 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Return whether the tensor has a class of torchao, which is not imported here."""
+    """Return whether the tensor is a quantised one of torchao, without importing torchao."""
     return type(local_part(tensor)) is not Tensor
 
 
 def plain_part(tensor: Tensor) -> Tensor:
-    """Return `local_part`, or a float32 copy of it if it has 8 bits."""
+    """Return `local_part`; if that is quantised, a float32 copy."""
     local = local_part(tensor)
     return local.dequantize() if is_quantized(tensor) else local
 
 
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Write the tensors that all ranks have staged. All ranks call it, each on any one thread. Returns when everything is
-    durable in `folder`.
+    """Write the tensors that all ranks have staged. All ranks call this, each on one thread of its choice. When it returns,
+    everything is durable in `folder`.
 
-    `group`: process group in which the ranks agree on each rank's files; None for one rank. Raises `ServiceError` on all ranks
-    if one of them cannot write.
+    `group`: process group in which the ranks agree on each rank's files; None for a single rank. Raises `ServiceError` on all
+    ranks if one of them cannot write.
     """
     _alone_is_meant()
     # No copies ahead: torch would make them on a stream of the thread's GPU, which is the first GPU on every rank.
@@ -110,7 +110,7 @@ def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Raises the root cause of a write error, since torch sends errors to the other ranks without their causes."""
+    """Writer that raises the root cause of a write error, since torch sends errors to other ranks without their causes."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -124,8 +124,8 @@ class _Writer(dcp.FileSystemWriter):
 
 @torch.no_grad()
 def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy this rank's share of `learner_state` into host memory, waiting for the device. `reused`: an earlier result that is
-    already written, whose memory is used again."""
+    """Copy this rank's share of `learner_state` into host memory, and wait for the device. `reused`: an earlier result that is
+    already written; its memory is used again."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():
         tensors[name] = reused[name] if reused is not None else _host_memory(tensor, learner.world.host_mesh)
@@ -136,7 +136,7 @@ def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[
 
 
 def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
-    """Return memory for the values of `tensor`, sharded in the same way."""
+    """Return host memory for the values of `tensor`, sharded in the same way."""
     local = local_part(tensor)
     memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
     if not isinstance(tensor, DTensor):
@@ -147,10 +147,10 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 
 @torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
-    """Load the state in `folder`, written by any number of ranks, into `learner`. Every rank calls it and reads by itself.
+    """Load the state in `folder`, written by any number of ranks, into `learner`. Every rank calls this and reads by itself.
 
-    The random state of a rank that did not exist then is left unchanged. Raises `FieldError` for a folder without a state, or
-    with another model's; `ServiceError` for one that cannot be read.
+    The random state of a rank that has none in the folder is left unchanged. Raises `FieldError` if the folder has no state, or
+    another model's, and `ServiceError` if it cannot be read.
     """
     _alone_is_meant()
     mesh = learner.world.host_mesh
@@ -176,7 +176,7 @@ def restore(learner: Learner, folder: Path) -> None:
 
 
 def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each saved tensor by its name."""
+    """Return the shape of each saved tensor by name."""
     if not (folder / ".metadata").is_file():
         fix = "has no complete trainer state (no .metadata): name a run's, on a disk that all nodes share"
         raise FieldError(FIELD, str(folder), fix)
@@ -188,7 +188,7 @@ def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise `FieldError` naming the first tensor that only one side has, or whose shape differs."""
+    """Raise `FieldError` for the first tensor that only one side has, or that differs in shape."""
     for name, shape in wanted.items():
         if name not in saved:
             raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: is it another run's?")
@@ -201,7 +201,7 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
 
 
 def _alone_is_meant() -> None:
-    """Silence torch's warning about a checkpoint of a single process. `catch_warnings` is not safe in threads."""
+    """Silence torch's warning about saving from a single process. `catch_warnings` is not thread-safe."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
@@ -209,22 +209,22 @@ FOLDER, DISCARD = "folder", "discard"
 
 
 class StateSaver:
-    """One rank's part in saving. A state is staged on all ranks, and then written or abandoned; the next one reuses its memory.
+    """One rank's part in saving. A state is staged on all ranks, then written or abandoned. The next state reuses its memory.
 
-    Rank 0 decides. Another rank stages by its order, and `follow`s its decision about that state. Rank 0 reports a state that
-    cannot be written; training continues.
+    Rank 0 decides. Other ranks stage on rank 0's order, and `follow` its decision about the staged state. If a state cannot be
+    written, rank 0 reports that, and training continues.
     """
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving
         self.staged: dict[str, Tensor] = {}
         self._waits, self._lock, self._free = False, threading.Lock(), threading.Event()
-        """Set while the memory holds no state that is yet to be written."""
+        """`_free`: set while the memory holds no state that is still to be written."""
         self._free.set()
 
     def stage(self) -> None:
         """Copy the state of all ranks into host memory, to be written on another thread while training continues. A staged
-        state whose writing has not begun is dropped; one that is being written must be finished by now."""
+        state that is not being written yet is dropped. A state that was being written must be finished by now."""
         self.abandon()
         assert self._free.is_set(), "the state before is still being written, from the same memory"
         self._learner.order(SAVE)
@@ -233,8 +233,8 @@ class StateSaver:
         self._waits = True
 
     def write(self, folder: Path) -> None:
-        """Write the staged state, on any thread, and block until it is durable on all ranks. Raises `ServiceError` if a rank
-        cannot write."""
+        """Write the staged state, and block until it is durable on all ranks. Call this on any thread. Raises `ServiceError` if
+        a rank cannot write."""
         begun = self._begin()
         assert begun, "a staged state is written once"
         try:
@@ -244,7 +244,7 @@ class StateSaver:
             self._free.set()
 
     def follow(self) -> None:
-        """Ranks other than 0: follow rank 0's decision about the staged state, on a thread beside training."""
+        """Ranks other than 0: wait for rank 0's decision about the staged state and execute it, on a thread beside training."""
         assert self._others is not None, "a rank that is alone follows none"
         try:
             told = self._others.hear()
@@ -256,13 +256,13 @@ class StateSaver:
             self.abandon()
 
     def abandon(self) -> None:
-        """Drop the staged state, unless it is already being written."""
+        """Drop the staged state unless it is already being written."""
         if self._begin():
             self._tell(Message(DISCARD))
             self._free.set()
 
     def end(self) -> None:
-        """Wait for a state that is being written; drop one that is only staged."""
+        """Wait for a state that is being written. Drop a state that is only staged."""
         self.abandon()
         self._free.wait()
 

@@ -1,10 +1,10 @@
-"""Models in an object store: uploaded so that an incomplete one is recognised, and fetched with checked digests.
+"""Models in an object store: uploaded so that incomplete models are recognised, and fetched with checked digests.
 
-Each folder that this project writes to a store has `pipelinerl-manifest.json`. It is first written to say that the model is
-incomplete; then come the files, each of which is read back and compared; then the manifest again, with the size and the SHA-256
-of every file. The object `latest` beside the folders names the newest complete one. A folder without a manifest was made by
-other tools and is taken unchecked. Nothing is ever deleted. Stores are accessed through pyarrow, which finds credentials where
-each store's own tools do.
+Each folder that this project writes to a store has a `pipelinerl-manifest.json`. The manifest is first written to mark the
+model as incomplete. Then the files are written, read back and compared. Finally the manifest is written again, with the size
+and the SHA-256 of every file. The object `latest` beside the folders contains the name of the newest complete one. A folder
+without a manifest comes from other tools and is not checked. Nothing is ever deleted. Stores are accessed through pyarrow,
+which finds credentials where each store's own tools do.
 
     python -m services.trainer.checkpoint.store FOLDER URL    # uploads the model in FOLDER to URL, as a separate process
 
@@ -34,12 +34,12 @@ _FORMAT = 1
 _CHUNK_BYTES = 8 * 1024**2
 
 Digest: TypeAlias = tuple[int, str]
-"""Number of bytes, and SHA-256 in hexadecimal."""
+"""Number of bytes, and hexadecimal SHA-256."""
 
 
 def put_model(folder: Path, url: str) -> int:
-    """Upload all files of `folder` to the folder `url`, verify them, and set `latest` to it; returns the number of bytes. A
-    model that was there before is incomplete from the first byte on. Raises `ServiceError`, and the store's `OSError`."""
+    """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes. A
+    model already at `url` counts as incomplete from the start. Raises `ServiceError`, and the store's `OSError`."""
     store, root = _open(url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -59,10 +59,10 @@ def put_model(folder: Path, url: str) -> int:
 
 
 def fetch_model(url: str, folder: Path) -> str:
-    """Fill the empty `folder` with the model at `url`, which may end in `latest`; returns the URL of its actual folder.
+    """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of its actual folder.
 
-    Raises `FieldError` for a model that is missing or incomplete, `ServiceError` for one that arrives damaged or is being
-    replaced, and the store's `OSError`.
+    Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged or is being replaced, and
+    the store's `OSError`.
     """
     store, root = _open(url)
     parent, _, name = root.rpartition("/")
@@ -84,9 +84,9 @@ def fetch_model(url: str, folder: Path) -> str:
 
 
 def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
-    """Fill the empty `folder` with the model that `model.name` names, and return its source. Raises as `fetch_model` does.
+    """Fill the empty `folder` with the model `name` (from `model.name`), and return its source. Raises like `fetch_model`.
 
-    The name is a URL, or a folder relative to `run_dir`'s parent or else to the current folder. A run's `checkpoints/latest` is
+    `name`: a URL, or a folder relative to `run_dir`'s parent, or else to the current folder. A run's `checkpoints/latest` means
     its newest checkpoint.
     """
     if "://" in name:
@@ -106,13 +106,13 @@ def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
 
 
 def _newest(folder: Path) -> Path:
-    """Return a run's newest checkpoint for its `checkpoints/latest`, and any other folder unchanged."""
+    """Return the newest checkpoint if `folder` is a run's `checkpoints/latest`, and any other folder unchanged."""
     found = resumable(folder.parent.parent) if (folder.parent.name, folder.name) == (CHECKPOINTS, LATEST) else {}
     return found[max(found)].parent.parent if found else folder
 
 
 def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
-    """Return the files of a model by their names in its folder, with their digests if there is a manifest."""
+    """Return the names of a model's files, relative to its folder, with their digests if there is a manifest."""
     from pyarrow.fs import FileSelector, FileType
 
     if store.get_file_info(f"{root}/{MANIFEST}").type == FileType.NotFound:
@@ -132,7 +132,7 @@ def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
 
 
 def _safe(name: str, url: str) -> str:
-    """Return the name if it is a relative path that stays inside its folder. Raises `FieldError`."""
+    """Return the name if it is a relative path inside its folder. Raises `FieldError` otherwise."""
     if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
         raise FieldError("model.name", url, f"names a file {name!r}: it is not a model of this project")
     return name
@@ -161,7 +161,7 @@ def _write(store: FileSystem, path: str, content: dict[str, Any]) -> None:
 
 
 def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
-    """Copy `source` to `target`, if given, and return the digest of the data."""
+    """Read `source`, copy it to `target` if given, and return the digest of the data."""
     size, sha256 = 0, hashlib.sha256()
     while chunk := source.read(_CHUNK_BYTES):
         sha256.update(chunk)

@@ -1,9 +1,9 @@
-"""Upload each checkpoint's model to `checkpoint.upload`, beside training, which never waits for it.
+"""Upload each checkpoint's model to `checkpoint.upload`. Training never waits for uploads.
 
-It consumes checkpoints as they are written (`take`), and produces complete models in the store and `uploaded.json`. While it
-waits for the store, a newer checkpoint replaces one that waits. Each attempt is a separate process, so that a store that hangs
-blocks nothing else. The files are first linked into another folder, as the checkpoint may be removed meanwhile. A run's next
-trainer continues an unfinished upload. The training state stays on the volume.
+Input: checkpoints as they are written (`take`). Output: complete models in the store, and `uploaded.json`. A newer checkpoint
+replaces a waiting one. Each attempt is a separate process, so that a store that hangs blocks nothing else. The files are first
+linked into another folder, since the checkpoint may be removed meanwhile. A run's next trainer continues an unfinished upload.
+The training state is not uploaded.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from services.trainer.checkpoint.files import tidy, write_json_durably
 log = logging.getLogger(__name__)
 
 UPLOADED = "uploaded.json"
-"""In the run's folder: `{"version", "url", "at_s"}` of the last upload."""
+"""File in the run's folder with `{"version", "url", "at_s"}` of the last upload."""
 BACKOFF = Backoff(first_s=1.0, most_s=60.0, jitter=0.2)
 TRY_S = 4 * 3600
-"""An attempt that takes longer is given up, since the store hangs."""
+"""Maximum seconds of one attempt. After that, the store counts as hanging."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class _Waiting:
     version: int
     folder: Path
     since_s: float
-    """Unix time at which the oldest checkpoint after the last uploaded one was written."""
+    """Unix time at which the oldest checkpoint since the last upload was written."""
 
 
 class UploadObserver(Protocol):
-    """Takes the events of uploads; their metrics are one."""
+    """Receives the events of uploads. The upload metrics implement it."""
 
     def took_over(self, version: int, at_s: float) -> None: ...
 
@@ -57,7 +57,7 @@ class UploadObserver(Protocol):
 
 
 class Uploads:
-    """Uploads of one run; disabled if `url` is empty. Used on one event loop."""
+    """Uploads of one run. An empty `url` disables them. Use it on one event loop."""
 
     def __init__(self, url: str, run_dir: Path, run: str, observer: UploadObserver) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
@@ -71,7 +71,7 @@ class Uploads:
 
     @property
     def waiting_s(self) -> float | None:
-        """Return how long a checkpoint has been waiting for its upload; 0 if none waits, None if uploads are disabled."""
+        """Return the seconds that a checkpoint has waited for its upload; 0 if none waits, None if uploads are disabled."""
         if not self._root:
             return None
         waiting = self._waiting  # another thread may end it
@@ -79,7 +79,7 @@ class Uploads:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Upload inside the block. An upload that is running at its end is left to the run's next trainer."""
+        """Upload inside the block. If an upload is running at the end of the block, the run's next trainer continues it."""
         if not self._root:
             yield
             return
@@ -92,7 +92,7 @@ class Uploads:
             await asyncio.wait({uploading})
 
     async def take(self, checkpoint: Path, version: int) -> None:
-        """Accept a checkpoint, and return when its folder may be removed. Errors are logged, and training goes on."""
+        """Accept a checkpoint. When this returns, its folder may be removed. Errors are logged, and training continues."""
         if not self._root or version == (self._waiting.version if self._waiting else self._last):
             return
         async with self._changing_files:
@@ -107,11 +107,11 @@ class Uploads:
         self._arrived.set()
 
     async def all_done(self) -> None:
-        """Return when every accepted checkpoint, or a later one, has been uploaded."""
+        """Wait until every accepted checkpoint, or a later one, has been uploaded."""
         await self._done.wait()
 
     async def _take_over(self) -> None:
-        """Continue an earlier trainer's uploads: read its last one, and take the newest checkpoint if that is another."""
+        """Continue an earlier trainer's uploads: read its last upload, and accept the newest checkpoint if that differs."""
         tidy(self._aside)
         last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
         if str(last.get("url", "")).startswith(f"{self._root}/"):
@@ -155,7 +155,7 @@ class Uploads:
                 self._done.set()
 
     async def _tidy(self) -> None:
-        """Remove copies that are neither waiting nor being sent."""
+        """Remove copies that are neither waiting nor being uploaded."""
         kept = {self._waiting.folder if self._waiting else None, self._trying}
         for folder in self._aside.iterdir():
             if folder not in kept:
@@ -163,12 +163,12 @@ class Uploads:
 
 
 def _written_s(folder: Path) -> float:
-    """Return the Unix time at which the checkpoint was written, which its copy keeps."""
+    """Return the Unix time at which the checkpoint was written. Its copy keeps this time."""
     return folder.stat().st_mtime
 
 
 async def _put(folder: Path, url: str) -> None:
-    """Upload in a subprocess. Raises `ServiceError` with the error that it printed."""
+    """Upload in a subprocess. Raises `ServiceError` with the error that the subprocess printed."""
     command = (sys.executable, "-m", "services.trainer.checkpoint.store", str(folder), url)
     process = await asyncio.create_subprocess_exec(
         *guarded(command, signal.SIGKILL), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE

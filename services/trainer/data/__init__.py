@@ -1,1 +1,1 @@
-"""The path of a sequence through the trainer: its prompt is issued, it arrives, and it is trained on or dropped."""
+"""The path of data through the trainer: prompts are issued, and sequences arrive and are trained on or dropped."""

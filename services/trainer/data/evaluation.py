@@ -1,13 +1,13 @@
 """Measure one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
-Held-out evaluation consumes the held-out problems and produces an accuracy; it waits for actors and verifier up to a deadline.
-The parity probe is a fixed token sequence, which every actor scores with the version it serves, and the trainer with that
-version's weights. The largest absolute difference of token log-probabilities, in nats, is the run's `logprob_mismatch_max`. An
-answer counts as one of the `parity_failures` if it is off by more than the tolerance, contains another share of the change that
-training made than 1, or cannot be compared. Unlike `mismatch_kl`, it is not affected by a stale KV cache.
+Held-out evaluation turns the held-out problems into an accuracy. It waits for actors and verifier up to a deadline. The parity
+probe is a fixed token sequence. Every actor scores it with the version that it serves, and the trainer with that version's
+weights. The largest absolute difference of token log-probabilities, in nats, is the run's `logprob_mismatch_max`. An actor's
+answer counts in `parity_failures` if it exceeds the tolerance, if the actor does not serve the whole change made by training,
+or if it cannot be compared. Unlike `mismatch_kl`, the probe is not affected by a stale KV cache.
 
-Meanwhile the caller holds commits of later versions, so that every completion is of the measured version, which its spans
-prove. Training continues on other sequences of that version.
+During a measurement the caller holds commits of later versions, so that every completion is from the measured version; its
+spans prove that. Training continues on other sequences.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SCORE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """An actor's answer to the probe: log-probabilities [tokens - 1], the version that produced them, and its loader."""
+    """An actor's answer to the probe: log-probabilities [tokens - 1], the version that computed them, and its loader."""
 
     logprobs: Logprobs
     version: PolicyVersion
@@ -69,8 +69,8 @@ class Scored:
 
 
 def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
-    """Return the branches of a held-out answer: an episode's, or a single one for its completion, without the prompt. Raises
-    `MessageError`."""
+    """Return the branches of a held-out answer. Without an episode, that is one branch for the completion, without the prompt.
+    Raises `MessageError`."""
     kind = "GenerateResult"
     if result.branches:
         return tuple(branch_from_proto(branch, kind) for branch in result.branches)
@@ -78,12 +78,12 @@ def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
 
 
 class ActorClient:
-    """One actor over gRPC, as an async context manager. Every call has a deadline; an actor that does not answer raises
-    `ServiceError`."""
+    """gRPC client of one actor, as an async context manager. Every call has a deadline, and raises `ServiceError` if the actor
+    does not answer."""
 
     def __init__(self, name: str, address: str, *, tls_dir: Path | None = None, tls_name: str = "") -> None:
-        """`tls_dir`: certificates (`pipelinerl.service.tls`), None = plain text. `tls_name`: name in the actor's certificate,
-        since the actor is reached by address."""
+        """`tls_dir`: certificates (`pipelinerl.service.tls`); None = plain text. `tls_name`: name in the actor's certificate,
+        needed because the client connects to an address."""
         self.name, self.address = name, address
         self._tls_dir, self._tls_name = tls_dir, tls_name
 
@@ -138,17 +138,17 @@ class ActorClient:
 
 
 JUDGE_BATCH = 64
-"""Completions per verifier call. A failed call loses only its own."""
+"""Number of completions per verifier call. A failed call loses only these."""
 
 
 def is_right(outcome: VerifyResult, correct_reward: float) -> bool:
-    """Return whether the answer's terms alone reach `correct_reward` (> 0), without format and length terms."""
+    """Return whether the reward without format and length terms reaches `correct_reward` (> 0)."""
     earned = answer_reward(outcome.components)
     return outcome.status == VERIFY_STATUS_OK and earned is not None and earned >= correct_reward * (1 - 1e-9)
 
 
 async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: float) -> dict[str, VerifyResult]:
-    """Return the verifier's outcomes by sequence id, as far as they arrive before `deadline` (seconds of the loop's clock)."""
+    """Return the verifier's outcomes that arrive before `deadline` (the event loop's clock, seconds), by sequence id."""
     verdicts: dict[str, VerifyResult] = {}
 
     async def verify(batch: list[VerifyItem]) -> None:
@@ -167,16 +167,16 @@ async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: flo
 
 
 MOST_ASKED = 10_000
-"""Maximum number of answers to one task's problems per call to an actor, to bound its size."""
+"""Maximum number of answers requested from an actor per call, which bounds the call's size."""
 GENERATION_SHARE = 0.9
 """Share of the evaluation's time for generation; the rest is for the verifier."""
 
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """Accuracy over the tasks' problems; in `sets`, that of each set, by name. `num_tokens`: sampled tokens. `samples`: some
-    answers; one without a verdict has a `failure`. An answer has no verdict if the completion was late, the actor or the reward
-    failed, or the verifier did not answer in time."""
+    """Accuracy over the tasks' problems. `sets`: accuracy of each set, by name. `num_tokens`: sampled tokens. `samples`: some
+    answers; an answer without a verdict has a `failure`. An answer gets no verdict if the completion was late, the actor or
+    the reward failed, or the verifier did not answer in time."""
 
     version: int
     accuracy: float
@@ -188,7 +188,7 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates through the serving actors, which `updater` knows. `client` makes the client for an actor's name and
+    """Evaluates through the serving actors. `updater`: knows these actors. `client`: makes the client for an actor's name and
     address."""
 
     def __init__(
@@ -205,7 +205,7 @@ class Evaluator:
         self._samples = recipe.evaluation.samples
         answers = (problem for problem in problems for _ in range(self._samples))
         self._problems = {f"h{number:06d}": problem for number, problem in enumerate(answers)}
-        """Problem of each requested answer by its id; answers to one problem follow each other."""
+        """Problem of each requested answer, by the answer's id. Answers to the same problem follow each other."""
         self._incarnation, self._client, self._timeout_s = incarnation, client, recipe.evaluation.timeout_s
         self.tolerance, self._of_median = probe_tolerance(recipe), in_sixteen_bits(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
@@ -213,8 +213,8 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version` within the timeout; the caller holds commits of later versions meanwhile. Raises `ServiceError` if
-        no problem has a verdict by then."""
+        """Evaluate `version` within the timeout. The caller must hold commits of later versions meanwhile. Raises
+        `ServiceError` if no problem has a verdict by then."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             began_at = asyncio.get_running_loop().time()
             generated_by = began_at + GENERATION_SHARE * self._timeout_s
@@ -226,7 +226,7 @@ class Evaluator:
             return self._result(version, completions, verdicts)
 
     async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, actor_pb2.GenerateResult]:
-        """Request missing completions from the actors until none is missing, no actor answers, or the deadline passes."""
+        """Request completions from the actors until none is missing, no actor answers, or the deadline passes."""
         done: dict[str, actor_pb2.GenerateResult] = {}
 
         async def ask(name: str, address: str, asked: list[str]) -> None:
@@ -261,15 +261,15 @@ class Evaluator:
         return done
 
     def _by_task(self, problem_ids: list[str]) -> list[list[str]]:
-        """Divide the problems by task; a task's problems have the same sampling settings."""
+        """Group the problems by task, since a task's problems have the same sampling settings."""
         found: dict[str, list[str]] = {}
         for problem_id in problem_ids:
             found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
         return list(found.values())
 
     def _sampling(self, problem: EncodedProblem) -> SamplingParams:
-        """Return the sampling settings of training, except for the temperature. The actor cuts completions where the prompt
-        leaves less room than the task's limit."""
+        """Return the sampling settings of training, but with the evaluation's temperature and the task's `max_tokens`. If the
+        prompt leaves less room than that, the actor truncates the completion."""
         as_trained = sampling_of(self._recipe, problem)
         temperature = self._recipe.evaluation.temperature
         return replace(as_trained, temperature=temperature, max_tokens=problem.share.max_tokens)
@@ -287,7 +287,7 @@ class Evaluator:
         )
 
     def _is_of(self, version: int, completion: actor_pb2.GenerateResult) -> bool:
-        """Return whether a completion is of that version, or failed. Raises `MessageError` if it cannot be read."""
+        """Return whether a completion failed or is entirely from `version`. Raises `MessageError` if it cannot be read."""
         branches = branches_of(completion)
         if completion.failure:
             log.warning("held-out problem %s failed: %s", completion.id, completion.failure)
@@ -335,7 +335,7 @@ class Evaluator:
         )
 
     def _shown(self, completions: Mapping[str, actor_pb2.GenerateResult]) -> list[str]:
-        """Return the first answers of the sets in turn: four, or one of each set if there are more sets."""
+        """Return the first answers, taking the sets in turn: four answers, or one per set if there are more than four sets."""
         by_set = self._by_task(sorted(completions))
         in_turn = [answer for answers in zip_longest(*by_set) for answer in answers if answer is not None]
         return in_turn[: max(4, len(by_set))]
@@ -343,7 +343,7 @@ class Evaluator:
     def _without_verdict(
         self, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
     ) -> Iterator[tuple[str, str]]:
-        """Yield each answer that is left out, with the reason."""
+        """Yield each answer that does not count in the accuracy, with the reason."""
         for answer in self._problems:
             completion, verdict = completions.get(answer), verdicts.get(answer)
             if completion is None:
@@ -357,7 +357,7 @@ class Evaluator:
                 yield answer, f"reward_{status_name(verdict.status)}"
 
     def _sequence(self, completion: actor_pb2.GenerateResult, verdict: VerifyResult | None) -> Sequence:
-        """Return the answer as a sequence without a group. It has a `failure` if there is no verdict."""
+        """Return the answer as a sequence without a group. Without a verdict, the sequence has a `failure`."""
         problem, (first, *others) = self._problems[completion.id], branches_of(completion)
         finish_reason = FINISH_REASON_FROM_PROTO.get(completion.finish_reason, FinishReason.STOP)
         sequence = Sequence(
@@ -392,7 +392,7 @@ class Evaluator:
         )
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Return `compare` over all actors that serve `version`, with the trainer's scores of the probe; None if no actor
+        """Probe all actors that serve `version`, and compare them with the trainer's scores `trained`. Return None if no actor
         answered."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
@@ -402,7 +402,7 @@ class Evaluator:
         return compare(served, trained, self.tolerance, of_median=self._of_median, base=base) if served else None
 
     async def _score(self, name: str, address: str, version: PolicyVersion) -> Scored | None:
-        """Return the actor's scores; None if it does not answer, or serves another version."""
+        """Return the actor's scores; None if the actor does not answer or serves another version."""
         try:
             async with self._client(name, address) as actor:
                 scored = await actor.score(self.probe, SCORE_TIMEOUT_S)
@@ -416,21 +416,21 @@ class Evaluator:
 
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
-"""Nats: for every token in float32, for the median token in 16 bits. There, rounding alone sends some tokens of a mixture to
-other experts and moves their log-probabilities by whole nats; docs/weight-updates.md has figures."""
+"""In nats; for every token in float32, and for the median token in 16 bits. In 16 bits, rounding alone sends some tokens of a
+mixture to other experts, and moves their log-probabilities by whole nats (figures: docs/weight-updates.md)."""
 
 
 SHARE_TOLERANCE = 0.1
-"""Allowed difference of the served share of the policy's change from 1, beyond the error that rounding explains."""
+"""Allowed distance from 1 of the served share of the policy's change, beyond the error that rounding explains."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
-    """Return whether the weights or the computation have 16 bits on one of the two sides. Pure."""
+    """Return whether the trainer or the actors use 16-bit weights or computation. Pure."""
     return bool({"bfloat16", "float16"} & {recipe.model.dtype, recipe.weights.wire_dtype})
 
 
 def probe_tolerance(recipe: Recipe) -> float:
-    """Return the difference in log-probabilities, nats, up to which actors count as serving the trained policy. Pure."""
+    """Return the largest allowed difference between log-probabilities of actors and trainer, in nats. Pure."""
     if recipe.weights.probe_tolerance is not None:
         return recipe.weights.probe_tolerance
     return TOLERANCE_16_BIT if in_sixteen_bits(recipe) else TOLERANCE
@@ -438,8 +438,8 @@ def probe_tolerance(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of a probe. `mismatch`: largest difference, nats, always finite; None if no answer could be compared. `problems`:
-    one text for each actor that does not serve the trained policy, or whose answer cannot be compared."""
+    """Result of a probe. `mismatch`: largest difference in nats, always finite; None if no answer could be compared.
+    `problems`: one text for each actor that does not serve the trained policy, or whose answer cannot be compared."""
 
     mismatch: float | None = None
     problems: tuple[str, ...] = ()
@@ -448,10 +448,10 @@ class Parity:
 def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[float, float]:
     """Return the share of the change from `base` to `trained` that `served` has, and the error that rounding explains. Pure.
 
-    The share is the slope of served − base over trained − base. The error is the sum of two parts: six standard errors of the
-    slope, computed with each token's residual under the slope of the others, so that no single token decides; and twice the
-    size of the residuals relative to the change, since rounding in `trained` itself biases the slope towards 0. It is infinite
-    if nothing has changed, or one token has more than a quarter of the change.
+    The share is the slope of served − base over trained − base. The error has two parts. The first is six standard errors of
+    the slope; each token's residual is computed with the slope of the other tokens, so that no single token decides. The second
+    is twice the size of the residuals relative to the change, since rounding in `trained` itself biases the slope towards 0.
+    The error is infinite if nothing has changed, or if one token has more than a quarter of the change.
     """
     change, off = trained.astype(np.float64) - base, served.astype(np.float64) - trained
     size = float(change @ change)
@@ -466,10 +466,10 @@ def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[f
 def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
-    """Compare the actors' answers, by name, with the trainer's for the same tokens. Each problem is logged as an error.
+    """Compare the actors' answers, by name, with the trainer's for the same tokens. Log each problem as an error.
 
-    `of_median`: the tolerance applies to the median token instead of to each. `base`: the trainer's log-probabilities before
-    training. Actors must serve the whole change since then, even if it is smaller than the tolerance.
+    `of_median`: apply the tolerance to the median token instead of every token. `base`: the trainer's log-probabilities before
+    training. Actors must serve the whole change since then, even if the change is smaller than the tolerance.
     """
     differences: list[float] = []
     problems: list[str] = []

@@ -1,12 +1,12 @@
 """Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
-It consumes the tasks' problems in order and produces messages on PROMPTS. It waits until it may issue more: after a new
-version, a lost group, an arrival or the beginning of a step. A group is in the tracker before it is on the stream, so that
-nothing unexpected can arrive. Its number is reserved on disk even earlier, so that a restarted trainer knows which groups may
-have been published.
+The feeder consumes the tasks' problems in order and produces messages on PROMPTS. It may issue more groups after a new version,
+a lost group, an arrival or the beginning of an optimizer step. A group enters the tracker before it is published, so that no
+unknown sequence can arrive. The group's number is reserved on disk even earlier, so that a restarted trainer knows which groups
+may have been published.
 
-A trainer that resumes from a checkpoint first finds out what the previous incarnation left on the streams (`scan_in_flight`),
-and takes it over (`Feeder.adopt`). Only prompts are tokenised here; completions are never tokenised again.
+A resuming trainer first looks for what the previous incarnation left on the streams (`scan_in_flight`), and takes it over
+(`Feeder.adopt`). Only prompts are tokenised here; completions are never tokenised again.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 
 
 async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], set[str]]:
-    """Return what an earlier incarnation left on the streams: the position after which to read the log, groups on PROMPTS with
-    the position of their newest message, and groups with a sequence in the log after the first position.
+    """Return what an earlier incarnation left on the streams: the position after which to read the log; the groups on PROMPTS,
+    each with the position of its newest message; and the groups with a sequence in the log after the returned position.
 
     `position`: the last message of SEQUENCES that the checkpoint covers. Raises `BusError`. PROMPTS is read first: an actor
-    stores a group's sequences before it acknowledges the group, so that a group which has left PROMPTS is in the log by then.
+    stores a group's sequences before it acknowledges the group, so a group that has left PROMPTS is already in the log.
     """
     prompts = {group_id_of(msg_id): at for msg_id, at in (await bus.pending_prompts()).items()}
     log_now = await bus.sequences_info()
@@ -74,8 +74,8 @@ _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 @dataclass(frozen=True, eq=False)
 class EncodedProblem:
-    """A problem as the actor and the verifier need it. `index`: position in the task's split. `prompt_token_ids`:
-    int32[tokens]. `stop_token_ids`: tokens that end an answer, in addition to those of the recipe and the model."""
+    """A problem in the form that actors and verifier use. `index`: position in the task's split. `prompt_token_ids`:
+    int32[tokens]. `stop_token_ids`: tokens that end an answer, besides those of the recipe and the model."""
 
     share: ProblemSet
     index: int
@@ -86,16 +86,16 @@ class EncodedProblem:
 
 
 ProblemStream = Callable[[int], EncodedProblem]
-"""Training problems of all tasks, by number: the same number gives the same problem in every run with the same seed."""
+"""Training problems of all tasks, by number. With the same seed, a number gives the same problem in every run."""
 
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Proofs that an actor was handed a group: a code of the group's id that only holders of `key` (32 bytes) can compute."""
+    """Proofs that an actor received a group: a MAC of the group's id. Only holders of `key` (32 bytes) can compute it."""
 
     key: bytes
     first_group: int = 0
-    """Groups before this number were issued with another key, and need no proof."""
+    """Number of the first group that needs a proof. Earlier groups were issued with another key."""
 
     def of(self, group_id: str) -> bytes:
         return hmac.digest(self.key, group_id.encode(), "sha256")[:_TOKEN_BYTES]
@@ -108,11 +108,11 @@ class GroupTokens:
 
 
 class Feeder:
-    """Issues prompt groups. `updater` tells the version that every actor serves, with which new tokens are sampled (below 0
-    before the first), and the number of actors.
+    """Issues prompt groups. `updater`: knows the number of actors, and the version that every actor serves and samples new
+    tokens with (negative before the first).
 
-    `journal` records on disk which group numbers may be published, before any of them is. `next_group` is the only state needed
-    to resume: group i holds problem i, in every incarnation.
+    `journal`: records on disk which group numbers may be published, before any of them is. `next_group`: the only state needed
+    to resume, because group i holds problem i in every incarnation.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class Feeder:
         self._look.set()
         self._unusable_in_a_row = 0
         self.refused: dict[str, str] = {}
-        """By reason: the message about the first prompt that was left out for it."""
+        """For each reason to leave out a prompt: the message about the first such prompt."""
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
-        """Known once the run has begun or is taken over; without it no proof is needed."""
+        """Set once the run has begun or is taken over. While it is None, no proof is needed."""
 
     @property
     def allowance(self) -> int:
@@ -155,7 +155,7 @@ class Feeder:
 
     @property
     def in_flight(self) -> int:
-        """Return the samples in progress, and those in complete groups whose step has not begun."""
+        """Return the number of samples in progress, including those in complete groups whose step has not begun."""
         return self.bounds.in_flight(self._unlost, self.tracker.num_waiting)
 
     @property
@@ -167,8 +167,8 @@ class Feeder:
         return self.tracker.issued_groups - self.tracker.lost_groups
 
     def begin_step(self, wait_share: float, *, for_max_lag: bool) -> None:
-        """Record that a step has its batch. `wait_share`: share of the time since the last step spent waiting for it.
-        `for_max_lag`: `max_lag` was the cause."""
+        """Record that a step has its batch. `wait_share`: share of the time since the last step that was spent waiting for the
+        batch. `for_max_lag`: whether `max_lag` caused the wait."""
         open_groups = self.tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
@@ -183,7 +183,7 @@ class Feeder:
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
-        """Return a step record's figures of sequences. Lengths are counted from the previous call on."""
+        """Return the figures about sequences for a step's record. Lengths are counted since the previous call."""
         tracker = self.tracker
         return {
             "in_flight": self.in_flight,
@@ -195,11 +195,11 @@ class Feeder:
         }
 
     def look_again(self) -> None:
-        """Check the allowance again, after a change of the version, the tracker or a limit."""
+        """Check the allowance again. Call this after a change of the version, the tracker or a limit."""
         self._look.set()
 
     async def run(self) -> None:
-        """Issue groups until cancelled. Raises `UserError` when too many prompts in a row cannot be used."""
+        """Issue groups until cancelled. Raises `UserError` if too many consecutive prompts cannot be used."""
         while True:
             await self._look.wait()
             self._look.clear()
@@ -211,11 +211,11 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups that an earlier incarnation issued, up to number `reserved`; returns how many were published
-        again. `prompts` and `arrived`: the result of `scan_in_flight`.
+        """Take over the groups that an earlier incarnation issued, up to number `reserved`. Return how many were published
+        again. `prompts` and `arrived`: from `scan_in_flight`.
 
-        A group that the streams show is expected. Another one was never published or was lost with the streams; it is published
-        again, with a message id that ends with `name`. Call this before anything is read from the log.
+        If a group is on the streams, its sequences are awaited. Otherwise it was never published or was lost with the streams;
+        it is published again, with a message id that ends with `name`. Call this before reading the log.
         """
         while self.next_group < reserved:
             self._open_next()
@@ -231,7 +231,7 @@ class Feeder:
         return published
 
     def _open_next(self) -> PromptGroup | None:
-        """Enter the next group into the tracker; None if it cannot be used and has been ended there."""
+        """Enter the next group into the tracker and return it. If it cannot be used, end it there and return None."""
         group = self._group(self.next_group)
         self.next_group += 1
         self.tracker.issue(group)
@@ -276,7 +276,7 @@ class Feeder:
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
-        """End a prompt that cannot be published, or leaves no room for a completion. Another group replaces it."""
+        """End a group that cannot be published, or whose prompt leaves no room for a completion. Another group replaces it."""
         log.warning("problem %d of %s is left out, %s: %s", group.problem_index, group.task, reason, detail)
         self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
@@ -286,7 +286,7 @@ class Feeder:
 
 
 def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str:
-    """Return the message for the user when no prompt can be used. `task`, `reason` and `detail` describe the last one."""
+    """Return the user's message when no prompt can be used. `task`, `reason` and `detail` describe the last such prompt."""
     count = f"the last {MOST_UNUSABLE_IN_A_ROW} prompts"
     if reason == "prompt too long":
         return (
@@ -309,18 +309,18 @@ def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
 
 
 def longest_completion(recipe: Recipe, problem: EncodedProblem) -> int:
-    """Return the number of tokens at which a completion is cut: the task's `max_tokens`, or the rest of `model.max_context`
-    after the prompt. Length penalties use this number, too, so that a long prompt does not evade them."""
+    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or what the prompt leaves of
+    `model.max_context`, if that is less. Length penalties use it, too, so that a long prompt does not evade them."""
     return min(problem.share.max_tokens, recipe.model.max_context - len(problem.prompt_token_ids))
 
 
 def group_seed(run_seed: int, group_number: int) -> int:
-    """Return a seed that no other group of the run has, below 2^62 and not 0."""
+    """Return the group's own seed, from 1 to 2^62 - 1."""
     return int(np.random.SeedSequence((run_seed, group_number)).generate_state(1, np.uint64)[0] >> 2) or 1
 
 
 def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ProblemStream:
-    """Return the feeder's stream of problems. Raises `FieldError` or `UserError` for a task that cannot be used."""
+    """Return the feeder's stream of problems. Raises `FieldError` or `UserError` if a task cannot be used."""
     shares = list(recipe.mixture.values())
     sources = [make_source(share.task, recipe.seed) for share in shares]
     interleaving = Interleaving([share.weight for share in shares])
@@ -333,8 +333,8 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:
-    """Return the held-out problems of each task and those of `evaluation.sets`, for the evaluator. Problems with too long a
-    prompt are included, but get no verdict."""
+    """Return the evaluator's problems: the held-out ones of each task, and those of `evaluation.sets`. Problems whose prompt is
+    too long are included, but get no verdict."""
     found = list[EncodedProblem]()
     for name, share in recipe.problem_sets.items():
         source = make_source(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
@@ -344,8 +344,8 @@ def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def encode(problem: Problem, share: ProblemSet, index: int, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
-    """Encode the prompt in the task's style as int32[tokens], empty for an episode, whose environment makes the prompt. Raises
-    `FieldError` if the tokenizer has no chat template."""
+    """Encode the prompt in the task's style as int32[tokens]. For an episode it is empty, since the environment makes the
+    prompt. Raises `FieldError` if a chat template is needed and the tokenizer has none."""
     config = share.task
     in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)
     end = answer_end(tokenizer) if in_chat else None

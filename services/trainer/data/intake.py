@@ -1,12 +1,12 @@
 """Turn the SEQUENCES log into batches of complete groups.
 
-`Intake.run` consumes the log from a position, checks every sequence and produces ready groups; it waits for actors.
-`take_batch` consumes ready groups, drops those that are too old for the requesting version, and waits until a batch is full;
-the feeder unblocks it by replacing lost groups. Every sequence that is dropped here is closed in the tracker. Sequences that
-have arrived without an outcome yet can be stored in a checkpoint (`held`, `restore`).
+`Intake.run` reads the log from a position, checks every sequence and produces ready groups; it waits for actors. `take_batch`
+takes ready groups, drops those that are too old for the requested version, and waits until a batch is full. The feeder replaces
+lost groups, so that this wait ends. Every sequence that is dropped here is closed in the tracker. Sequences that have arrived
+but have no outcome yet can be stored in a checkpoint (`held`, `restore`).
 
-Lost groups in a row are counted: after too many, the run ends with an error, since it would never train. Stale groups do not
-count, because newer versions end staleness by themselves.
+After too many consecutive lost groups the run ends with an error, since it would never train. Stale groups do not count,
+because groups sampled by newer versions are not stale.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from services.trainer.learn.batch import TrainingGroup
 log = logging.getLogger(__name__)
 
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
-"""Defaults for `trainer.give_up_after_groups`: that many optimizer steps' worth of groups, but at least that many groups."""
+"""Default of `trainer.give_up_after_groups`: the groups of this many optimizer steps, but at least this many groups."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
@@ -69,13 +69,13 @@ _FIXES = {
     "forged": "run trainer and actors of the same release; if they are, an actor answers for others: check who has its login",
     "unreadable": "run trainer and actors of the same release",
 }
-"""Advice for the reasons of the ledger (docs/errors.md), by the beginning of the reason."""
+"""Advice by the beginning of the ledger's reason (docs/errors.md)."""
 _ANY_FIX = "read the warnings in the trainer's log"
 
 
 def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mapping[str, str]) -> str:
-    """Return the message for the user when `num_groups` in a row were lost for these reasons of the ledger. `failures`: an
-    example for each reason."""
+    """Return the user's message after `num_groups` consecutive lost groups. `reasons`: the ledger's reasons, with counts.
+    `failures`: an example for each reason."""
     (reason, count), *_ = reasons.most_common(1) or [("unknown", 0)]
     example = f", the first: {failures[reason].partition(': ')[2]!r}" if reason in failures else ""
     fix = next((fix for beginning, fix in _FIXES.items() if reason.startswith(beginning)), _ANY_FIX)
@@ -88,18 +88,18 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
 
 @dataclass(frozen=True)
 class HeldSequences:
-    """All sequences that have arrived and have no outcome yet, by progress. The objects are never changed."""
+    """All sequences that have arrived but have no outcome yet, by progress. The objects are never changed."""
 
     taken: tuple[TrainingGroup, ...] = ()
-    """Groups for the next step, or the present phase."""
+    """Groups for the next step, or in conventional mode for the current phase."""
     ready: tuple[tuple[Sequence, ...], ...] = ()
-    """The good samples of each complete group."""
+    """Trainable samples of each complete group."""
     open: tuple[Sequence, ...] = ()
     """Samples of incomplete groups, including failed ones."""
 
 
 class Intake:
-    """Reads sequences and builds batches. It notifies `feeder` of lost groups. `vocab_size`: upper limit of token ids."""
+    """Reads sequences and builds batches. `feeder`: is notified of lost groups. `vocab_size`: upper limit of token ids."""
 
     def __init__(
         self,
@@ -116,24 +116,24 @@ class Intake:
         self._tracker, self._traces = tracker, traces
         self._vocab_size, self._lineage = vocab_size, lineage
         self._masked = {name for name, share in recipe.mixture.items() if share.reward.truncated == "mask"}
-        """Tasks that leave truncated completions out of the policy loss."""
+        """Tasks whose truncated completions are left out of the policy loss."""
         self._ready: deque[tuple[Sequence, ...]] = deque()
         self._changed = asyncio.Condition()
         self._phase: list[TrainingGroup] = []
-        """Groups for the next step or phase."""
+        """Groups for the next step, or in conventional mode for the current phase."""
         self._handed_out: list[TrainingGroup] = []
         """The last batch that `take_batch` returned."""
         self.position = 0
-        """Position of the last message read; the next start reads from the one after."""
+        """Position of the last message read. After a restart, reading continues after it."""
         self._lost_in_a_row = 0
-        """Groups lost in a row since the last trainable one."""
+        """Number of groups lost since the last trainable group."""
         self._lost_reasons: Counter[str] = Counter()
         self.tokens_arrived = 0
         self.tokens_arrived_here = 0
-        """Tokens since this start, as a process's counters begin at 0, while `tokens_arrived` continues from the checkpoint."""
+        """Tokens since this start, for metrics. `tokens_arrived` instead continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """Message of the first failed sequence by short reason, for at most `MOST_REASONS` reasons."""
+        """For each short reason: the message of the first failed sequence. At most `MOST_REASONS` reasons."""
         self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
 
     @property
@@ -141,7 +141,7 @@ class Intake:
         return len(self._ready)
 
     async def run(self) -> None:
-        """Read the log until cancelled. Raises `UserError` when too many groups in a row are lost."""
+        """Read the log until cancelled. Raises `UserError` if too many consecutive groups are lost."""
         async with AsyncExitStack() as stack:
             entries = await retry_forever(
                 lambda: stack.enter_async_context(self._bus.read_sequences(self.position + 1)), "read the sequences"
@@ -155,8 +155,8 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return exactly `groups_per_step` groups, fresh enough for `version`; in conventional mode, its part of a shuffled
-        phase."""
+        """Return exactly `groups_per_step` groups that are fresh enough for `version`. In conventional mode, they are the next
+        part of a shuffled phase."""
         num_groups, grown = groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))
@@ -168,11 +168,11 @@ class Intake:
         return self._handed_out
 
     def step_span(self, batch: list[TrainingGroup], version: int) -> AbstractContextManager[Span]:
-        """Span around the optimizer step that makes `version` of `batch`, `close` included."""
+        """Return a span for the optimizer step on `batch` that produces `version`. Call `close` inside it."""
         return self._traces.step(version, (sequence.sequence_id for group in batch for sequence in group.sequences))
 
     def close(self, batch: list[TrainingGroup], version: int, *, skipped: bool) -> None:
-        """Close the sequences of a computed step, which made `version`."""
+        """Close the sequences of a computed step, which produced `version`."""
         for group in batch:
             if skipped:
                 self._tracker.close(group.sequences, Outcome.FAILED, "step skipped")
@@ -181,13 +181,13 @@ class Intake:
         self._tracker.end_step(version)
 
     def held(self) -> HeldSequences:
-        """Return the sequences without an outcome, between two steps: the last batch must already be closed in the tracker."""
+        """Return the sequences without an outcome. Call this between two steps, after the last batch is closed."""
         is_open = self._tracker.ledger.is_open
         handed_out = [group for group in self._handed_out if is_open(group.sequences[0].sequence_id)]
         return HeldSequences((*handed_out, *self._phase), tuple(self._ready), self._tracker.held())
 
     def restore(self, held: HeldSequences, position: int) -> None:
-        """Take over the sequences of a former intake, whose tracker is already restored. The log is read from after
+        """Take over the sequences of an earlier intake. Restore the tracker first. Reading the log continues after
         `position`."""
         self._phase, self.position = list(held.taken), position
         self._ready.extend(held.ready)
@@ -196,7 +196,7 @@ class Intake:
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
     def judge_actors(self, log_weights: Mapping[str, NDArray[np.float32]]) -> None:
-        """Judge actors by log π − log μ of one step's tokens of lag 0, and exclude those that are wrong from further
+        """Check actors by log π − log μ of one step's tokens of lag 0. Exclude actors that are too far off from further
         training."""
         for actor, share in self.quarantine.judge(log_weights).items():
             log.error(
@@ -205,12 +205,12 @@ class Intake:
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """End the missing samples of an open group, which will never come. The others are trained on if possible."""
+        """Fail the missing samples of an open group, which will never come. The other samples are trained on if possible."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
-        """Return the sequence in a log entry, or None if it belongs to no pending sample."""
+        """Return the sequence in a log entry. Return None if the entry is unusable and matches no pending sample."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -230,8 +230,8 @@ class Intake:
         return tokens is None or tokens.prove(group_id, token)
 
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
-        """Count a bad message. If one of the ids names a pending sample, return a failure for it: the message was published in
-        its place, and no other will come."""
+        """Count a bad message. If one of the ids is a pending sample's, return a failed sequence for that sample: the bad
+        message took its place, and no other will come."""
         self.bad_messages += 1
         log.error("%s is set aside: %s", what, failure, extra=AGGREGATED)
         for sequence_id in sequence_ids:
@@ -262,8 +262,8 @@ class Intake:
         self._feeder.look_again()
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Return the samples of a complete group that can be trained on; empty if the group is lost. Raises `UserError` when
-        too many groups in a row were lost."""
+        """Return the trainable samples of a complete group; empty if the group is lost. Raises `UserError` if too many
+        consecutive groups were lost."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < smallest_group(algorithm.advantage):
             self._lose(good, Outcome.FAILED, "group incomplete")
@@ -290,8 +290,8 @@ class Intake:
                 return group
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """Return the group without stale samples and without those of quarantined actors, which fail; None if no sample is
-        left."""
+        """Return the group without stale samples and samples of quarantined actors, which are closed. Return None if no sample
+        is left."""
         algorithm = self._recipe.algorithm
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)
@@ -322,28 +322,28 @@ class Intake:
 
 
 FEWEST_TOKENS = 256
-"""Tokens of an actor after which it is judged; then the count begins anew."""
+"""Number of an actor's tokens after which it is checked. The count then starts again at 0."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
-"""Nats by which log π and log μ of one token may differ. This is ten times the tolerance of a float32 probe; in 16 bits a
-single token may be much further off than the median, and even more with quantised weights in the engine."""
+"""Allowed difference between log π and log μ of one token, in nats. The float32 bound is ten times the probe's tolerance. In 16
+bits a single token may be much further off than the median, and even more so with quantised weights in the engine."""
 QUARANTINED = "actor_quarantined"
 
 
 def bound_of(recipe: Recipe) -> float:
-    """Return the bound in nats. Pure."""
+    """Return the allowed difference between log π and log μ of one token, in nats. Pure."""
     if recipe.actor.engine.quantization:
         return BOUND_QUANTIZED
     return BOUND_16_BIT if in_sixteen_bits(recipe) else BOUND_FLOAT32
 
 
 class Quarantine:
-    """Actors whose log μ do not fit the policy version that they name: their sequences are no longer trained on.
+    """Actors whose log μ does not match the policy version that they claim. Their sequences are no longer trained on.
 
-    For tokens of lag 0, sampled by the very version that trains on them, actor and trainer compute the same probability, up to
-    rounding. The training step computes it anyway. Tokens of other versions prove nothing, and an actor may send none of lag 0.
-    Actors are identified by the name in their sequences. Checkpoints do not contain the quarantine.
+    A token of lag 0 was sampled by the version that trains on it, so that actor and trainer compute the same probability, up to
+    rounding. The training step computes it anyway. Tokens of other lags are not checked, and some actors may send none of lag
+    0. Actors are identified by the name in their sequences. Checkpoints do not contain the quarantine.
 
-    `share`: share of an actor's tokens of lag 0 that may be off by more than `bound`; 0 = no actor is judged.
+    `share`: share of an actor's tokens of lag 0 that may be off by more than `bound`; 0 = no actor is quarantined.
     """
 
     def __init__(self, share: float, bound: float) -> None:
@@ -352,12 +352,12 @@ class Quarantine:
         self.actors: set[str] = set()
 
     def failure_of(self, sequence: Sequence) -> str:
-        """Return why the sequence must not be trained on; empty if it may be."""
+        """Return why the sequence must not be trained on; empty if its actor is not in quarantine."""
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Count one step's log π − log μ of tokens of lag 0, by actor. Returns actors to quarantine from now on, with the share
-        of their tokens that is off."""
+        """Count one step's log π − log μ of tokens of lag 0, by actor. Return the newly quarantined actors, with the share of
+        their tokens that is off."""
         found = {}
         for actor, of_actor in log_weights.items():
             self._seen[actor] += len(of_actor)

@@ -1,8 +1,8 @@
 """The trainer's spans: issue, receipt and end of each sequence, and one per optimizer step.
 
-A group's trace begins when it is issued; all later work on its sequences, here or elsewhere, follows it. For sampled traces,
-the parent of a sequence's next span is remembered until the sequence has ended. If the trainer restarts, the trace has no end
-unless the sequence is received once more.
+A group's trace begins when the group is issued. All later work on its sequences, here or elsewhere, belongs to that trace. For
+sampled traces, the parent of a sequence's next span is remembered until the sequence has ended. After a restart of the trainer,
+the trace gets an end only if the sequence is received again.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import Trace, child, is_on, root, trace_in, trace_of
 
 MOST_OPEN = 100_000
-"""Maximum number of remembered traces of sequences in progress; beyond it the oldest is forgotten, and its trace has no end."""
+"""Maximum number of sequences in progress whose trace is remembered. Beyond it, the oldest trace never gets an end."""
 
 
 class SequenceTraces:
-    """Remembers traces of sequences. Without sampling, it costs one dictionary look-up per sequence."""
+    """Remembers traces of sequences. An unsampled sequence costs one dictionary look-up."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, Trace] = OrderedDict()
         """Parent of the next span, by sequence id."""
         self._step: tuple[Trace, int] | None = None
-        """The running optimizer step, and when it began (Unix ns)."""
+        """Trace of the running optimizer step, and the step's start (Unix ns)."""
 
     def issue(self, group: PromptGroup, message_id: str) -> Span:
-        """Return the span of issuing a group, which begins its trace. Publish the message inside a `with` of it."""
+        """Return the span of issuing a group, which begins the group's trace. Publish the message inside `with span:`."""
         if not is_on():
             return root("group.issue")
         about: a.Attributes = {a.GROUP_ID: group.group_id, a.TASK: group.task, a.VERSION: group.issued_version}
@@ -48,7 +48,7 @@ class SequenceTraces:
         return span
 
     def received(self, entry: LogEntry, sequence: Sequence) -> None:
-        """Record that a sequence in progress was read from the log."""
+        """Record that a pending sequence was read from the log."""
         if (trace := trace_in(entry.headers)) is None:
             return
         about: a.Attributes = {a.SEQUENCE_ID: sequence.sequence_id, a.REWARD: sequence.reward}
@@ -59,7 +59,7 @@ class SequenceTraces:
             self._remember(sequence.sequence_id, trace_of(span) or trace)
 
     def recording(self, record: Callable[[Mapping[str, Any]], None]) -> Callable[[Mapping[str, Any]], None]:
-        """Wrap `record`, which takes the tracker's events, to also end the trace of each closed sequence."""
+        """Return a function that passes the tracker's events to `record`, and also ends the trace of each closed sequence."""
 
         def both(event: Mapping[str, Any]) -> None:
             record(event)
@@ -70,8 +70,8 @@ class SequenceTraces:
 
     @contextmanager
     def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:
-        """Span around an optimizer step and its entry into the tracker: sequences that end inside were trained by it.
-        `version`: the version that the step makes."""
+        """Open a span around an optimizer step and its entry into the tracker. Sequences trained inside link to this step.
+        `version`: the version that the step produces."""
         following = [trace for sequence_id in sequence_ids if (trace := self._open.get(sequence_id)) is not None]
         with root("step.train", links=following, attributes={a.VERSION: version}) as span:
             self._step = trace_of(span), time.time_ns()

@@ -1,1 +1,1 @@
-"""Several processes that act as one trainer: their layout, rank 0's messages to the others, and sharding."""
+"""Several processes that act as one trainer: their layout, process groups, and messages."""

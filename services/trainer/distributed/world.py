@@ -1,9 +1,9 @@
 """The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
-Ranks that share the tokens of a row (sequence parallelism) are neighbours, and so are those that share one copy of the weights:
-both communicate most, and neighbours are on one node. Separate groups exist for orders (host memory), tensors, checkpoints, and
-each shared row; a single rank has none. A message is a kind, small fields and arrays, as bytes in the safetensors format (never
-pickle). Other modules define rank 0's orders and carry them out.
+Ranks that share the tokens of a row (sequence parallelism) have consecutive numbers, and so do ranks that share one copy of the
+weights. These ranks communicate most, and consecutive ranks are usually on one node. Separate groups exist for orders (host
+memory), tensors, checkpoints, and each shared row; a single rank has no groups. A message has a kind, small fields and arrays,
+encoded in the safetensors format (never pickle). Other modules define and execute rank 0's orders.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ HEARTBEAT, END = "beat", "end"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """One rank among `size`. Raises `FieldError` for numbers that do not divide each other."""
+    """One of `size` ranks. Raises `FieldError` if `sequence_ranks` or `shard_ranks` does not divide `size`."""
 
     rank: int = 0
     size: int = 1
     sequence_ranks: int = 1
-    """Ranks that share the tokens of one row."""
+    """Number of ranks that share the tokens of one row."""
     shard_ranks: int = 1
-    """Ranks that share one copy of weights, gradients and optimizer state. Each such group has a copy."""
+    """Number of ranks that share one copy of weights, gradients and optimizer state."""
 
     def __post_init__(self) -> None:
         for name, value in (("context_parallel", self.sequence_ranks), ("shard_ranks", self.shard_ranks)):
@@ -50,22 +50,22 @@ class RankLayout:
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of rows that are computed at the same time."""
+        """Return the number of rows computed at the same time."""
         return self.size // self.sequence_ranks
 
     @property
     def sequence_index(self) -> int:
-        """Return which part of its row the rank has."""
+        """Return the index of this rank's part in its row."""
         return self.rank % self.sequence_ranks
 
 
 _HEADER = 8
-"""Length of safetensors' prefix: the size of its JSON header, little endian."""
+"""Length of safetensors' prefix in bytes. The prefix is the size of the JSON header, little endian."""
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A message between ranks. `fields` are JSON-able."""
+    """A message between ranks. `fields` must be JSON-compatible."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -83,21 +83,21 @@ class Message:
 
 
 ORDER_TIMEOUT = timedelta(minutes=30)
-"""Maximum wait of a rank for rank 0's next order. Rank 0 gives one every few seconds (`loop.HEARTBEAT_S`) unless it computes or
-writes a checkpoint, so this only ends ranks whose rank 0 vanished without closing its connections."""
+"""Maximum wait of a rank for rank 0's next order. Rank 0 sends one every `loop.HEARTBEAT_S` unless it computes or writes a
+checkpoint. So this ends only ranks whose rank 0 vanished without closing its connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
-"""Maximum wait of a step's collective for a rank that computes."""
+"""Maximum time of a tensor collective, in which ranks may wait for a rank that still computes."""
 
 
 class Links:
-    """Messages between rank 0 and the others. Each message must be received by the other rank, in the same order."""
+    """Messages between rank 0 and the other ranks. Receivers must receive every message, in the order of sending."""
 
     def __init__(self, group: Any, size: int) -> None:
         self.group, self._size = group, size
 
     @classmethod
     def among_all(cls, timeout: timedelta) -> Links:
-        """Open a new group. All ranks call it at the same time."""
+        """Open links in a new group. All ranks must call this together."""
         return cls(dist.new_group(backend="gloo", timeout=timeout), dist.get_world_size())
 
     def send(self, message: Message, to: int) -> None:
@@ -118,7 +118,7 @@ class Links:
             self.send(message, rank)
 
     def hear(self) -> Message:
-        """Other ranks: receive rank 0's next message. Raises `ServiceError` when rank 0 is gone."""
+        """Other ranks: receive rank 0's next message. Raises `ServiceError` if rank 0 is gone."""
         try:
             return self.receive(0)
         except RuntimeError as error:
@@ -127,7 +127,7 @@ class Links:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """This rank's place. A single rank has neither links nor meshes. `row_group`: None if each rank has whole rows."""
+    """This rank's place. A single rank has no links and no meshes. `row_group`: None if each rank has whole rows."""
 
     layout: RankLayout
     device: torch.device
@@ -136,17 +136,17 @@ class World:
     """Mesh over all ranks: (copies, shards), or (shards) if there is one copy."""
     row_group: Any = None
     saving: Links | None = None
-    """Links of the threads that write checkpoints. These and the computing threads must not wait for each other."""
+    """Links of the threads that write checkpoints, which must not block the computing threads."""
     host_mesh: DeviceMesh | None = None
-    """The same as `mesh`, for shards in host memory. Nothing is sent in it."""
+    """Like `mesh`, for shards in host memory. It is not used for communication."""
 
     @property
     def is_first(self) -> bool:
         return self.layout.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the elementwise sum over rows that are computed at the same time, on every rank. Of each row, one rank's
-        `values` count."""
+        """Return the elementwise sum of `values` over the rows computed at the same time, on every rank. Only the first rank of
+        each row contributes."""
         if self.mesh is None:
             return values
         total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)
@@ -160,7 +160,7 @@ class World:
 
 
 def join_ranks(device: torch.device) -> None:
-    """Join the ranks of torchrun's environment; returns when all are there."""
+    """Join the other ranks of torchrun's environment, and wait until all have joined."""
     ranks, place = RankSettings(), dict[str, Any]()
     if ranks.rank_folder is not None:
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)
@@ -169,7 +169,7 @@ def join_ranks(device: torch.device) -> None:
 
 
 def agree(what: Mapping[str, str]) -> None:
-    """Compare `what` across all ranks, each of which calls this. Raises `ServiceError` on every rank if one differs."""
+    """Compare `what` across all ranks. All ranks must call this. Raises `ServiceError` on every rank if one rank differs."""
     size = dist.get_world_size()
     links = Links.among_all(TENSOR_TIMEOUT)
     if dist.get_rank() > 0:
@@ -192,7 +192,7 @@ def agree(what: Mapping[str, str]) -> None:
 
 
 def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device) -> World:
-    """Return the world of all ranks, each of which calls this. `shard_ranks`: 0 = all ranks. Raises `FieldError`."""
+    """Return the world of all ranks. All ranks must call this. `shard_ranks`: 0 = all ranks. Raises `FieldError`."""
     size = dist.get_world_size()
     layout = RankLayout(dist.get_rank(), size, context_parallel, shard_ranks or size)
     links, saving = Links.among_all(ORDER_TIMEOUT), Links.among_all(ORDER_TIMEOUT)

@@ -1,4 +1,4 @@
-"""The trainer's compute core: sequences and advantages in, new weights and metrics out. `step.Learner` is the entry.
+"""The trainer's compute core: turns sequences and advantages into new weights and metrics. `step.Learner` is the entry point.
 
-Streams, versions on the wire and checkpoint files are handled elsewhere.
+Other modules handle streams, weight transfers and checkpoint files.
 """

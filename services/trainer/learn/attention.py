@@ -1,16 +1,15 @@
 """Attention that never crosses sequences, for many sequences packed into one row of tokens.
 
-transformers finds packed rows by their restarting position ids and gives its own `sdpa` and `eager` a block-diagonal [T, T]
-mask, which is correct but quadratic in the tokens of the whole row. The attention registered here works per sequence. Only
-inside attention are the packed tokens laid out as rows of a padded batch, so that every other layer works on real tokens alone.
-Causality makes padding harmless: it comes after the tokens of its row, and its own outputs are dropped. On a GPU with 16-bit
-weights, torch's variable-length flash kernel is used, without any padding.
+transformers detects packed rows by their restarting position ids. Its `sdpa` and `eager` then get a block-diagonal [T, T] mask,
+which is correct but quadratic in the tokens of the whole row. The attention registered here works per sequence. It lays out the
+packed tokens as rows of a padded batch; every other layer computes real tokens only. Because attention is causal, padding is
+harmless: it comes after the tokens of its row, and its own outputs are dropped. On a GPU with 16-bit weights, torch's
+variable-length flash kernel is used, without padding.
 
-Sequences of one prompt may share its tokens in the packed row. Only attention sees each sequence as a whole: it gathers the
-prompt's tokens for each of them, and the backward pass adds up the gradients of their keys and values.
+Sequences with the same prompt may share the prompt's tokens in the packed row. Attention gathers the prompt's tokens for each
+of these sequences, and its backward pass adds up the gradients of their keys and values.
 
-flex and flash_attention_2 are not here: transformers provides them and `model.py` selects them. Attention dropout is not
-supported.
+transformers provides flex and flash_attention_2, and `model.py` selects them. Attention dropout is not supported.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from torch import Tensor
 from pipelinerl.errors import FieldError
 
 VARLEN = "pipelinerl_varlen"
-"""Name under which transformers knows the attention of this module."""
+"""Name by which this module's attention is registered with transformers."""
 
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Attention arguments of some architectures that change its result and are not implemented here."""
+"""Arguments that some architectures pass to attention. They change the result and are not implemented here."""
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return `values` on `device`, in their dtype, without waiting for the device; on the CPU they share memory.
+    """Return `values` on `device`, with the same dtype, without waiting for the device. On the CPU they share memory.
 
-    The memory is pinned, so that a GPU copies from it by itself; otherwise the host would wait for all work queued before.
-    torch keeps that memory until the copy is done.
+    For a GPU, the values are first put into pinned memory, since otherwise the host would wait for all queued work. torch keeps
+    that memory until the copy is done.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
@@ -48,19 +47,19 @@ def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """The slots in which attention sees the T tokens of a packed row: one per token, or several if sequences share it."""
+    """Attention's layout of the T tokens of a packed row. A token has one slot, or several if sequences share it."""
 
     sources: Tensor
-    """int64[slots]: the token in each slot; any token where the slot is padding."""
+    """int64[slots]: the token in each slot. A padding slot has an arbitrary token."""
     first: Tensor
-    """int64[T]: one of the slots of each token."""
+    """int64[T]: for each token, one of its slots."""
     shared: tuple[Tensor, Tensor] | None
-    """(int64[slots without padding], ordered by their tokens; int64[T], the first of each token's slots among them). None if
-    each token has one slot."""
+    """(int64[slots without padding]: the slots, ordered by token; int64[T]: where each token's slots begin in that order). None
+    if each token has one slot."""
 
 
 class SharedRow(Protocol):
-    """Exchange between the ranks that share a row: each has a part of its tokens outside attention, and of the heads inside."""
+    """Exchange between ranks that share a row. Each has a part of the tokens outside attention, and of the heads inside."""
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]: ...
 
@@ -72,35 +71,35 @@ class PackedLayout:
     """Boundaries of the sequences in a packed row of T tokens."""
 
     lengths: NDArray[np.int64]
-    """[sequences], prompts included; best in descending order."""
+    """[sequences], including prompts. Descending order is the most efficient."""
     cu_seqlens: Tensor
-    """int32[sequences + 1]: cumulative lengths, from 0 to T; beyond T if sequences share tokens."""
+    """int32[sequences + 1]: cumulative lengths, from 0 to T, or to more than T if sequences share tokens."""
     longest: int
     places: NDArray[np.int64] | None = None
-    """[sum of lengths]: place in the row of each token of each sequence; None if the sequences are consecutive."""
+    """[sum of lengths]: place in the row of each token of each sequence. None if no tokens are shared."""
     part: SharedRow | None = None
-    """Set if ranks share the row: each has its part of the tokens, and attends all of them with a part of the heads."""
+    """Set if ranks share the row. Each rank has a part of the tokens, and attends to all tokens with a part of the heads."""
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Return (sequences, tokens of the longest) of each run of consecutive sequences of similar length; each is a padded
-        batch."""
+        """Return (number of sequences, length of the longest) for each run of consecutive sequences with similar lengths. Each
+        run is a padded batch."""
         return tuple((end - first, int(self.lengths[first:end].max())) for first, end in _similar_runs(self.lengths))
 
     @cached_property
     def padded(self) -> Slots:
-        """Return the slots of the blocks, consecutively. They are computed on first use, since the flash kernel never needs
-        them."""
+        """Return the slots of all blocks, one block after the other. They are computed on first use, since the flash kernel
+        does not need them."""
         row_tokens = np.repeat([tokens for _, tokens in self.blocks], [rows for rows, _ in self.blocks])
         return self._slots(np.cumsum(row_tokens) - row_tokens, int(row_tokens.sum()))
 
     @cached_property
     def unpadded(self) -> Slots:
-        """Return the slots of consecutive sequences, each with its own copy of the prompt."""
+        """Return the slots without padding: sequence after sequence, each with its own copy of the prompt."""
         return self._slots(np.cumsum(self.lengths) - self.lengths, int(self.lengths.sum()))
 
     def _slots(self, starts: NDArray[np.int64], num_slots: int) -> Slots:
-        """Return the slots of sequences that begin at `starts`."""
+        """Return the slots if each sequence begins at its slot in `starts`."""
         slots = ranges(starts, self.lengths)
         places = np.arange(len(slots)) if self.places is None else self.places
         sources = np.zeros(num_slots, dtype=np.int64)
@@ -117,18 +116,18 @@ class PackedLayout:
 def packed_layout(
     lengths: NDArray[np.int64], device: torch.device | str = "cpu", places: NDArray[np.int64] | None = None
 ) -> PackedLayout:
-    """Return the layout of sequences of `lengths` tokens; `places` as in `PackedLayout`."""
+    """Return the layout of sequences with these `lengths` in tokens. `places`: as in `PackedLayout`."""
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     return PackedLayout(lengths, on_device(cu_seqlens, device), int(lengths.max()), places)
 
 
 def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return start, start + 1, … for each of the `lengths`, concatenated."""
+    """Return the ranges [start, start + length) of integers, concatenated."""
     return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 
 
 def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return runs [first, end) of sequences at least half as long as the longest of the run, which bounds padding to half."""
+    """Return runs [first, end) in which no sequence is shorter than half the longest, so that at most half is padding."""
     runs: list[tuple[int, int]] = []
     first, longest, shortest = 0, int(lengths[0]), int(lengths[0])
     for index, length in enumerate(lengths.tolist()):
@@ -140,7 +139,7 @@ def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 class _ToSlots(torch.autograd.Function):
-    """x [T, heads, dim] → [slots, heads, dim]. The gradient of a token is the sum over its slots; padding has none."""
+    """Map x [T, heads, dim] → [slots, heads, dim]. A token's gradient is the sum over its slots. Padding has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
@@ -159,7 +158,7 @@ class _ToSlots(torch.autograd.Function):
 
 
 class _FromSlots(torch.autograd.Function):
-    """y [slots, heads, dim] → [T, heads, dim], dropping padding, and all but one slot of a shared token."""
+    """Map y [slots, heads, dim] → [T, heads, dim]. Padding, and all but one slot of a shared token, are dropped."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slots: Slots) -> Tensor:
@@ -173,7 +172,7 @@ class _FromSlots(torch.autograd.Function):
 
 
 def _window_mask(row_tokens: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Return bool[row_tokens, row_tokens], True = attend; None if plain causal attention is the same."""
+    """Return bool[row_tokens, row_tokens], True = attend; None if plain causal attention gives the same result."""
     if sliding_window is None or sliding_window >= row_tokens:
         return None
     distance = torch.arange(row_tokens, device=device)[:, None] - torch.arange(row_tokens, device=device)[None, :]
@@ -232,8 +231,8 @@ def varlen_attention(
     packed: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend through transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). `packed` is passed with
-    the model's forward call. Raises `FieldError` for architectures whose attention has terms that are not implemented here."""
+    """Attention with transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). `packed`: passed in the
+    model's forward call. Raises `FieldError` if the architecture's attention has terms that are not implemented here."""
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
@@ -248,20 +247,20 @@ def varlen_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """Attend query, key, value [T, heads, dim] of all tokens of the row → [T, query heads, dim]."""
+    """Attend for all tokens of the row: query, key, value [T, heads, dim] → [T, query heads, dim]."""
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     return (_attend_flash if flash else _attend_rows)(query, key, value, layout, scaling, sliding_window)
 
 
 def register() -> None:
-    """Register `VARLEN` with transformers. Repeating it changes nothing."""
+    """Register `VARLEN` with transformers. Further calls change nothing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(VARLEN, varlen_attention)
 
 
 def forward_arguments(attention: str, layout: PackedLayout) -> dict[str, Any]:
-    """Return the arguments that a model's forward call needs besides position ids, for the named attention implementation."""
+    """Return the extra arguments that a model's forward call needs for this attention implementation."""
     if attention == VARLEN:
         return {"packed": layout}
     if attention == "flash_attention_2":

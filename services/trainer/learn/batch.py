@@ -1,11 +1,11 @@
 """One packed micro-batch: branches in one row, and for each sampled token the inputs of the loss.
 
 A single-turn sequence is one branch. The row has the whole prompt and completion of a branch; observations are only context,
-without a loss. The last token of a branch predicts nothing and is left out. Branches of one prompt may share it: the row then
-has its tokens once, and `places` maps each branch to its tokens. Branches of one episode need not be in one micro-batch.
+without a loss. The last token of a branch predicts nothing and is left out. Branches with the same prompt may share it: the row
+then has its tokens once, and `places` maps each branch to its tokens. An episode's branches may be in different micro-batches.
 
-It is built with NumPy without a loop over tokens, as arrays that can be sent to another rank, and put on a device there.
-Padding is an extra branch at the end of the row without sampled tokens, so it cannot change a loss; a micro-batch without
+A micro-batch is built in NumPy without a loop over tokens. Its arrays can be sent to another rank and put on a device there.
+Padding is an extra branch without sampled tokens at the end of the row, so it cannot change a loss. A micro-batch without
 branches is only padding. `pipelinerl.rl.packing` decides which branches go together.
 """
 
@@ -27,12 +27,12 @@ Normalization = Literal["token", "sequence", "batch"]
 
 
 def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: Normalization) -> NDArray[np.float64]:
-    """Return [S], for all sequences of an optimizer step over all micro-batches and ranks: the factor of each of a sequence's
-    tokens.
+    """Return [S]: for each sequence of an optimizer step, over all micro-batches and ranks, the factor of each of its tokens in
+    the loss.
 
-    `sampled_tokens` int64[S]: per sequence, over all its turns and branches. `token`: 1 / tokens (DAPO, arXiv 2503.14476).
-    `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no length
-    normalisation, as in Dr. GRPO, arXiv 2503.20783).
+    `sampled_tokens` int64[S]: per sequence, over all turns and branches. `token`: 1 / tokens of the step (DAPO, arXiv
+    2503.14476). `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no
+    length normalisation, as in Dr. GRPO, arXiv 2503.20783).
     """
     num_sequences = len(sampled_tokens)
     if normalization == "sequence":
@@ -42,7 +42,7 @@ def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: Normaliza
 
 @dataclass(frozen=True, eq=False)
 class TrainingGroup:
-    """Good sequences of one group, each with at least one prompt and one sampled token, and their advantages [n]."""
+    """Trainable sequences of one group, each with at least one prompt and one sampled token; and their advantages [n]."""
 
     sequences: tuple[Sequence, ...]
     advantages: NDArray[np.float64]
@@ -55,15 +55,15 @@ def all_branches(groups: Iterable[TrainingGroup]) -> list[Branch]:
 
 @dataclass(frozen=True, eq=False)
 class TokenRow:
-    """Inputs of a model's forward pass: T tokens of packed branches, padding included."""
+    """Inputs of a model's forward pass: T tokens of packed branches, including padding."""
 
     input_ids: Tensor
     """int64[1, T]"""
     position_ids: Tensor
-    """int64[1, T], from 0 in each branch; a completion continues after its prompt."""
+    """int64[1, T], from 0 in each branch. A completion's positions continue those of its prompt."""
     layout: PackedLayout
     predictors: NDArray[np.int64] | None = None
-    """The predictors of `HostMicroBatch`, to read them without waiting for the device."""
+    """Host copy of the predictors of `HostMicroBatch`, to read without waiting for the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,33 +71,33 @@ class HostMicroBatch:
     """C sampled tokens of S branches in one row, in host memory."""
 
     token_ids: NDArray[np.int64]
-    """[T], padding included."""
+    """[T], including padding."""
     lengths: NDArray[np.int64]
-    """[S] in order of the row, prompts included; [S + 1] with padding."""
+    """[S] in order of the row, including prompts; [S + 1] with padding."""
     places: NDArray[np.int64]
-    """[sum of lengths]: place in the row of each token of each branch; 0 .. T - 1 if none is shared."""
+    """[sum of lengths]: place in the row of each token of each branch; 0 .. T - 1 if no prompt is shared."""
     predictors: NDArray[np.int64]
-    """[C]: position in the row whose output predicts the token; ascending if no prompt is shared."""
+    """[C]: position in the row whose output predicts the token. Ascending if no prompt is shared."""
     targets: NDArray[np.int64]
-    """[C]: the token."""
+    """[C]: id of the sampled token."""
     behaviour_logprobs: NDArray[np.float32]
     """[C]: log μ, nats."""
     advantages: NDArray[np.float32]
-    """[C]: its episode's advantage."""
+    """[C]: advantage of the token's sequence."""
     weights: NDArray[np.float32]
-    """[C]: its factor in the loss (`sequence_weights`)."""
+    """[C]: the token's factor in the loss (`sequence_weights`)."""
     branch_index: NDArray[np.int64]
-    """[C]: its branch, 0 .. S - 1, in order of the row."""
+    """[C]: the token's branch, 0 .. S - 1, in order of the row."""
     lags: NDArray[np.int64]
-    """[C]: its token lag."""
+    """[C]: the token's lag."""
     num_branches: int
     num_tokens: int
-    """Tokens of the row, without padding."""
+    """Number of tokens in the row, without padding."""
     has_gradient: bool = True
-    """True if the loss of any of its tokens may have a gradient; the same on all ranks."""
+    """Whether the loss of any of its tokens may have a gradient. The same on all ranks."""
 
     def on(self, device: torch.device | str) -> MicroBatch:
-        """The same as tensors on `device`. Does not wait for the device."""
+        """Return the same data as tensors on `device`, without waiting for the device."""
         names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "branch_index")
         tensors = {name: on_device(getattr(self, name), device) for name in names}
         row = replace(_row(self.token_ids, self.lengths, self.places, device), predictors=self.predictors)
@@ -106,8 +106,8 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs of model and loss from a `HostMicroBatch`, in the same shapes, on the model's device. All sampled tokens of a
-    branch are in one micro-batch. C may be 0."""
+    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. All sampled tokens of a branch are
+    in one micro-batch. C may be 0."""
 
     row: TokenRow
     predictors: Tensor
@@ -127,8 +127,8 @@ def token_row(
     device: torch.device | str = "cpu",
     places: NDArray[np.int64] | None = None,
 ) -> TokenRow:
-    """Return a row of packed branches: token_ids int64[T], padded to a multiple of `pad_multiple` tokens. `places` int64[sum of
-    lengths]: as in `PackedLayout`, if branches share tokens."""
+    """Return a row of packed branches, padded to a multiple of `pad_multiple` tokens. `token_ids`: int64[T]. `places`: as in
+    `PackedLayout`, int64[sum of lengths], if branches share tokens."""
     places = np.arange(len(token_ids)) if places is None else places
     return _row(*_padded(token_ids, lengths, places, pad_multiple), device)
 
@@ -172,9 +172,9 @@ def host_microbatch(
     share_prompts: bool = False,
     has_gradient: bool = True,
 ) -> HostMicroBatch:
-    """Pack `branches` with their `advantages` and `weights` [S] for the gradient at policy version `version`, in `row_order`.
-    `share_prompts`: put a prompt that branches share into the row once. Without branches (a rank may run out before the
-    others), the row is padding."""
+    """Pack `branches`, in `row_order`, with their `advantages` and `weights` [S], for the gradient at policy version `version`.
+    `share_prompts`: put a common prompt of several branches into the row once. Without branches, the row is only padding: a
+    rank may run out of branches before the others."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]
@@ -212,7 +212,7 @@ def host_microbatch(
 
 
 def _row_tokens(members: list[Branch], share_prompts: bool) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row, int64[T], and the start of each member's prompt and completion in it, int64[S] each."""
+    """Return the row, int64[T]; and where each member's prompt and completion start in it, int64[S] each."""
     parts: list[NDArray[Any]] = []
     prompt_starts, completion_starts, begin = [], [], 0
     known: dict[bytes, int] = {}

@@ -1,9 +1,9 @@
-"""One row of tokens shared by several ranks: each scores its part of the tokens, and has the scores of all.
+"""One row of tokens shared by several ranks: each rank scores its part of the tokens, and gets the scores of all parts.
 
 All-to-all exchanges before and after attention turn [tokens / P, heads] into [tokens, heads / P] and back, so that any
-attention over whole sequences can be used (DeepSpeed-Ulysses, arXiv 2309.14509). The scores of all parts are collected, and
-every rank of the row computes the same loss. Each rank's gradient goes only through its own part, so that the gradients of all
-ranks add up. Ring attention, which would allow more ranks than heads, is not implemented.
+attention over whole sequences can be used (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank of the row collects all scores and
+computes the same loss. Gradients flow only through a rank's own part, so that the gradients of all ranks add up. Ring
+attention, which would allow more ranks than heads, is not implemented.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from services.trainer.learn.batch import TokenRow
 
 
 class _AllToAll(torch.autograd.Function):
-    """x [P, ...]: part p goes to rank p, and the part from rank p becomes part p of the result. It is its own inverse and
-    transpose."""
+    """Map x [P, ...]: part p is sent to rank p, and the part received from rank p becomes part p of the result. The map is its
+    own inverse and transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -46,7 +46,7 @@ def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
 
 
 class Collected(torch.autograd.Function):
-    """x [k, own tokens] → [k, tokens of all ranks]. A rank's gradient is that of its own tokens."""
+    """Map x [k, own tokens] → [k, tokens of all ranks]. Backward returns the gradient of the rank's own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int], rank: int, group: Any) -> Tensor:
@@ -71,7 +71,7 @@ class RowPart:
     group: Any
 
     def tokens(self, row: TokenRow) -> slice:
-        """Return this rank's slice of `row`, whose length the ranks divide."""
+        """Return this rank's slice of `row`. The row's length must be a multiple of `ranks`."""
         length = row.input_ids.shape[1] // self.ranks
         assert length * self.ranks == row.input_ids.shape[1], "the row is padded to a multiple of its ranks"
         return slice(self.index * length, (self.index + 1) * length)
@@ -82,16 +82,16 @@ class RowPart:
         return TokenRow(row.input_ids[:, own], row.position_ids[:, own], replace(row.layout, part=self))
 
     def counts(self, row: TokenRow, predictors: Tensor) -> list[int]:
-        """Return how many of `predictors` int64[C], ascending, lie in each part. Waits for the device unless the row has them,
-        too."""
+        """Return how many of `predictors` (int64[C], ascending) lie in each part. Waits for the device unless the row has a
+        host copy of them."""
         places = predictors.cpu().numpy() if row.predictors is None else row.predictors
         edges = np.arange(1, self.ranks) * (row.input_ids.shape[1] // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
         return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Map each [tokens / P, heads, dim] → [tokens, heads / P, dim]. Key-value heads are repeated if there are too few for
-        the ranks."""
+        """Map each [tokens / P, heads, dim] → [tokens, heads / P, dim]. Key-value heads are repeated as often as needed to
+        divide among the ranks."""
         repeats = key_repeats(query.shape[1], key.shape[1], self.ranks)
         key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
         parts = (x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous() for x in (query, key, value))

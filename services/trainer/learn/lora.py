@@ -1,11 +1,11 @@
-"""Low-rank adapters of peft in a model (insert, find, disable), and the weights as actors load them.
+"""Low-rank adapters of peft in a model (insert, find, disable), and the weights in the form that actors load.
 
-peft's layers replace linear layers inside the model, which other code uses as before. Adapters have the model's dtype, like all
-weights in computations: the optimizer or the shards keep float32 masters. peft is imported only if a recipe asks for adapters.
+peft's layers replace linear layers inside the model; other code uses the model as before. Adapters have the model's dtype, and
+the optimizer or the shards keep float32 masters. peft is imported only if a recipe uses adapters.
 
-Actors load whole tensors under the model's own names, with adapters merged in, however the trainer stores them. Shards are
-gathered one parameter at a time, so that no rank ever holds more than one whole parameter besides its shard. Sending and saving
-weights is done elsewhere.
+Actors load whole tensors with the model's own names and with adapters merged in, however the trainer stores them. Shards are
+gathered one parameter at a time, so that no rank ever holds more than one whole parameter besides its shard. Other modules send
+and save weights.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 NAME = "default"
-"""peft's name of the only adapter."""
+"""peft's name for the only adapter."""
 BASE = ".base_layer"
-"""Suffix that peft adds to the name of a layer that it has wrapped."""
+"""Suffix that peft adds to the name of a wrapped layer."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -> None:
-    """Freeze all of `model` and insert new adapters, which change nothing yet: B is 0, and A random. `source`: origin of the
-    model, stored for loaders of the adapter. Raises `FieldError` for a model or target that cannot have adapters."""
+    """Freeze all of `model` and insert new adapters. At first they have no effect, since B is 0 (A is random). `source`: origin
+    of the model, saved with the adapter. Raises `FieldError` if the model or a target cannot have adapters."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -73,10 +73,10 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
 
 @cache
 def rounded_once() -> type[nn.Module]:
-    """Return peft's layer for `nn.Linear`, changed to round W·x + s · B·(A·x) once in 16 bits.
+    """Return peft's layer for `nn.Linear`, changed so that in 16 bits W·x + s · B·(A·x) is rounded only once.
 
-    peft rounds W·x first. A product below half a unit in its last place then vanishes for every token, although it is most of
-    what the first steps learn. Added before the rounding, it survives on average over tokens.
+    peft rounds W·x before the addition. An adapter term below half a unit in the last place then vanishes for every token, but
+    such terms are most of what the first steps learn. Added before the rounding, they survive on average over tokens.
     """
     from peft.tuners import lora
 
@@ -94,7 +94,7 @@ def rounded_once() -> type[nn.Module]:
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]:
-    """Return the recipe's target layers by name. Raises `FieldError`."""
+    """Return the recipe's target layers by name. Raises `FieldError` if there are none, or one cannot have adapters."""
     if getattr(model.config, "quantization_config", None):
         fix = "needs a model whose weights are not quantised: adapters are merged into them; name the original checkpoint"
         raise FieldError("trainer.lora", f"rank {config.rank}", fix)
@@ -118,7 +118,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
 
 
 def _named(part: str, modules: dict[str, nn.Module]) -> list[str]:
-    """Return the modules whose names match `part` by peft's rule. Raises `FieldError` without a match."""
+    """Return the names of modules that match `part` by peft's rule. Raises `FieldError` if none matches."""
     found = [name for name in modules if name == part or name.endswith(f".{part}")]
     if not found:
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
@@ -133,11 +133,11 @@ def has_adapters(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LayerAdapter:
-    """The adapter of one layer; with sharded weights, its shards."""
+    """The adapter of one layer. With sharded weights, its tensors are shards."""
 
     layer: LoraLayer
     weight: nn.Parameter
-    """Weight of the layer itself: [out, in], or [in, out] if `transposed`."""
+    """Weight of the adapted layer: [out, in], or [in, out] if `transposed`."""
     a: nn.Parameter
     """[rank, in]"""
     b: nn.Parameter
@@ -170,7 +170,7 @@ def peft_config(model: nn.Module) -> peft.LoraConfig:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters inside the block. The same weights still require gradients."""
+    """Disable the adapters inside the block. Their weights still require gradients."""
     adapters = layer_adapters(model).values()
     for adapter in adapters:
         adapter.layer.enable_adapters(False)
@@ -184,15 +184,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, parameter) with the names, shapes and dtypes of `served_weights`, but not always its values. Nothing is
-    gathered, so that a single rank may call it."""
+    """Yield (name, parameter) with the names, shapes and dtypes of `served_weights`, but without merged adapters. Nothing is
+    gathered, so a single rank may call this."""
     return ((name, parameter) for name, parameter, _ in _served(model))
 
 
 @torch.no_grad()
 def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of each parameter, tied ones once, in the order of `named_parameters`. With sharded weights every
-    rank must iterate to the end: each item gathers one parameter and its adapter."""
+    """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
+    weights every rank must iterate to the end, since each item gathers one parameter and its adapter."""
     for name, parameter, adapter in _served(model):
         weight = whole(parameter)
         if adapter is not None:
@@ -203,20 +203,20 @@ def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of A and B of each adapted layer, in the dtype of their computation, named as in peft's files. With
-    sharded weights every rank must iterate to the end."""
+    """Yield (name, tensor) for A and B of each adapted layer, in the adapted weight's dtype and with the names of peft's files.
+    With sharded weights every rank must iterate to the end."""
     for name, adapter in layer_adapters(model).items():
         for factor_name, factor in zip(factor_names(name), (adapter.a, adapter.b), strict=True):
             yield factor_name, whole(factor).to(adapter.weight.dtype)
 
 
 def factor_names(layer: str) -> tuple[str, str]:
-    """Return the names of A and B in peft's files."""
+    """Return the names of a layer's A and B in peft's files."""
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 def _served(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
-    """Yield each parameter with its name and the adapter that is merged into it, if any."""
+    """Yield each parameter's served name, the parameter, and the adapter to merge into it, if any."""
     adapters = layer_adapters(model)
     factors = {id(factor) for adapter in adapters.values() for factor in (adapter.a, adapter.b)}
     of_weight = {id(adapter.weight): adapter for adapter in adapters.values()}
@@ -229,5 +229,5 @@ def _served(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAd
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or gathered from its shards."""
+    """Return the tensor detached; if it is sharded, gather it."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()

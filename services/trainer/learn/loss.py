@@ -1,15 +1,15 @@
 """Losses as pure functions over the sampled tokens of a micro-batch.
 
-Each token's term is multiplied by its weight, and terms are summed. The denominators of the weights are totals of the whole
-optimizer step, so that losses of micro-batches and ranks add up to the loss of the batch, and their number never changes a
-gradient. Importance weights are log π − log μ per token; they are reported unclamped, whatever the loss does with them.
+Each token's term is multiplied by its weight, and the terms are summed. The weights' denominators are totals of the whole
+optimizer step. So the losses of micro-batches and ranks add up to the loss of the batch, and the number of micro-batches and
+ranks never changes a gradient. Log importance weights are log π − log μ per token, and are reported unclamped in any case.
 
-A mask takes tokens out of any loss if π has moved too far from the μ that sampled them. It judges log π − log μ, which contains
-both policy lag and the numerical difference between actor and trainer. Masked tokens still count in the denominators, in ESS
-and in the KL and entropy terms.
+A mask excludes tokens from the policy loss if π has moved too far from the μ that sampled them. It depends on log π − log μ,
+which contains both policy lag and the numerical difference between actor and trainer. Masked tokens still count in the
+denominators, in ESS and in the KL and entropy terms.
 
-Losses and masks over whole sequences treat each branch separately: its sampled tokens, over all its turns. These are always in
-one micro-batch, while the branches of an episode need not be. Advantages that need no model are computed elsewhere.
+Losses and masks over whole sequences treat each branch separately, with its sampled tokens over all turns. A branch is always
+in one micro-batch, but an episode may be in several. Advantages that need no model are computed elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.trainer.learn.policy import TokenScores
 
 
 def branch_means(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Return [C]: mean of `values` [C] over the sampled tokens of each token's own branch."""
+    """Return [C]: for each token, the mean of `values` [C] over the sampled tokens of its branch."""
     zeros = values.new_zeros(batch.num_branches)
     sums = zeros.index_add(0, batch.branch_index, values)
     counts = zeros.index_add(0, batch.branch_index, torch.ones_like(values))
@@ -39,14 +39,14 @@ def no_mask(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> 
 
 
 def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855). In that paper the ratio inside the
-    bounds is also a factor of the token's loss; here it is if the loss weights tokens by π / μ."""
+    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855). In that paper an unmasked
+    token's loss is also multiplied by π / μ; here that depends on `algorithm.loss`."""
     return _outside(log_weights, config)
 
 
 def mask_sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Mask whole branches whose geometric mean of π / μ is outside [mask_low, mask_high], of any length. Geometric sequence
-    masking: Liu, Li et al., "When Speed Kills Stability" (https://richardli.xyz/rl-collapse), part 3."""
+    """Mask whole branches whose geometric mean of π / μ is outside [mask_low, mask_high], whatever their length. Geometric
+    sequence masking: Liu, Li et al., "When Speed Kills Stability" (https://richardli.xyz/rl-collapse), part 3."""
     return _outside(branch_means(log_weights, batch), config)
 
 
@@ -62,8 +62,8 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Each function maps log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. A NaN is never excluded, so that
-it leads to a skipped step instead of being hidden."""
+"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is never excluded, so that it
+causes a skipped step instead of being hidden."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -72,28 +72,28 @@ def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 LARGEST_LOG_RATIO = 20.0
-"""Bound of |log ratio| before a gradient flows through exp(): e^20 = 5e8 is far outside any clip range."""
+"""Bound of |log ratio| wherever a gradient flows through exp(): e^20 = 5e8 is far outside any clip range."""
 
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """`loss` has the gradient; everything else is detached."""
+    """Result of `compute_loss`. Only `loss` has a gradient; everything else is detached."""
 
     loss: Tensor
     reference_kl: Tensor
-    """Weighted sum of the k3 estimates, before its coefficient; 0 without a reference."""
+    """Weighted sum of the k3 estimates, without the coefficient; 0 without a reference."""
     log_weights: Tensor
     """float32[C]: log π − log μ, unclamped."""
     clipped: Tensor
-    """bool[C]: the bound was active, so a weight was truncated or a gradient cut; False for masked tokens."""
+    """bool[C]: the loss truncated the token's weight or cut its gradient. False for masked tokens."""
     masked: Tensor
-    """bool[C]: left out of the policy loss by `algorithm.mask`."""
+    """bool[C]: `algorithm.mask` excludes the token from the policy loss."""
     value_loss: Tensor
-    """Weighted sum of 0.5 (v − R)², before its coefficient; 0 without values."""
+    """Weighted sum of 0.5 (v − R)², without the coefficient; 0 without values."""
 
 
 PolicyTerm = Callable[[Tensor, MicroBatch, AlgorithmConfig], tuple[Tensor, Tensor]]
-"""Function from log π [C] to (per-token loss before weighting, clipped), [C] each."""
+"""Function from log π [C] to (per-token loss before weighting, clipped), each [C]."""
 
 
 def reinforce(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -111,8 +111,8 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5).
 
-    This is its token form (section 4.3): s is one number, and its gradient in each token's log π goes through that token's own
-    term. If all tokens of a branch have one advantage, the gradient is the same, and a masked token has none.
+    This is the token form (section 4.3): all tokens of a branch share the value s, but its gradient in a token's log π flows
+    only through that token's term. With equal advantages in a branch the gradient is the same, and a masked token has none.
     """
     log_ratio = logprobs - batch.behaviour_logprobs
     of_branch = branch_means(log_ratio.detach(), batch)
@@ -128,7 +128,7 @@ def cispo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return PPO's term for a ratio given by its logarithm [C], which carries the gradient."""
+    """Return PPO's term for the ratio exp(`log_ratio`) [C], through which the gradient flows."""
     ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     free, cut = ratio * advantages, bounded * advantages
@@ -142,7 +142,7 @@ POLICY_TERMS: dict[str, PolicyTerm] = {
     "gspo": gspo,
     "cispo": cispo,
 }
-"""GRPO's policy term is PPO's; its advantages and normalisation differ, and `AlgorithmConfig` defaults to them."""
+"""GRPO's policy term is PPO's. Its advantages and normalisation differ; `AlgorithmConfig` sets them by default."""
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -155,10 +155,10 @@ def compute_loss(
     batch: MicroBatch, scores: TokenScores, config: AlgorithmConfig, reference_logprobs: Tensor | None = None
 ) -> LossOutput:
     """Return policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy + value_coefficient · value
-    loss, weighted sums over tokens.
+    loss, each a weighted sum over tokens.
 
-    With a value head, the batch's advantages are returns: the values v_φ are subtracted without a gradient (the paper, eq. 4).
-    A masked token adds 0 to the policy loss; the weights of other tokens and the other terms do not change.
+    With a value head, the batch's advantages are returns, from which the values v_φ are subtracted without a gradient (the
+    paper, eq. 4). A masked token adds 0 to the policy loss. Other tokens' weights and the other terms do not change.
     """
     value_loss = scores.logprobs.new_zeros(())
     if scores.values is not None:

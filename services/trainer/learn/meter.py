@@ -1,21 +1,20 @@
 """Figures of one step: its use of the device, and statistics of its data.
 
-Of the device: model FLOPs, the peak, time by phase, peak memory. Model FLOPs are matrix products only, a multiply-add counting
-2: projections, feed-forward layers (in a mixture of experts, those that a token visits), attention over the pairs that a causal
-query sees, and the head at predicted tokens. A training step counts three forward passes, one for the forward and two for the
-backward pass, even if activations are recomputed: model FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. Its formula
-counts attention without the causal half; here pairs that no kernel needs are left out, so that this figure is lower. A prompt
-that sequences share counts once, and a micro-batch without a backward pass counts one of the three passes. If only adapters are
-trained, frozen products count two of the three. Norms, activations, optimizer, and forward passes beside training's (a KL
-reference) take time but are not counted.
+Device figures: model FLOPs, peak FLOP/s, time by phase, peak memory. Model FLOPs count matrix products only, with 2 per
+multiply-add: projections, feed-forward layers (in a mixture of experts, the experts that a token visits), attention over the
+pairs that a causal query sees, and the head at predicted tokens. A training step counts three forward passes, one for the
+forward and two for the backward pass, even if activations are recomputed: model FLOPs utilization as in PaLM, arXiv 2204.02311,
+appendix B. PaLM's formula ignores causality; here pairs that no kernel needs are left out, so this figure is lower. A shared
+prompt counts once, and a micro-batch without a backward pass counts one of the three passes. If only adapters are trained,
+frozen products count two of the three. Norms, activations, optimizer, and a KL reference's forward pass are not counted.
 
-Of the data: ESS, lag, clipping, entropy, mismatch, and the weights of sampled sequences. Micro-batches leave their per-token
-results on the device; one transfer at the end of the step fetches them, rank 0 collects those of all ranks, and NumPy does the
-rest, from unclamped weights. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks; a branch's
-sampled tokens are contiguous.
+Data figures: ESS, lag, clipping, entropy, mismatch, and the weights of sampled sequences. Per-token results stay on the device
+until one transfer at the end of the step. Rank 0 collects the results of all ranks, and NumPy computes the figures from
+unclamped weights. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks; a branch's sampled tokens
+are contiguous.
 
-Other modules measure the loop's phases around the step (`services.trainer.loop`), the work of other streams and rewards, and
-name metrics for Prometheus.
+Other modules measure the loop's phases around the step (`services.trainer.loop`), streams and rewards, and define Prometheus
+metrics.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, all_bran
 from services.trainer.learn.lora import has_adapters
 
 TRAINING_PASSES = 3
-"""Number of forward passes that a training step counts as."""
+"""A training step costs this many forward passes."""
 
 GATED_MODELS = frozenset(
     {
@@ -50,14 +49,14 @@ GATED_MODELS = frozenset(
         "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
     }
 )  # fmt: skip
-"""Known values of `model_type`: grouped-query attention and a feed-forward layer of three matrices."""
+"""Values of `model_type` with grouped-query attention and a feed-forward layer of three matrices."""
 
 
 def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
     """Return the FLOPs of one forward pass of a decoder-only model, as a function of sequence lengths.
 
-    An unknown architecture costs twice its `num_parameters` (a tied embedding once) for each token: attention is left out, and
-    of a mixture of experts all experts count.
+    For an unknown architecture, each token costs twice `num_parameters` (with a tied embedding counted once). Attention is then
+    left out, and all experts of a mixture count.
     """
     text: Any = config.get_text_config()
     if text.model_type not in GATED_MODELS:
@@ -78,10 +77,10 @@ def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
 
 
 def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
-    """Return a third of a training step's cost if all weights of `forward` are frozen, except `num_trained` in adapters.
+    """Return a third of a training step's cost, with the weights of `forward` frozen and `num_trained` adapter weights trained.
 
-    No gradients of frozen weights are computed: their matrix products take two passes instead of three. Every token uses the
-    adapters, and attention, which has no weights, costs the same.
+    Frozen weights get no gradients, so their matrix products take two passes instead of three. Every token uses the adapters.
+    Attention has no weights, so its cost does not change.
     """
     share = (TRAINING_PASSES - 1) / TRAINING_PASSES
     return replace(
@@ -90,7 +89,7 @@ def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
 
 
 def _windowed_layers(text: Any) -> int:
-    """Return the number of layers that see only the last `sliding_window` tokens."""
+    """Return the number of layers that attend only to the last `sliding_window` tokens."""
     if not getattr(text, "sliding_window", None) or not getattr(text, "use_sliding_window", True):
         return 0
     kinds: list[str] | None = getattr(text, "layer_types", None)
@@ -98,7 +97,7 @@ def _windowed_layers(text: Any) -> int:
 
 
 def _feed_forward(text: Any) -> list[int]:
-    """Return the weights of each layer's feed-forward part that one token uses."""
+    """Return, for each layer, the number of feed-forward weights that one token uses."""
     dense = 3 * text.hidden_size * text.intermediate_size
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not experts:
@@ -112,7 +111,7 @@ def _feed_forward(text: Any) -> list[int]:
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
-    """Return model FLOPs utilization: `flops` in `seconds`, relative to the capacity of `num_devices` of `peak` FLOP/s each.
+    """Return model FLOPs utilization: `flops` in `seconds`, relative to the capacity of `num_devices` with `peak` FLOP/s each.
     None if the peak is unknown or no time has passed."""
     if peak is None or seconds <= 0:
         return None
@@ -123,7 +122,7 @@ PROCESS_STATUS = Path("/proc/self/status")
 
 
 def cost_model_of(model: PreTrainedModel) -> CostModel:
-    """Return the cost of one forward pass; if only adapters are trained, a third of a training step's."""
+    """Return the cost of one forward pass; if only adapters are trained, a third of a training step's cost."""
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
     if not has_adapters(model):
@@ -132,7 +131,7 @@ def cost_model_of(model: PreTrainedModel) -> CostModel:
 
 
 def take_memory_peak(device: torch.device) -> int:
-    """Return bytes: on a GPU, the peak of tensor memory since the last call; on a CPU, the process's peak since its start."""
+    """Return peak memory in bytes: on a GPU, of tensors since the last call; on a CPU, of the process since its start."""
     if device.type != "cuda":
         return process_memory_peak()
     peak = torch.cuda.max_memory_allocated(device)
@@ -141,8 +140,8 @@ def take_memory_peak(device: torch.device) -> int:
 
 
 def process_memory_peak() -> int:
-    """Return the largest resident memory of this process so far, in bytes. Linux reports it for this program alone; `getrusage`
-    would include the memory of a large parent before exec."""
+    """Return the peak resident memory of this process, in bytes. On Linux it is read from /proc, since `getrusage` would
+    include a large parent's memory before exec."""
     if PROCESS_STATUS.is_file():
         for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -152,17 +151,17 @@ def process_memory_peak() -> int:
 
 
 class Mark(Protocol):
-    """A point in the work of a device, such as a `torch.cuda.Event`."""
+    """A point in time in a device's work, such as a `torch.cuda.Event`."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
     def elapsed_time(self, end: Any, /) -> float:
-        """Return milliseconds from this mark to `end`; both have been passed."""
+        """Return milliseconds from this mark to `end`. The device must have passed both."""
         ...
 
 
 class HostMark:
-    """A point in the host's time."""
+    """A point in time on the host."""
 
     def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._clock_s, self._at_s = clock_s, 0.0
@@ -185,21 +184,21 @@ def mark_for(device: torch.device) -> Callable[[], Mark]:
 
 
 class PhaseTimer:
-    """Measures time by phase, without waiting for the device: `measure` each piece of work, `take` the times once in a step.
+    """Measures time by phase without waiting for the device: `measure` each piece of work, and `take` the times once per step.
 
     On a CPU a phase lasts as long as its `with` block. On a GPU the block only queues work, so its beginning and end are marked
-    in the stream: a phase is the time between its marks, in which the device did the phase's work or waited for the host. Work
-    that the device has not finished when the times are taken counts in the next step.
+    in the stream. The phase lasts from one mark to the other, while the device did the work or waited for the host. Work that
+    the device has not finished when the times are taken counts in the next step.
     """
 
     def __init__(self, new_mark: Callable[[], Mark] = HostMark) -> None:
         self._new_mark = new_mark
         self._spans: list[tuple[str, Mark, Mark]] = []
-        """Phase, beginning and end."""
+        """Phase, beginning and end of each measured block."""
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Measure a block. A phase may occur many times in a step; phases do not overlap."""
+        """Measure a block. A phase may occur many times in a step. Phases must not overlap."""
         start, end = self._new_mark(), self._new_mark()
         start.record()
         try:
@@ -209,7 +208,7 @@ class PhaseTimer:
             self._spans.append((phase, start, end))
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by phase of all blocks that have ended since the last call."""
+        """Return seconds by phase, over all blocks that have ended since the last call."""
         seconds: dict[str, float] = {}
         spans, self._spans = self._spans, []
         for phase, start, end in spans:
@@ -221,20 +220,20 @@ class PhaseTimer:
 
 
 SAMPLED_WEIGHTS, LOG_WEIGHTS = "sampled_weights", "log_weights"
-"""Keys of a step's figures that are not in metrics.jsonl: weights of the sampled sequences, and log π − log μ of all tokens
-[C]."""
+"""Keys of a step's figures that are not in metrics.jsonl: importance weights of the sampled sequences, and log π − log μ of all
+tokens [C]."""
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Return two sequences of a step: its first one, and from the other groups the first one that most versions sampled."""
+    """Return two sequences of a step: the first one, and the one in other groups that the most versions sampled."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
 def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) -> dict[str, list[slice]]:
-    """Return where the tokens of the sampled sequences' branches are in the step's values, by sequence id. `batches`: branches
-    of each micro-batch, in order of the step's values, as positions in `all_branches(groups)`."""
+    """Return, by sequence id, where the branches of the sampled sequences are in the step's values. `batches`: for each
+    micro-batch, in order of the step's values, its branches as positions in `all_branches(groups)`."""
     branches = all_branches(groups)
     owners = [sequence.sequence_id for group in groups for sequence in group.sequences for _ in sequence.all_branches]
     places: dict[str, dict[int, slice]] = {sequence.sequence_id: {} for sequence in sampled_sequences(groups)}
@@ -250,8 +249,8 @@ def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) ->
 
 
 def sampled_weights(places: Mapping[str, list[slice]], log_weights: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-    """Return float64[sampled tokens] by id: unclamped importance weights w, concatenated over branches, from the step's
-    `log_weights` [C], nats."""
+    """Return unclamped importance weights by sequence id, float64[sampled tokens], concatenated over branches. `log_weights`:
+    the step's, [C], in nats."""
     with np.errstate(over="ignore"):
         return {
             key: np.exp(np.concatenate([log_weights[place] for place in of_one]).astype(np.float64))
@@ -260,7 +259,7 @@ def sampled_weights(places: Mapping[str, list[slice]], log_weights: NDArray[np.f
 
 
 LARGEST_LOG_WEIGHT = 80.0
-"""Cap of log w in means of w (5e34), which would otherwise overflow. ESS needs no cap."""
+"""Maximum log w in means of w (5e34), which could otherwise overflow. ESS does not need it."""
 
 
 def token_figures(
@@ -271,11 +270,11 @@ def token_figures(
     *,
     applied: bool = True,
 ) -> dict[str, Any]:
-    """Return figures over all sampled tokens of one optimizer step, named as in metrics.jsonl (docs/run-directory.md); None if
-    no token gives a value. A step that was not `applied` trained on nothing.
+    """Return figures over all sampled tokens of one optimizer step, with the names of metrics.jsonl (docs/run-directory.md). A
+    figure is None if no token gives a value. A step that was not `applied` counts no trained tokens.
 
-    `values` of all ranks, `totals` of the step, its `batches` in the order of `values`. `budget`: maximum tokens of a
-    micro-batch.
+    `values`: of all ranks. `totals`: of the step. `batches`: of the step, in the order of `values`. `budget`: maximum tokens of
+    a micro-batch.
     """
     log_weights, clipped, masked, entropy, *baseline = values.astype(np.float64)
     loss, reference_kl, value_loss, _ = totals.tolist()
@@ -309,7 +308,7 @@ def token_figures(
 
 
 def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floating]) -> float | None:
-    """Return 1 − Var(R − v) / Var(R), for `baseline` v and `returns` R, [C] each; None if all returns are equal."""
+    """Return 1 − Var(R − v) / Var(R) for `baseline` v and `returns` R, each [C]; None if all returns are equal."""
     spread = float(np.var(returns.astype(np.float64)))
     return 1 - float(np.var(returns - baseline)) / spread if spread > 0 else None
 
@@ -319,5 +318,5 @@ def _mean(values: NDArray[np.float64]) -> float | None:
 
 
 def _k3(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return an estimate of KL(μ ‖ π) per token sampled from μ: w − 1 − log w, never negative."""
+    """Return w − 1 − log w per token sampled from μ: an estimate of KL(μ ‖ π) that is never negative."""
     return np.expm1(np.minimum(log_weights, LARGEST_LOG_WEIGHT)) - log_weights

@@ -1,7 +1,7 @@
 """Load and prepare the policy: any Hugging Face causal language model, from a folder or, by name, from the hub.
 
-A failure for a user's reason is a `FieldError`. Dropout is switched off permanently, because a policy gradient needs the same
-policy that sampled. The small default model is built elsewhere.
+Mistakes of the user raise `FieldError`. Dropout is switched off permanently, because a policy gradient needs the same policy
+that sampled. The small default model is built elsewhere.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def load_policy(
 ) -> Policy:
     """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`.
 
-    `lora`: insert new adapters, and freeze everything else. Raises `FieldError` when there is no such folder, no causal
-    language model in it, weights are missing, its context is shorter than `max_context`, the attention implementation is not
-    available, or adapters cannot be inserted.
+    `lora`: insert new adapters, and freeze everything else. Raises `FieldError` if there is no such folder, if it has no causal
+    language model, if weights are missing, if the model's context is shorter than `max_context`, if the attention
+    implementation is not available, or if adapters cannot be inserted.
     """
     _check_folder(source, config)
     hub = hub_arguments(source, config)
@@ -64,8 +64,8 @@ def blank_policy(
     gradient_checkpointing: bool = False,
     lora: LoraConfig | None = None,
 ) -> Policy:
-    """Return the shape of a policy that another rank has loaded and checked with this result; its weights have no memory.
-    Raises `FieldError` when the model's configuration does not load."""
+    """Return a policy on the meta device, without memory for weights. `attention`, `own_logits`: found by the rank that loaded
+    and checked the policy. Raises `FieldError` if the model's configuration does not load."""
     register()
     hf_config = _load_config(source, hub_arguments(source, config))
     _disable_dropout(hf_config)
@@ -83,8 +83,8 @@ def blank_policy(
 def wrap_model(
     model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
-    """Return a policy of a model that is already in memory; sets its attention, dropout and training mode. `auto` is this
-    project's attention or else eager, whichever first gives the model's own log-probabilities."""
+    """Return a policy for a model in memory, and set the model's attention, dropout and training mode. `auto` is this project's
+    attention if it reproduces the model's own log-probabilities, otherwise eager."""
     register()
     _disable_dropout(model.config)
     _prepare(model, gradient_checkpointing)
@@ -113,13 +113,13 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
 
 
 def frozen_copy(policy: Policy) -> Policy:
-    """Return a copy of the policy with frozen weights."""
+    """Return a copy of the policy with frozen weights, in evaluation mode."""
     return copy.deepcopy(policy).requires_grad_(False).eval()
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers in order of depth: those that transformers marks, else the longest list of modules; empty without
-    one."""
+    """Return the decoder layers in order of depth: the layers that transformers marks, or else the longest list of modules.
+    Empty if there is neither."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]
@@ -127,15 +127,15 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_policy(policy: Policy, device: torch.device) -> None:
-    """Let `torch.compile` compile decoder layers and the passes over logits at first use, on `device`.
+    """Make `torch.compile` compile decoder layers and the passes over logits at first use, on `device`.
 
     Each layer is compiled separately and in place, so that weights keep their names; activation checkpointing wraps the
-    compiled layer. All layers share the first one's code, so that it costs seconds to a minute once, for any depth. Lengths of
-    packed rows differ, so shapes are dynamic. This project's attention is not compiled, because no graph should depend on its
-    layout: it runs between two compiled parts of the layer. Embedding and optimizer are a few large operations each and are not
-    compiled; neither are the layers of a copy.
+    compiled layer. All layers share the first layer's code, so compiling takes seconds to a minute once, for any depth. Shapes
+    are dynamic, since lengths of packed rows differ. This project's attention is not compiled, because its layout differs by
+    row; it runs between two compiled parts of the layer. Embedding and optimizer are not compiled, since each consists of a few
+    large operations. The layers of a copy are not compiled either.
 
-    Raises `FieldError` if nothing can be compiled here, or the model does not tell its layers.
+    Raises `FieldError` if this machine cannot compile, or if the model's layers cannot be found.
     """
     layers = decoder_layers(policy.model)
     if not layers:
@@ -149,7 +149,7 @@ def compile_policy(policy: Policy, device: torch.device) -> None:
 
 
 def _try_compiler(device: torch.device) -> None:
-    """Compile something small, to find out whether a compiler works. Raises `FieldError` if none does."""
+    """Compile a small function to check that a compiler works. Raises `FieldError` if not."""
 
     def double(x: Tensor) -> Tensor:
         return 2 * x
@@ -177,7 +177,7 @@ def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def _check_folder(source: str, config: ModelConfig) -> None:
-    """Raise `FieldError` for a missing or incomplete folder. Only a hub recipe may name anything else."""
+    """Raise `FieldError` if the folder is missing or incomplete. With `model.source` hub, `source` may be a hub id instead."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
@@ -194,7 +194,7 @@ def _load_config(source: str, hub: dict[str, Any]) -> PretrainedConfig:
 
 
 def _disable_dropout(holder: PretrainedConfig | torch.nn.Module) -> None:
-    """Set every dropout probability of a configuration, or of an attention layer made from one, to 0."""
+    """Set every dropout probability of a configuration or a module to 0."""
     for name, value in list(vars(holder).items()):
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(holder, name, 0.0)

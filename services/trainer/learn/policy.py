@@ -1,21 +1,21 @@
 """A Hugging Face causal language model that gives log-probabilities, entropies and values of chosen tokens in a packed row.
 
-All uses of the policy's parameters are in one module with one forward: sharded weights are gathered when a module's forward
-begins, so backbone, output head and value head must be called within one. Logits are made only at sampled positions: from
-hidden states, block by block, if the model is a plain backbone and linear head, and by the model itself if it does more to its
-logits (soft capping, scaling). When a model is wrapped, two short sequences tell which of the two it needs, and whether its
-attention stays within a sequence; an architecture that leaks is refused. Ranks that share a row score a part of it each and
-have the scores of all.
+All parameters of the policy are used inside one module's forward. Sharded weights are gathered when a module's forward begins,
+so backbone, output head and value head must be called within the same one. Logits are computed only at sampled positions. If
+the model is a plain backbone with a linear head, they are computed here from hidden states, block by block. If the model does
+more to its logits (soft capping, scaling), it computes them itself. When a model is wrapped, scoring two short sequences shows
+which way is right. It also shows whether attention leaks across sequences; such architectures are refused. Ranks that share a
+row each score a part of it, and get the scores of all parts.
 
-From hidden states, at most `max_logits` logits are made at a time, and recomputed in the backward pass instead of kept. A plain
-linear head is evaluated over the vocabulary in blocks of words, each a slice of the head's rows: a block has logits for all
-tokens. The forward pass keeps one log-normaliser per token. The backward pass recomputes each block's logits, turns them into
-their own gradient in place, and writes that block's final rows of the weight's gradient: nothing is summed over blocks in 16
-bit. If one block holds everything, its logits are kept and not recomputed. The work on a block between matrix products can be
-compiled: each pass then reads it once. Other heads are called on chunks of tokens.
+From hidden states, at most `max_logits` logits are computed at a time; the backward pass recomputes them. A plain linear head
+is evaluated in blocks of words. A block has the logits of all tokens, and corresponds to a slice of the head's rows. The
+forward pass keeps one log-normaliser per token. The backward pass recomputes each block's logits, turns them into their own
+gradient in place, and writes the block's final rows of the weight's gradient, so that nothing is summed over blocks in 16 bits.
+If one block is enough, its logits are kept. The work on a block between matrix products can be compiled, so that each pass
+reads it once. Other heads are called on chunks of tokens.
 
-Packing is done elsewhere. Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. A policy sampled with
-those would be compared with the full distribution, so keep both off when training.
+Packing is done elsewhere. Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Keep top-p and top-k
+off in training, since log π is always that of the full distribution.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_LOGITS = 2**25
-"""Logits (tokens × words) of one block: 128 MiB in float32, of which two exist at a time.
+"""Logits (tokens × words) of one block. A block takes 128 MiB in float32, and two exist at a time.
 
-Large enough for matrix products at full speed (2,048 words for 16,384 tokens), and for a micro-batch of a small model to be one
-block; small beside the weight and its gradient if the vocabulary is large."""
+This is enough for matrix products at full speed (2,048 words for 16,384 tokens), and a small model's micro-batch fits into one
+block. With a large vocabulary it is small compared with the weight and its gradient."""
 MAX_LOGITS_ON_GPU = 2**27
-"""512 MiB, for fewer and larger kernels."""
+"""As `MAX_LOGITS`, for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
-"""Blocks end at multiples of this, which suits the matrix kernels of GPUs."""
+"""Block sizes are multiples of this, since GPU matrix kernels are faster then."""
 PROBE_LENGTHS = (7, 5)
-"""Lengths of the two sequences with which a model is checked."""
+"""Lengths of the two sequences that a model is checked with."""
 PROBE_PROMPT = 3
-"""Tokens that both have in common in the check of shared prompts."""
+"""Number of tokens that both sequences share in the check of shared prompts."""
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Scores of C tokens, float32[C] each, at the sampling temperature."""
+    """Scores of C tokens at the sampling temperature, float32[C] each."""
 
     logprobs: Tensor
     """nats"""
     entropy: Tensor
     """nats"""
     values: Tensor | None = None
-    """v_φ before the token, the learned baseline; None without a value head."""
+    """Learned baseline v_φ, predicted before the token; None without a value head."""
 
 
 class Policy(nn.Module):
-    """A model on its device, ready to score packed rows. Call `scores`, not the forward.
+    """A model on its device, ready to score packed rows. Call `scores`, not `forward`.
 
-    `own_logits`: the model makes its logits itself. `float32_head`: do not round the logits of a 16-bit model to 16 bits.
-    `value_head`: a linear layer to one number, or None.
+    `own_logits`: the model computes its logits itself. `float32_head`: do not round a 16-bit model's logits to 16 bits.
+    `value_head`: a linear layer with one output, or None.
     """
 
     def __init__(self, model: PreTrainedModel, attention: str, *, own_logits: bool = False, float32_head: bool = True) -> None:
@@ -85,16 +85,16 @@ class Policy(nn.Module):
         self.value_head: nn.Linear | None = None
         self.device: torch.device = model.device
         self.max_logits: int | None = None
-        """None = the device's default."""
+        """Maximum number of logits in a block; None = the device's default."""
         self.compiled_head = False
-        """True if blocks of logits are processed by torch.compile."""
+        """Whether the work on blocks of logits is compiled."""
         self.part: RowPart | None = None
-        """This rank's part of each row; None if it has whole rows."""
+        """This rank's part of each row; None if each rank has whole rows."""
         self.may_share_prompts = False
-        """True if the model allows sequences in a row to share the tokens of their prompt."""
+        """Whether the model allows sequences in a row to share their prompt's tokens."""
 
     def leave_logits_to_model(self) -> None:
-        """Let the model make its logits, because it does more to them than a linear head."""
+        """Let the model compute its logits itself, because it does more to them than a linear head."""
         self.own_logits = True
         head = self.model.get_output_embeddings()
         if self.float32_head and type(head) is nn.Linear and head.weight.dtype in SIXTEEN_BIT:
@@ -106,19 +106,19 @@ class Policy(nn.Module):
 
     @property
     def row_multiple(self) -> int:
-        """Return the number of tokens of which a row's length must be a multiple."""
+        """Return the number that a row's length in tokens must be a multiple of."""
         return 1 if self.part is None else self.part.ranks
 
     @property
     def shares_prompts(self) -> bool:
-        """Return whether a row has the common prompt of several sequences once. Ranks that share rows do not support it."""
+        """Return whether a row has the common prompt of several sequences once. Ranks that share rows do not support this."""
         return self.may_share_prompts and self.part is None
 
     def scores(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
     ) -> TokenScores:
-        """Return scores of `targets` int64[C], each predicted by the row's position `predictors` int64[C], ascending. All ranks
-        call it together; those that share a row pass the same row."""
+        """Return scores of `targets` (int64[C]), each predicted at the row position in `predictors` (int64[C], ascending). All
+        ranks must call this together. Ranks that share a row must pass the same row."""
         if self.part is None:
             return TokenScores(*self(row, predictors, targets, temperature, entropy_grad))
         counts = self.part.counts(row, predictors)
@@ -131,7 +131,7 @@ class Policy(nn.Module):
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, ...]:
-        """Return the fields of `TokenScores`, for this rank's part of the row."""
+        """Return the fields of `TokenScores` for this rank's part of the row."""
         arguments: dict[str, Any] = {
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
@@ -155,7 +155,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return float32[tokens - 1] of int[tokens]: log π(token[i] | token[:i]) in nats, for i >= 1, at temperature 1."""
+        """Return float32[tokens - 1] for int[tokens]: log π(token[i] | token[:i]) in nats for i >= 1, at temperature 1."""
         tokens = np.asarray(token_ids, dtype=np.int64)
         row = token_row(tokens, np.array([len(tokens)]), self.row_multiple, self.device)
         predictors = torch.arange(len(tokens) - 1, device=self.device)
@@ -169,7 +169,7 @@ class Policy(nn.Module):
 
 
 def add_value_head(policy: Policy) -> None:
-    """Add a value head whose value is 0 until it is trained. Raises `FieldError` for a model without a plain output head."""
+    """Add a value head that predicts 0 until it is trained. Raises `FieldError` if the model has no plain output head."""
     model = policy.model
     if policy.own_logits:
         fix = f"needs a model with a plain output head, and {type(model).__name__} has none; use another baseline"
@@ -181,7 +181,7 @@ def add_value_head(policy: Policy) -> None:
 
 
 def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = True) -> Policy:
-    """Return a policy of `model`, on its device. Raises `FieldError` when the model cannot be packed."""
+    """Return a policy of `model` on the model's device. Raises `FieldError` if the model cannot score packed sequences."""
     # Soft capping hardly changes the small logits of an untrained model, so the configuration decides, not a measurement.
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     policy = Policy(model, attention, own_logits=caps_logits, float32_head=float32_head)
@@ -201,8 +201,8 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = 
 
 @torch.no_grad()
 def _packing_error(policy: Policy, shared: int = 0) -> float:
-    """Return the largest difference, nats, between two packed sequences and the model's own plain forward pass of each. They
-    begin with the same `shared` tokens, which the packed row has once."""
+    """Return the largest difference in log-probabilities, nats, between two packed sequences and the model's own forward pass
+    of each. Both sequences begin with the same `shared` tokens, which the packed row has once."""
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
     second[:shared] = first[:shared]
@@ -237,9 +237,9 @@ def head_scores(
     rounded: bool = False,
     compiled: bool = False,
 ) -> TokenScores:
-    """Return `token_scores` of `head(hidden)`, for hidden [C, width], with at most `max_logits` logits at a time.
+    """Return `token_scores` of `head(hidden)` for hidden [C, width], with at most `max_logits` logits at a time.
 
-    `head` has a `weight` [vocabulary, width]; its forward is called unless it is a plain linear layer. `rounded`, `compiled`:
+    `head`: has a `weight` [vocabulary, width]. If it is not a plain linear layer, its forward is called. `rounded`, `compiled`:
     as in `linear_scores`.
     """
     assert isinstance(head.weight, Tensor)
@@ -252,7 +252,7 @@ def head_scores(
 
 
 def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return left [n, k] · right [k, m], of one dtype, in float32 if that has 16 bits."""
+    """Return left [n, k] · right [k, m]. Both have the same dtype; with 16-bit inputs, the result is float32."""
     if left.dtype not in SIXTEEN_BIT:
         return torch.mm(left, right, out=out)
     if left.is_cuda:
@@ -261,7 +261,7 @@ def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tens
 
 
 class _WideProduct(torch.autograd.Function):
-    """hidden [C, width] · weightᵀ of weight [V, width], both in 16 bits, in float32. Gradients have 16 bits."""
+    """hidden · weightᵀ in float32, for hidden [C, width] and weight [V, width] in 16 bits. Gradients have 16 bits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 class Float32Head(nn.Linear):
-    """A head in 16 bits with float32 logits, for a model that processes them further itself."""
+    """A 16-bit head with float32 logits, for a model that processes its logits further."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = _WideProduct.apply(hidden.flatten(0, -2), self.weight)
@@ -287,13 +287,13 @@ class Float32Head(nn.Linear):
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """Return whether `head` is only a matrix product and a bias: no subclass, no hook, no patched forward."""
+    """Return whether `head` is only a matrix product and a bias, without subclass, hooks or patched forward."""
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
     return type(head) is nn.Linear and not any(hooks) and "forward" not in vars(head)
 
 
 def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False) -> TokenScores:
-    """Return scores of `targets` int64[C] under `logits` [C, vocabulary]. The entropy has a gradient only with
+    """Return scores of `targets` (int64[C]) under `logits` [C, vocabulary]. The entropy has a gradient only with
     `entropy_grad`."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     log_distribution = torch.log_softmax(scaled, dim=-1)
@@ -312,7 +312,7 @@ def chunked_scores(
     chunk_tokens: int,
     entropy_grad: bool = False,
 ) -> TokenScores:
-    """Return `token_scores` of `head(hidden)`, for hidden [C, width], with the logits of at most `chunk_tokens` tokens at a
+    """Return `token_scores` of `head(hidden)` for hidden [C, width], with logits for at most `chunk_tokens` tokens at a
     time."""
 
     def scores(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,12 +339,12 @@ def linear_scores(
     rounded: bool = False,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-probability of `targets` int64[C], entropy), nats, of softmax((hidden · weightᵀ + bias) / temperature).
+    """Return (log-probabilities of `targets`, entropy) of softmax((hidden · weightᵀ + bias) / temperature), in nats, [C] each.
 
-    hidden [C, width], weight [V, width] and bias [V] have one dtype; logits and everything after are float32[C] (float64 for
-    float64 inputs). `rounded`: round logits to the inputs' dtype, as the head itself would. C may be 0. The entropy has a
-    gradient only with `entropy_grad`. Beside the gradients it takes about two blocks of `max_logits` logits. `compiled`: use
-    torch.compile for blocks if there are gradients; if torch then runs nothing compiled, that takes one more block.
+    hidden [C, width], weight [V, width] and bias [V] have the same dtype; targets are int64[C]. Logits and results are float32
+    (float64 for float64 inputs). `rounded`: round logits to the inputs' dtype, as the head itself would. C may be 0. Entropy
+    has a gradient only with `entropy_grad`. Besides the gradients, this takes memory for about two blocks of `max_logits`.
+    `compiled`: compile the work on blocks if there are gradients; if torch then runs it uncompiled, it takes one more block.
     """
     head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded, compiled)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
@@ -356,7 +356,7 @@ def linear_scores(
 
 @dataclass(frozen=True, eq=False)
 class _Head:
-    """Arguments of `linear_scores`, and the logits of one block of words at a time."""
+    """Arguments of `linear_scores`. Computes the logits for one block of words at a time."""
 
     hidden: Tensor
     weight: Tensor
@@ -369,7 +369,7 @@ class _Head:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of logits and everything after."""
+        """Return the dtype of logits and results."""
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def blocks(self) -> list[slice]:
@@ -380,7 +380,7 @@ class _Head:
         return [slice(first, min(first + size, words)) for first in range(0, words, size)]
 
     def buffer(self) -> Tensor:
-        """Return memory for the logits of the largest block; `view` gives the part for one block."""
+        """Return memory for the logits of the largest block. `view` returns the part for a given block."""
         words = self.blocks()[0].stop
         return torch.empty(len(self.hidden) * words, dtype=self.dtype, device=self.hidden.device)
 
@@ -401,8 +401,8 @@ class _Head:
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def place(self, words: slice) -> tuple[Tensor, Tensor]:
-        """Return for each token [C]: the index of its target within the block, and whether it is in the block (else any
-        index)."""
+        """Return for each token, [C] each: the index of its target within the block, and whether the target is in the block. If
+        not, the index is arbitrary."""
         index = self.targets - words.start
         inside = (index >= 0) & (index < words.stop - words.start)
         return torch.where(inside, index, 0), inside
@@ -415,13 +415,13 @@ class _Scan:
     logprobs: Tensor
     entropy: Tensor
     log_normaliser: Tensor
-    """log p of a word = its logit − this; of its entry in `kept` if the logits are kept."""
+    """A word's log p is its logit minus this. If logits are kept, use the entry of `kept` as the logit."""
     kept: Tensor | None
-    """Logits [C, V] if there is only one block; `_block_sums` (not `_fused_sums`) subtracts each token's largest from them."""
+    """Logits [C, V] if there is only one block. `_block_sums` has subtracted each token's maximum; `_fused_sums` has not."""
 
 
 def _scan(head: _Head) -> _Scan:
-    """Compute per block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m) over its words, and combine the blocks."""
+    """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks."""
     blocks = head.blocks()
     buffer = head.buffer()
     exponentials = None if head.compiled else head.buffer()
@@ -450,7 +450,7 @@ def _scan(head: _Head) -> _Scan:
 
 
 def _block_sums(logits: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z, which become z − m; `room` has their shape."""
+    """Return m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z. The logits become z − m. `room`: memory of their shape."""
     largest = logits.amax(1)
     torch.exp(logits.sub_(largest[:, None]), out=room)
     return largest, room.sum(1), room.mul_(logits).sum(1)
@@ -462,7 +462,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as `_block_sums`, and leave the logits unchanged."""
+    """Return the same as `_block_sums`, but leave the logits unchanged."""
     largest = logits.amax(1)
     shifted = logits - largest[:, None]
     exponentials = shifted.exp()
@@ -516,7 +516,7 @@ def _fused_gradient(
     spread: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return d loss / dz of logits z [C, words], in `dtype`; `of_target` [C] is added at `index`. `spread`: h and the entropy,
+    """Return d loss / dz of logits z [C, words], in `dtype`. `of_target` [C] is added at `index`. `spread`: h and the entropy,
     [C]."""
     log_p = logits - log_normaliser[:, None]
     factor = -g[:, None] if spread is None else -(g[:, None] + spread[0][:, None] * (log_p + spread[1][:, None]))
@@ -531,17 +531,17 @@ def _spread(log_p: Tensor, g: Tensor, h: Tensor, entropy: Tensor) -> Tensor:
 
 
 class _Gradients:
-    """The wanted gradients of the head's inputs, accumulated over blocks of logits."""
+    """Requested gradients of the head's inputs, accumulated over blocks of logits."""
 
     def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool) -> None:
         self._head = head
         self._hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if hidden else None
-        """Float32, because it is summed over blocks."""
+        """In float32, because it is summed over blocks."""
         self.weight = torch.empty_like(head.weight) if weight else None
         self.bias = torch.empty_like(head.bias) if bias and head.bias is not None else None
 
     def add(self, words: slice, of_logits: Tensor) -> None:
-        """Add a block, with `of_logits` [C, words of the block] in the head's dtype."""
+        """Add a block. `of_logits`: gradient of its logits, [C, words of the block], in the head's dtype."""
         if self._hidden is not None and self._hidden.dtype == of_logits.dtype:
             self._hidden.addmm_(of_logits, self._head.weight[words])
         elif self._hidden is not None:

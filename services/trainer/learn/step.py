@@ -1,9 +1,9 @@
 """The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
 
-A step is planned and packed once, in NumPy, before any device is used. Weights of tokens come from totals of the whole step, so
-that losses and gradients of all shares add up to those of one rank. Rank 0's learner sends its actions to the other ranks as
-orders (`worker.py` carries them out). The learner is synchronous: it reads no stream and sends no weights. The caller decides
-which groups make a step, what version results, and what becomes of the sequences of a skipped step.
+A step is planned and packed once, in NumPy, before any device is used. Token weights come from totals of the whole step, so
+that losses and gradients of all shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks
+as orders, which `worker.py` executes. The learner is synchronous: it reads no stream and sends no weights. The caller decides
+which groups make a step, counts the versions, and handles the sequences of a skipped step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from services.trainer.learn.policy import Policy, add_value_head
 TRAIN = "train"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one row of ranks; all shares of a step have the same number."""
+"""Micro-batches for the ranks that share a row. All shares of a step have the same number of micro-batches."""
 
 
 def train_order(version: int, share: Share) -> Message:
@@ -71,7 +71,7 @@ def train_order(version: int, share: Share) -> Message:
 
 
 def share_of(order: Message) -> Share:
-    """Return the share in an order of `train_order`."""
+    """Return the share contained in an order from `train_order`."""
     batches = []
     for index, counts in enumerate(order.fields["counts"]):
         names = [field.name for field in fields(HostMicroBatch) if field.name not in counts]
@@ -82,25 +82,25 @@ def share_of(order: Message) -> Share:
 
 @dataclass(frozen=True, eq=False)
 class PreparedStep:
-    """A step, ready to be computed."""
+    """An optimizer step that is ready to be computed."""
 
     version: int
     shares: tuple[Share, ...]
-    """One share for each row that is computed at the same time."""
+    """One share for each row computed at the same time."""
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
-    """Figures of the step: `advantage_abs_mean` over sequences, 0 if no group has a signal, and `imbalance`, the share of the
-    ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
+    """Figures of the step. `advantage_abs_mean`: over sequences, 0 if no group has a signal. `imbalance`: share of the ranks'
+    compute time in which they wait for each other (`StepPlan.imbalance`)."""
     flops: float
-    """Model FLOPs of the whole step: a shared prompt counts once, and branches without a backward pass count one pass of
-    three."""
+    """Model FLOPs of the whole step. A shared prompt counts once, and branches without a backward pass count one of three
+    passes."""
     phases_s: Mapping[str, float]
-    """Seconds in `plan` and `build`, which run beside the previous step."""
+    """Seconds in `plan` and `build`, which run during the previous step."""
     sampled: Mapping[str, list[slice]] = field(default_factory=dict)
-    """Positions of the shown sequences' tokens among those of `batches`, branch by branch."""
+    """Slices of the sampled sequences' tokens among all tokens of `batches`, branch by branch, by sequence id."""
     actors: tuple[str, ...] = ()
     token_actors: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64[C] over all `batches` in order: for each token, the index in `actors` of the actor that sent its sequence."""
+    """int64[C], over all `batches` in order: for each token, its actor's index in `actors`."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
@@ -108,7 +108,7 @@ class PreparedStep:
         return [batch for share in self.shares for batch in share]
 
     def of_lag_0(self, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
-        """Return the `values` [C] of tokens of lag 0, by actor."""
+        """Return the `values` [C] of tokens with lag 0, by actor."""
         fresh = np.concatenate([batch.lags for batch in self.batches]) == 0
         return {actor: values[fresh & (self.token_actors == place)] for place, actor in enumerate(self.actors)}
 
@@ -127,10 +127,10 @@ def prepare_step(
 ) -> PreparedStep:
     """Plan and pack one optimizer step on `groups` at policy version `version`, for `data_ranks` rows at a time.
 
-    Every branch of a sequence is packed separately, with the advantage and the weight of the sequence. `budget`: tokens of a
-    micro-batch. `pad_multiple`: rows are padded to multiples of it. `share_prompts`: branches of a micro-batch compute a common
-    prompt once. `skip_zero_advantages`: branches of advantage 0 get separate micro-batches without a backward pass, for a loss
-    whose gradient is then 0. Raises `FieldError` when a branch exceeds the budget.
+    Every branch of a sequence is packed separately, with the sequence's advantage and weight. `budget`: maximum tokens of a
+    micro-batch. `pad_multiple`: row lengths are padded to multiples of this. `share_prompts`: branches of a micro-batch compute
+    a common prompt once. `skip_zero_advantages`: put branches with advantage 0 into separate micro-batches without a backward
+    pass; set this only if their gradient is 0. Raises `FieldError` if a branch exceeds the budget.
     """
     sequences = [sequence for group in groups for sequence in group.sequences]
     branches = all_branches(groups)
@@ -177,7 +177,7 @@ def prepare_step(
 def _planned(
     branches: list[Branch], members: NDArray[np.int64], budget: int, ranks: int, cost_model: CostModel, share_prompts: bool
 ) -> StepPlan:
-    """Return a plan of the branches at the positions `members`; the plan, too, names branches by their positions."""
+    """Return a plan for the branches at positions `members`. The plan also refers to branches by position."""
     chosen = [branches[index] for index in members]
     lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
     outputs = np.array([branch.num_sampled_tokens for branch in chosen])
@@ -190,8 +190,8 @@ def _planned(
 def _with_forward_passes(
     planned: Callable[[NDArray[np.int64]], StepPlan], silent: NDArray[np.bool_], data_ranks: int
 ) -> tuple[StepPlan, int]:
-    """Return a plan of all branches, and the number of its first slots that have only `silent` branches, without a backward
-    pass."""
+    """Return a plan for all branches, and the number of its first slots that need no backward pass because all their branches
+    are `silent`."""
     plan = planned(np.arange(len(silent)))
     if silent.any() and not silent.all():
         forward, both = planned(np.flatnonzero(silent)), planned(np.flatnonzero(~silent))
@@ -203,8 +203,8 @@ def _with_forward_passes(
 
 
 class Learner:
-    """A policy and its optimizer, on one rank of `world`. With `kl_coefficient` > 0 there is a frozen reference policy. Every
-    rank calls the same methods in the same order: rank 0 decides, the others follow its orders."""
+    """A policy and its optimizer on one rank of `world`. With `kl_coefficient` > 0 there is also a frozen reference policy. All
+    ranks must call the same methods in the same order: rank 0 decides, and the others execute its orders."""
 
     def __init__(
         self,
@@ -217,8 +217,8 @@ class Learner:
         reference: Policy | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """`temperature`: the one at which μ samples. `reference`: policy of the KL term; None = the present `policy`.
-        `compute_dtype`: dtype of matrix products, if it is not that of the weights."""
+        """`temperature`: temperature at which μ samples. `reference`: policy of the KL term; None = `policy` as given.
+        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
@@ -235,15 +235,15 @@ class Learner:
         self.cost_model = cost_model_of(policy.model)
         device_name = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else ""
         self.peak_flops = peak_flops(device_name, str(compute_dtype or policy.model.dtype).removeprefix("torch."))
-        """Peak FLOP/s of the device; None if unknown, as for a CPU."""
+        """Peak FLOP/s of the device; None if unknown, for example for a CPU."""
         self._phases = PhaseTimer(mark_for(policy.device))
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
         self._only_advantages = algorithm.advantage != "value" and not other_terms
-        """True if a sequence of advantage 0 has no gradient."""
+        """Whether a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plan one optimizer step for all ranks, on any thread, also while another step is computed. Raises `FieldError` when a
-        sequence exceeds `tokens_per_microbatch`."""
+        """Plan one optimizer step for all ranks. May run on any thread, even while another step is computed. Raises
+        `FieldError` if a sequence exceeds `tokens_per_microbatch`."""
         return prepare_step(
             groups,
             version,
@@ -257,17 +257,17 @@ class Learner:
         )
 
     def order(self, kind: str, **arrays: Any) -> None:
-        """Rank 0: send the other ranks an order. Does nothing on other ranks."""
+        """Rank 0: send an order to the other ranks. On other ranks, do nothing."""
         if self.world.is_first and self.world.links is not None:
             self.world.links.tell_all(Message(kind, arrays=arrays))
 
     def train_step(self, groups: list[TrainingGroup], version: int) -> dict[str, Any]:
-        """`step` on `groups` at policy version `version`."""
+        """Prepare and take a step on `groups` at policy version `version`."""
         return self.step(self.prepare(groups, version))
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        """Rank 0: take one optimizer step on all ranks. Returns its figures, named as in metrics.jsonl (docs/run-directory.md),
-        and `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""
+        """Rank 0: take one optimizer step on all ranks. Return its figures with the names of metrics.jsonl
+        (docs/run-directory.md), and `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""
         began_at = time.perf_counter()
         layout, links = self.world.layout, self.world.links
         per_row = layout.sequence_ranks
@@ -296,12 +296,12 @@ class Learner:
         return figures
 
     def compute(self, share: Share) -> tuple[NDArray[np.float32], NDArray[np.float64], dict[str, Any]]:
-        """Compute this rank's part in one optimizer step; `share` is its own, or that of its row.
+        """Compute this rank's part of one optimizer step. `share`: the micro-batches of this rank, or of its row of ranks.
 
-        Returns values [4, C] of the share: log weight, clipped, masked, entropy of each sampled token, [5, C] with its learned
-        baseline last; totals [4] of the whole step: loss, KL to the reference, value loss, sum of the weights; and figures:
-        those of `PolicyOptimizer.step`, the same on every rank, and this rank's `memory_peak_gib` and `compute_s`, seconds in
-        `to_device`, `forward_backward`, `totals`, `optimizer`.
+        Return values, totals and figures. Values [4, C] of the share: log weight, clipped, masked and entropy of each sampled
+        token; [5, C] with a learned baseline, which comes last. Totals [4] of the whole step: loss, KL to the reference, value
+        loss, sum of the weights. Figures: those of `PolicyOptimizer.step`, the same on every rank, and this rank's
+        `memory_peak_gib` and `compute_s` (seconds in `to_device`, `forward_backward`, `totals`, `optimizer`).
         """
         values, terms = [], []
         for host_batch in share:
@@ -321,7 +321,7 @@ class Learner:
         return there, totals, figures
 
     def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Add one micro-batch's gradient. Returns its part of `compute`'s values and totals, on the device."""
+        """Add one micro-batch's gradient, and return its part of the values and totals of `compute`, on the device."""
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(
                 batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0
@@ -344,7 +344,7 @@ class Learner:
 
     def score(self, token_ids: TokenIds, *, adapters: bool = True) -> Logprobs:
         """Return float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1.
-        `adapters=False`: under the base weights without adapters; for a model without adapters, the current weights."""
+        `adapters=False`: disable the adapters. This changes nothing for a model without adapters."""
         self.order(SCORE, token_ids=np.asarray(token_ids), adapters=np.asarray(adapters))
         with nullcontext() if adapters else adapters_off(self.policy.model):
             return self.policy.sequence_logprobs(token_ids)
@@ -352,8 +352,8 @@ class Learner:
     def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yield whole parameters by their checkpoint names, one after the other. All ranks must iterate to the end.
 
-        `WEIGHTS`: the weights that actors serve, with adapters merged in. `VALUE_HEAD`: nothing if there is none. `ADAPTER`: A
-        and B of each adapted layer; nothing if all weights are trained.
+        `WEIGHTS`: the weights that actors serve, with adapters merged in. `VALUE_HEAD`: the value head, if there is one.
+        `ADAPTER`: A and B of each adapted layer, if there are adapters.
         """
         self.order(kind)
         if kind == WEIGHTS:

@@ -1,1 +1,1 @@
-"""Reporting of a run: records of steps, samples, metrics, the live page, trackers and the summary."""
+"""Reporting of a run: step records, samples, metrics, the live page, trackers and the summary."""

@@ -1,7 +1,7 @@
-"""The trainer's Prometheus metrics. Sums and rates are left to the server.
+"""The trainer's Prometheus metrics. The Prometheus server computes sums and rates.
 
-Figures of an optimizer step come with its record, and others when they happen; states are read at each scrape, on the HTTP
-thread.
+Figures of an optimizer step are set when its record is complete. Events are counted when they happen. States are read at each
+scrape, on the HTTP thread.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return the metric that the first rank of a further node exports for its pod. The thread that carries the orders out
-    counts."""
+    """Return the counter of rank 0's orders, which the first rank of each further node exports for its pod. The thread that
+    executes the orders increments it."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
     )
 
 
 OF_TASK = ("reward_mean", "completion_tokens_mean", "truncated_fraction")
-"""Figures of a step that it has for each task as well."""
+"""Figures of a step that are also computed for each task."""
 GIB = 1024**3
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
-"""Bucket edges, from a model of a million parameters on a CPU to an hour."""
+"""Bucket edges: from a step of a million-parameter model on a CPU, up to one hour."""
 PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""Bucket edges for a part of a step, from short copies to long waits."""
+"""Bucket edges for the phases of a step: from short copies to long waits."""
 STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
 
 class FigureMetrics:
-    """Gauges and counters of `pipelinerl.figures`."""
+    """Gauges and counters defined in `pipelinerl.figures`."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._readings, self._counters = list[tuple[Figure, Reading]](), list[tuple[Figure, Counter]]()
@@ -80,7 +80,7 @@ class FigureMetrics:
 
 
 class TaskMetrics:
-    """Figures of a step by task, and of evaluations by set of problems."""
+    """Step figures by task, and evaluation figures by problem set."""
 
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
@@ -115,7 +115,7 @@ class TaskMetrics:
 
 
 class StepMetrics:
-    """All metrics of an optimizer step: its figures, token lag, time by phase, and memory."""
+    """All metrics of an optimizer step: figures, token lag, time by phase, and memory."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._figures, self._tasks = FigureMetrics(metrics), TaskMetrics(metrics)
@@ -134,7 +134,7 @@ class StepMetrics:
         self._memory = metrics.reading("memory_peak_bytes", text)
 
     def observe(self, record: StepRecord) -> None:
-        """Record one step, as in metrics.jsonl."""
+        """Update all metrics from one step's record in metrics.jsonl."""
         self._figures.observe(record)
         self._tasks.observe(record)
         self._lags.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
@@ -150,7 +150,7 @@ class StepMetrics:
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Bucket edges, from a toy model on one machine to minutes, after which `weights.deadline_s` ends an update."""
+"""Bucket edges: from a toy model on one machine, up to minutes. `weights.deadline_s` ends longer updates."""
 
 
 class MembershipMetrics:
@@ -186,14 +186,14 @@ _NONE_STALE = {reason.value: 0 for reason in StaleReason}
 
 
 def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, float]:
-    """Return the `most` frequent ones, and the sum of the others as `OTHER`. Pure."""
+    """Return the `most` largest counts, and the sum of the others as `OTHER`. Pure."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     rest = sum(count for _, count in ordered[most:])
     return {**{reason: float(count) for reason, count in ordered[:most]}, **({OTHER: float(rest)} if rest else {})}
 
 
 CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""Bucket edges, from megabytes to a large model on a slow disk."""
+"""Bucket edges: from a checkpoint of megabytes, up to a large model on a slow disk."""
 
 
 def phase_name(phase: int) -> str:
@@ -205,7 +205,7 @@ PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() 
 
 
 class CheckpointMetrics:
-    """The newest checkpoint, which tells how much work could be lost."""
+    """Metrics of the newest checkpoint. Its age shows how much work a crash would lose."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s, self._has_begun = clock_s, False
@@ -216,15 +216,15 @@ class CheckpointMetrics:
         self._seconds = metrics.histogram("checkpoint_seconds", "Time to write one checkpoint.", CHECKPOINT_SECONDS)
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
-        """`checkpoint`: version of the one that this trainer resumes from. `since_s`: when that was written, or when a run that
-        has none yet first started; None: this trainer is the first, and its work begins with `training_begins`."""
+        """`checkpoint`: version of the checkpoint that this trainer resumes from. `since_s`: when it was written; without a
+        checkpoint, when the run first started. None: this trainer is the run's first; `training_begins` sets the time."""
         self._planned.set(planned_steps)
         self._version.set(checkpoint)
         self._at.set(since_s)
         self._has_begun = since_s is not None
 
     def training_begins(self) -> None:
-        """Record that from now on there is work to lose."""
+        """Start the age of unsaved work, unless an earlier trainer or a checkpoint already did."""
         if not self._has_begun:
             self._at.set(self._clock_s())
             self._has_begun = True
@@ -237,7 +237,7 @@ class CheckpointMetrics:
 
 
 class UploadMetrics:
-    """Uploads of checkpoints' models to the store that `checkpoint.upload` names."""
+    """Uploads of checkpointed models to the store in `checkpoint.upload`."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
@@ -249,7 +249,7 @@ class UploadMetrics:
         self._seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
 
     def took_over(self, version: int, at_s: float) -> None:
-        """Restore the last upload of an earlier trainer of the run."""
+        """Restore the last upload by an earlier trainer of this run."""
         self._version.set(version)
         self._at.set(at_s)
 
@@ -267,7 +267,7 @@ BY_STREAM = {"stream": STREAMS}
 
 
 class StreamMetrics:
-    """The streams when they were last checked."""
+    """Size and age of the streams, as of the last check."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
@@ -278,7 +278,7 @@ class StreamMetrics:
         self._oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
 
     def saw(self, stream: str, info: StreamInfo) -> None:
-        """Record the present state of one of `STREAMS`."""
+        """Record the current state of one of `STREAMS`."""
         self.seen = seen = {**self.seen, stream: info}
         now_s = self._clock_s()
         self._messages.set({name: one.messages for name, one in seen.items()})
@@ -288,14 +288,14 @@ class StreamMetrics:
 
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Optimizer steps, inclusive: the edges of the lag buckets, and further ones for the paper's setting without a bound."""
+"""Bucket edges in optimizer steps, inclusive: those of the lag buckets, and larger ones for runs without a lag bound."""
 
 
 class TokenLagHistogram(Collector):
-    """Tokens by lag since the start. One thread adds, any thread reads: the state is replaced as a whole.
+    """Tokens by lag since the start. One thread adds and any thread reads, because the state is replaced as a whole.
 
-    The client library's histogram takes one observation at a time, but a step brings hundreds of thousands of tokens that are
-    already counted by lag.
+    The client library's histogram takes one observation at a time, which is too slow for the hundreds of thousands of tokens
+    of a step. They are already counted by lag.
     """
 
     NAME, TEXT = "token_lag_steps", "Token lag at use, optimizer steps; each trained token counts once."
@@ -303,7 +303,7 @@ class TokenLagHistogram(Collector):
     def __init__(self, name: str) -> None:
         self._name = name
         self._state: tuple[tuple[int, ...], int] = ((0,) * (len(LAG_EDGES) + 1), 0)
-        """Tokens of each bucket, and the sum of their lags."""
+        """Number of tokens in each bucket, and the sum of all lags."""
 
     def add(self, tokens_by_lag: Mapping[int, int]) -> None:
         counts, total = list(self._state[0]), self._state[1]
@@ -320,7 +320,7 @@ class TokenLagHistogram(Collector):
 
 
 class StateMetric(NamedTuple):
-    """A metric of the run's present state. With `labels`, `read` returns a mapping by label value."""
+    """A metric of the run's current state. With `labels`, `read` returns a mapping by label value."""
 
     name: str
     text: str
@@ -363,15 +363,15 @@ STATE_METRICS = (
 
 
 class TrainerMetrics:
-    """All groups of metrics, on one registry. States are read at each scrape, on the HTTP thread; until `watch`, only the phase
-    `loading` is exported."""
+    """All metrics of the trainer, on one registry. States are read at each scrape, on the HTTP thread. Before `watch`, only the
+    phase `loading` is exported."""
 
     def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
         metrics = MetricSet(PREFIX, registry)
         self.registry = registry
         self._view: Callable[[], RunView] | None = None
         self._run: RunView | None = None
-        """View of the present scrape, which reads the states in the order of `STATE_METRICS`."""
+        """View shared by all states of one scrape. A scrape reads them in the order of `STATE_METRICS`."""
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
         self.checkpoints = CheckpointMetrics(metrics, clock_s)
         self.uploads = UploadMetrics(metrics, clock_s)
@@ -394,14 +394,14 @@ class TrainerMetrics:
         return None if self._run is None else state.read(self._run)
 
     def _unread(self, run: RunView) -> int | None:
-        """Return the unread messages as of the last check of the stream; messages read since then are subtracted."""
+        """Return the number of unread messages: those at the last check of the stream, less those read since."""
         log = self.streams.seen.get("sequences")
         return None if log is None else max(0, log.last_position - run.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
-    """Export `pipelinerl_actor_replicas_wanted`, which an autoscaler of the actors follows. It has no value until it is known,
-    so that an autoscaler keeps the present replicas."""
+    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler of the actors. The metric has no value until enough is
+    measured; until then the autoscaler keeps the current replicas."""
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )
@@ -412,7 +412,7 @@ def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWante
 
 
 def most_in_flight(recipe: Recipe) -> int | None:
-    """Return M: sequences that may be issued and not consumed; None if only the number of actors bounds them. Pure."""
+    """Return M, the maximum number of issued, unconsumed sequences; None if only the number of actors bounds it. Pure."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g * recipe.trainer.batch_size
     max_lag = recipe.algorithm.max_lag

@@ -1,12 +1,12 @@
-"""The live page: its content as JSON, and its HTTP routes. The event loop writes, the HTTP server's thread reads.
+"""The live page: its content as JSON, and its HTTP routes. The event loop writes; the HTTP server's thread reads.
 
-Memory is bounded for any length of run: records are thinned, and only the first and the newest samples stay. No state is kept
-per reader. A reader asks about once a second for the steps after its position; one that is too far behind, or read from an
-earlier trainer, is told to fetch everything again. `pipelinerl.page.data` explains the keys of the page's object, and makes the
-same object for a finished run.
+Memory is bounded however long the run is: records are thinned, and only the first and the newest samples are kept. No state is
+kept per reader. A reader asks about once a second for the steps after its position. If the reader is too far behind, or its
+position is from an earlier trainer, the answer says to fetch everything again. `pipelinerl.page.data` documents the keys of the
+page's object, and builds the same object for a finished run.
 
-The page cannot change anything. It shows model output, so it may load scripts and styles only from here, and no other site may
-read it. If there is a key, the page's path begins with it, and only clients that know it can read the page.
+The page is read-only. Because it shows model output, it may load scripts and styles only from this server, and no other site
+may read it. With a key, the page's path begins with the key, so only clients that know the key can read the page.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState
 
 MOST_PENDING = 16
-"""Maximum number of samples between two steps; the newest are kept."""
+"""Maximum number of samples kept between two steps, the newest ones."""
 STEPS_KEPT = 256
-"""Number of steps that a reader who was away can still catch up with."""
+"""Number of steps by which a reader may be behind without fetching everything again."""
 ASKED_WITHIN_S = 1.5
 
 
 class PageBoard:
-    """Content of the page. `begin` comes before `step`. Any thread may call the reading methods."""
+    """Content of the page. Call `begin` before `step`. Any thread may call `history` and `news`."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -64,7 +64,7 @@ class PageBoard:
     # --- written by the trainer --------------------------------------------------------------------------------------
 
     def begin(self, about: Mapping[str, Any], records: Iterable[Mapping[str, Any]], samples: Iterable[Any]) -> None:
-        """Set the constant part of the run (`about`), its steps so far and their samples."""
+        """Set the constant part of the page (`about`), the run's steps so far, and their samples."""
         history = RunHistory()
         for record in records:
             history.add(record)
@@ -74,11 +74,11 @@ class PageBoard:
             self._anew()
 
     def sample(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample, which is shown with the next step."""
+        """Add a sample to show with the next step."""
         self._samples.append(sample)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Add one optimizer step, with the samples since the previous one."""
+        """Add one optimizer step, with the samples added since the previous step."""
         samples = list(self._samples)
         self._samples.clear()
         with self._lock:
@@ -93,14 +93,14 @@ class PageBoard:
     # --- read by the HTTP server -------------------------------------------------------------------------------------
 
     def history(self) -> str:
-        """Return JSON of everything so far, and the `position` from which a reader continues."""
+        """Return everything so far as JSON, including the `position` from which the reader continues."""
         with self._lock:
             data = {**self._about, **self._history.data(), "state": self._state, "position": self._position()}
         return to_json(data)
 
     def news(self, after: str) -> str:
-        """Return JSON of the `steps` since position `after`, the present `state` and the new `position`; `{"reset": true}` if
-        steps in between are missing, or `after` is invalid or another trainer's."""
+        """Return JSON: the `steps` since position `after`, the current `state` and the new `position`. Return `{"reset": true}`
+        if some of these steps are no longer kept, or `after` is invalid or from another trainer."""
         self._asked_at = time.monotonic()
         token, _, number = after[:64].partition("-")
         with self._lock:
@@ -121,7 +121,7 @@ class PageBoard:
 
 
 def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
-    """Return the part of the page's object that stays constant while a trainer runs, for `PageBoard.begin`."""
+    """Return the part of the page's object that is constant while a trainer runs, for `PageBoard.begin`."""
     return {
         "run": run,
         "description": recipe.description or recipe.name,
@@ -135,12 +135,12 @@ def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
 
 MOST_MEMBERS = 256
-"""Maximum number of listed members; a larger run is better watched on a dashboard."""
+"""Maximum number of listed members. For larger runs, use a dashboard."""
 
 
 def member_rows(states: Mapping[str, str], served_version: int | None, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
-    """Return each registered actor with its state, ordered by name. A serving actor serves `served_version`; for another one,
-    the version is the last that it reported."""
+    """Return each registered actor with its state, ordered by name. A serving actor's version is `served_version`; any other
+    actor's is the last version that it reported."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)
@@ -151,7 +151,7 @@ def member_rows(states: Mapping[str, str], served_version: int | None, loads: Ma
 
 
 def natural(name: str) -> list[str | int]:
-    """Return a sort key by which actor-10 comes after actor-9."""
+    """Return a sort key that puts actor-10 after actor-9."""
     return [int(part) if index % 2 else part for index, part in enumerate(re.split("([0-9]+)", name))]
 
 
@@ -191,8 +191,8 @@ def add_page(app: FastAPI, board: PageBoard) -> None:
 
 
 def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
-    """Restrict `app`'s page to clients that know its key, if it has one, and use one of the trainer's own host names. On a
-    loopback interface, `serve_http` checks the name."""
+    """Restrict `app`'s page to clients that know the key, if there is one, and that use one of the trainer's host names. On a
+    loopback interface, `serve_http` checks the host name instead."""
     if settings.page_key is not None:
         app = behind_key(app, settings.page_key.read_bytes())
     if not settings.page or is_loopback(settings.http_host):
@@ -201,7 +201,7 @@ def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
 
 
 def behind_key(app: ASGIApp, key: bytes) -> ASGIApp:
-    """Serve `app` below the path `/KEY/`. Paths in `PROBED` also work without the key, and all others are refused."""
+    """Serve `app` below the path `/KEY/`. Paths in `PROBED` also work without the key; all other requests are refused."""
 
     async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PROBED:

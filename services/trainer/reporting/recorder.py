@@ -1,7 +1,6 @@
-"""The recorder of a run: it receives the run's events and passes them to every sink: files, metrics, live page, trackers, the
-gRPC feed of steps, logs.
+"""The recorder of a run. It passes the run's events to every sink: files, metrics, page, trackers, gRPC step feed and logs.
 
-It makes one record per optimizer step, which all sinks share, adds up the run's totals and writes its summary. It does not
+The recorder makes one record per optimizer step for all sinks, adds up the run's totals, and writes the summary. It does not
 change the run. It is called on the trainer's event loop and never waits.
 """
 
@@ -47,11 +46,11 @@ log = logging.getLogger(__name__)
 
 PAGE_STATE_EVERY_S = 1.0
 SAMPLES_READ = 256
-"""Number of first and of last samples that a resumed run reads, so that the page can choose trained and held-out ones."""
+"""A resumed run reads this many of the first and of the last samples. The page chooses from them."""
 
 
 class Recorder:
-    """Records a run. `watch` is called before anything happens."""
+    """Records a run. Call `watch` before any event."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class Recorder:
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """The caller opens and closes the sinks; a sink that is None is off. Without a `tokenizer`, samples have no tokens."""
+        """The caller opens and closes the sinks. A sink that is None is off. Without a `tokenizer`, samples have no tokens."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
         self._trackers = trackers or RunTrackers()
@@ -76,14 +75,14 @@ class Recorder:
         self._used_up: int | None = None
         self._warned_of_lag = False
         self._cut: deque[float] = deque(maxlen=CUT_STEPS)
-        """Share of the tokens that the loss clipped, for each of the last steps, if the loss clips at all."""
+        """Fraction of tokens that the loss clipped in each recent step. Empty if the loss does not clip."""
         self._warned_of_range = False
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
         self._started_at = self._last_step_at = time.monotonic()
         self._arrived = no_events()
         self._loads: dict[str, ActorState] = {}
-        """The newest answer of each actor by name; an actor that left keeps its last."""
+        """Newest state of each actor by name, including actors that have left."""
         self.totals = RunTotals()
         self.feed = StepFeed(files.kept)
         self._tell_page(
@@ -93,7 +92,7 @@ class Recorder:
         )
 
     def watch(self, view: Callable[[], RunView]) -> None:
-        """Set what tells the run's present state, which the page, scrapes and gRPC callers read on demand."""
+        """Set `view`, which returns the run's current state. The page, scrapes and gRPC callers read it on demand."""
         self._view = view
         metrics, start = self.metrics, self._start
         metrics.checkpoints.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
@@ -102,11 +101,11 @@ class Recorder:
         metrics.watch(view, lambda: self._phase_of(view()))
 
     def to_state(self) -> dict[str, Any]:
-        """Return a JSON-able state for a checkpoint."""
+        """Return the state for a checkpoint, as JSON-compatible values."""
         return {"time_s": time.monotonic() - self._started_at, "totals": self.totals.to_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `to_state` of an earlier trainer of this run; the time between does not count."""
+        """Continue from an earlier trainer's `to_state`. The time between the two trainers does not count."""
         self._last_step_at = time.monotonic()
         self._started_at = self._last_step_at - state["time_s"]
         self.totals = RunTotals.from_state(state["totals"])
@@ -120,7 +119,7 @@ class Recorder:
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
         """Record one optimizer step on `batch`: complete its record, pass it to every sink and return it. `figures`: from the
-        learner and the loop. Those under SAMPLED_WEIGHTS are for samples, and not part of the record."""
+        learner and the loop; its entry SAMPLED_WEIGHTS is used for samples only and left out of the record."""
         record = self._complete(figures, batch, tokens_arrived)
         self._arrived = no_events()
         self.totals.add_step(record)
@@ -163,7 +162,7 @@ class Recorder:
         self.totals.add_events({"parity_failures": len(parity.problems), "logprob_mismatch": parity.mismatch})
 
     def commits_held(self, seconds: float) -> None:
-        """Record that a measurement has ended, during which no later version was committed."""
+        """Record the end of a measurement (evaluation or probe) that held commits of later versions for `seconds`."""
         self._arrived["commits_held_s"] += seconds
         self.totals.add_events({"commits_held_s": seconds})
 
@@ -171,7 +170,7 @@ class Recorder:
         self.metrics.checkpoints.written(written)
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
-        """Record the end of the run. No sink gets anything after this."""
+        """Record the end of the run in every sink. Call this last."""
         shown = {"finished": finished, "steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]}
         log.info("run ended", extra=shown)
         self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
@@ -185,12 +184,12 @@ class Recorder:
     # --- its members and weight updates ------------------------------------------------------------------------------
 
     def actor_loads(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
-        """Record the states that the actors reported last. `measuring`: an evaluation or a probe is in progress."""
+        """Record the actors' latest reported states. `measuring`: an evaluation or a probe is in progress."""
         self._loads.update(loads)
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Record that every member serves the version of `update`. The record has the slowest actor's seconds."""
+        """Record that every member serves the version of `update`. Times per actor are recorded as the slowest actor's."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,
@@ -206,13 +205,13 @@ class Recorder:
         self.metrics.membership.served(update)
 
     def joined(self, actor: str, update: UpdateRecord) -> None:
-        """Record that a side group has brought `actor` to the served version, in `round_trip_s`."""
+        """Record that a side group has brought `actor` to the served version, in `update.round_trip_s` seconds."""
         self._arrived["joins"].append({"actor": actor, "version": update.version, "join_s": update.round_trip_s})
         self.totals.join_s.append(update.round_trip_s)
         self.metrics.membership.join_seconds.observe(update.round_trip_s)
 
     def update_aborted(self) -> None:
-        """Record that a transfer, in an epoch or on a side group, is begun again."""
+        """Record that a transfer was aborted, in an epoch or on a side group."""
         self.metrics.membership.updates.labels("aborted").inc()
 
     def member_changed(self, change: MemberChange) -> None:
@@ -236,13 +235,13 @@ class Recorder:
     # --- present state, for callers over gRPC, the page, and scrapes -----------------------------------------------------
 
     def _phase_of(self, run: RunView) -> trainer_pb2.TrainerPhase:
-        """Return the phase. Sending weights and waiting for actors to take them count as training, on which alerts rely."""
+        """Return the phase. Sending weights and waiting for actors to receive them count as training; alerts rely on this."""
         if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and run.waiting_for.startswith("sequences"):
             return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return self._phase
 
     def status(self) -> trainer_pb2.TrainerStatus:
-        """Return the answer of the trainer's gRPC service."""
+        """Return the trainer's status for its gRPC service."""
         run = self._view()
         phase = self._phase_of(run)
         waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else run.waiting_for
@@ -260,7 +259,7 @@ class Recorder:
         )
 
     async def publish_state(self) -> None:
-        """Update the page's state about once a second, until cancelled. Returns at once if there is no page."""
+        """Update the page's state about once a second, until cancelled. Return at once if there is no page."""
         while self._board is not None:
             self._tell_page(lambda board: board.state(self._page_state()))
             await asyncio.sleep(PAGE_STATE_EVERY_S)
@@ -282,7 +281,7 @@ class Recorder:
         }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
-        """Call the page. As a boundary between run and page, it logs errors, which do not end the run."""
+        """Call `tell` with the page's board, if there is a page. Log any error, so that the page cannot end the run."""
         if self._board is not None:
             try:
                 tell(self._board)
@@ -317,16 +316,16 @@ class Recorder:
         }
 
     def _advise(self, record: StepRecord) -> None:
-        """Advise on replicas. The sequences consumed before this trainer's first step are unknown."""
+        """Update the replica advice. This trainer's first step counts as 0 consumed sequences, as their number is unknown."""
         before, self._used_up = self._used_up, sum(record["sequences"][outcome] for outcome in Outcome)
         seconds = record["step_s"]
         self._replicas.step(0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0))
 
     def _max_lag_too_small(self, record: StepRecord) -> bool:
-        """Return whether the lag limit is below the formula's, and has a cost: the trainer waits for sequences that the limit
-        keeps from being issued, or more than `MOST_STALE` of the sequences were dropped. Logged once.
+        """Return whether the lag limit is below the recommended one and costs time or sequences: the trainer waits because the
+        limit holds back prompts, or more than `MOST_STALE` of the sequences were dropped as stale. Logged once.
 
-        It is False until the first sequences have ended, the longest included: before that only short lengths are known.
+        Return False until the longest of the first sequences have ended: before that, only short lengths are known.
         """
         problem, seconds = too_small_max_lag(self._recipe, record["largest_lag"]), record["step_s"]
         if problem is None or record["step"] <= record["largest_lag"]:
@@ -341,7 +340,7 @@ class Recorder:
         return True
 
     def _clip_range_cut(self, record: StepRecord) -> float | None:
-        """Return the share of the tokens that the loss clipped in the last `CUT_STEPS` steps, if it is above `MOST_CUT`. Logged
+        """Return the fraction of tokens that the loss clipped in the last `CUT_STEPS` steps; None up to `MOST_CUT`. Logged
         once."""
         if self._recipe.algorithm.loss in CUTTING and not record["skipped"]:
             self._cut.append(record["clip_fraction"])
@@ -354,14 +353,14 @@ class Recorder:
         return share
 
     def _sample(self, sample: Sample) -> None:
-        """Pass a sample on. The page shows the newest with tokens; the file, which keeps growing, has tokens only for some
-        steps."""
+        """Pass a sample to the file and the page. The page always gets its tokens. The file gets them only at some steps, to
+        limit its size."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
         self._files.append(SAMPLES, sample if due else without_tokens(sample))
         self._tell_page(lambda board: board.sample(sample))
 
     def _actor_busy_fraction(self) -> float | None:
-        """Return the share of the actors' time, since their engines were up, in which they generated."""
+        """Return the fraction of the engines' uptime in which they generated, over all actors."""
         uptime_s = sum(load.uptime_s for load in self._loads.values())
         return sum(load.busy_s for load in self._loads.values()) / uptime_s if uptime_s else None
 
@@ -370,7 +369,7 @@ class Recorder:
             self._context.policy_version = version
 
     def write_summary(self, *, finished: bool) -> dict[str, Any]:
-        """Write summary.json from everything so far."""
+        """Write summary.json from the run so far, and return its content."""
         run, wall_s = self._view(), time.monotonic() - self._started_at
         summary = self.totals.summary(self._recipe, run.counts.as_dict())
         summary["membership"]["evictions"] = run.evictions
@@ -387,7 +386,7 @@ class Recorder:
 
 
 def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
-    """Return episode statistics, named as in metrics.jsonl; empty without episodes. Pure."""
+    """Return episode statistics, with the names of metrics.jsonl; empty without episodes. Pure."""
     episodes = [sequence for sequence in sequences if sequence.turns]
     branches = [branch for episode in episodes for branch in episode.all_branches]
     if not episodes:
@@ -401,7 +400,7 @@ def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
 
 
 def task_figures(sequences: list[Sequence]) -> dict[str, dict[str, float]]:
-    """Return a step's figures for each task that has sequences in it, by name, as in metrics.jsonl. Pure."""
+    """Return a step's figures by task, with the names of metrics.jsonl. Tasks without sequences are left out. Pure."""
     return {
         name: {
             "sequences": len(own),
@@ -419,7 +418,7 @@ def _by_task(sequences: list[Sequence]) -> dict[str, list[Sequence]]:
 
 
 def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:
-    """Return the spread of rewards inside the groups of a step, named as in metrics.jsonl. Pure."""
+    """Return the spread of rewards within the groups of a step, with the names of metrics.jsonl. Pure."""
     groups = [np.array([sequence.reward for sequence in group.sequences]) for group in batch]
     return {
         "group_reward_std": float(np.mean([rewards.std() for rewards in groups])),

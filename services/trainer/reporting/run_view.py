@@ -1,6 +1,6 @@
-"""The run's present state as plain values, for the recorder, scrapes, the page and gRPC callers.
+"""The run's current state as plain values, for the recorder, scrapes, the page and gRPC callers.
 
-`TrainingRun.view` makes one on demand, on any thread; a reader knows no part of the run.
+`TrainingRun.view` makes a view on demand, on any thread. Readers depend only on the view, not on parts of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RunView:
     version: int
     """Optimizer steps taken."""
     waiting_for: str
-    """Empty while the trainer waits for nothing."""
+    """What the trainer waits for; empty if it is not waiting."""
     served_version: int | None
     """Newest version that every member serves; None before the first."""
     epoch: int
@@ -32,25 +32,25 @@ class RunView:
     evictions: int
     counts: LedgerCounts
     reasons: Mapping[Outcome, Mapping[str, int]]
-    """Sequences of the whole run by outcome and reason; those without a reason are not counted."""
+    """Sequences of the whole run by outcome and reason. Sequences without a reason are left out."""
     tokens: Mapping[str, int]
     """Completion tokens by outcome of their sequence, since this start."""
     tokens_arrived: int
-    """Completion tokens since this start."""
+    """Completion tokens that reached the trainer since this start."""
     position: int
-    """Last message of SEQUENCES that was read."""
+    """Position of the last message read from SEQUENCES."""
     bad_messages: int
     failures: Mapping[str, str]
-    """An example of a failed sequence or refused prompt for each reason."""
+    """For each reason, one example message of a failed sequence or refused prompt."""
     quarantined: int
     """Number of actors in quarantine."""
     ready_groups: int
     allowance_by_version: int
-    """Groups that the staleness bound alone would allow to be issued."""
+    """Number of groups that the staleness bound alone would allow to issue now."""
     in_flight: int
     in_flight_limit: int | None
     holds_actors_back: bool
-    """The freshness limit keeps actors from getting more prompts."""
+    """Whether the freshness limit keeps actors from getting more prompts."""
     upload_waiting_s: float | None
     """Time that a checkpoint has been waiting for its upload; None without uploads."""
 

@@ -1,5 +1,5 @@
-"""Samples: completions for people to read, each token with its piece of the text and its importance weight; an episode with its
-turns and the observations between them.
+"""Samples: completions for people to read, with the text and importance weight of each token. An episode's sample has its turns
+and the observations between them.
 
 Pure. `learn.meter.sampled_sequences` chooses the completions.
 """
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Sample = dict[str, Any]
-"""One object of samples.jsonl. Keys: docs/run-directory.md."""
+"""One object of samples.jsonl. docs/run-directory.md documents its keys."""
 MOST_TOKENS = 1024
-"""Maximum number of a completion's tokens that are written one by one."""
+"""Maximum number of tokens of a completion that are written one by one."""
 MOST_WITH_TOKENS = 500
-"""Number of steps of a run whose samples are written token by token: such a sample has up to 20 KB, others 1 to 4."""
+"""Steps per run whose samples are written token by token. Such a sample takes up to 20 KB, others 1 to 4 KB."""
 
 
 def has_tokens(step: int, steps: int) -> bool:
-    """Return whether the samples of `step` in a run of `steps` are written with tokens and weights. That holds for about
-    `MOST_WITH_TOKENS` steps, the first and the last among them. Pure."""
+    """Return whether the samples of `step`, in a run of `steps` steps, are written with tokens and weights. They are at about
+    `MOST_WITH_TOKENS` steps, which include the first and the last. Pure."""
     return step <= 1 or step == steps or step % -(-steps // MOST_WITH_TOKENS) == 0
 
 
 def trained_sample(
     step: int, sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: NDArray[np.float64] | None
 ) -> Sample:
-    """Return the sample of a sequence that optimizer step `step` trained on. `weights` float64[sampled tokens]: its importance
-    weights, which are written with four digits to save space."""
+    """Return the sample of a sequence that optimizer step `step` trained on. `weights`: importance weights, float64[sampled
+    tokens]; they are written with four digits to save space."""
     return {"step": step, "version": step - 1, "heldout": False, **_told(sequence, tokenizer, weights)}
 
 
 def heldout_sample(version: int, answer: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
-    """Return the sample of an answer in the evaluation of `version`. An answer with a `failure` has no verdict."""
+    """Return the sample of one answer from the evaluation of `version`. An answer with a `failure` has no verdict."""
     return {"step": version, "version": version, "heldout": True, **_told(answer, tokenizer, None)}
 
 
@@ -73,7 +73,7 @@ def _told(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights
 
 
 def _reference(text: str) -> Any:
-    """Return the answer that the reward compares with; None if the task has none."""
+    """Return the reference answer that the reward compares with; None if the task has none."""
     try:
         reference = json.loads(text)
     except (ValueError, RecursionError):
@@ -84,7 +84,7 @@ def _reference(text: str) -> Any:
 def _branches(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: list[float] | None
 ) -> list[dict[str, Any]]:
-    """Return an episode's branches, with special tokens written out, since they mark the roles. `weights`: of all branches."""
+    """Return an episode's branches. Special tokens are kept as text, since they mark the roles. `weights`: of all branches."""
     branches, written = [], 0
     for branch in sequence.all_branches:
         pieces, parts, end = _pieces(tokenizer, branch.completion_token_ids) or [], [], 0
@@ -113,7 +113,7 @@ def _branches(
 
 
 def without_tokens(sample: Sample) -> Sample:
-    """Return the same sample with only the texts."""
+    """Return a copy of the sample without tokens and weights."""
     bare = {**sample, "tokens": None, "weights": None}
     if "branches" in sample:
         bare["branches"] = [
@@ -124,10 +124,10 @@ def without_tokens(sample: Sample) -> Sample:
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
-    """Return the pieces of `text`, the decoded `token_ids`, that the first `limit` tokens make.
+    """Split `text`, the decoded `token_ids`, by token: return the piece of text that each of the first `limit` tokens adds.
 
-    A character of several tokens belongs to the last of them, and special tokens have no text. None if tokens and text cannot
-    be matched: without a tokenizer, with one that is not of the tokenizers library, or when it fails.
+    If several tokens make one character, the last of them gets it. Special tokens have no text. Return None if tokens and text
+    cannot be matched: without a tokenizer, if it is not from the tokenizers library, or if it fails.
     """
     pieces = _pieces(tokenizer, token_ids[:limit], skip_special_tokens=True)
     return pieces if pieces is not None and text.startswith("".join(pieces)) else None

@@ -1,12 +1,11 @@
-"""Experiment trackers (Weights & Biases, MLflow, TensorBoard) beside the run: a bounded queue and a thread for each.
+"""Experiment trackers (Weights & Biases, MLflow, TensorBoard), each with a bounded queue and its own thread.
 
-The trainer queues points on its event loop and never waits for a tracker: not for its import, its server or an upload. A
-tracker that hangs loses its oldest points, and a failing one is warned about once. Only the end of the run waits, for a bounded
-time.
+The trainer queues points on its event loop and never waits for a tracker's import, server or uploads. If a tracker hangs, its
+oldest points are lost. If it fails, one warning is logged. Only the end of the run waits for trackers, and for a bounded time.
 
-A client is configured by its library's own environment variables, and imports the library when it is made, so that unused ones
-need not exist. The libraries' logs and output are silenced, since they may hold secrets. No code, console output, artifact or
-measurement of the machine is sent.
+Each client is configured by its library's own environment variables. The library is imported when the client is made, so unused
+libraries need not be installed. The libraries' logs and output are silenced, since they may contain secrets. Code, console
+output, artifacts and machine statistics are not sent.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ from services.trainer.data.evaluation import HeldoutResult
 log = logging.getLogger(__name__)
 
 BACKLOG = 1000
-"""Maximum number of waiting points; a step's record has 3 KB."""
+"""Maximum number of queued points. A step's record takes 3 KB."""
 RETRY_OPEN_S = 30.0
 """Seconds between attempts to open the run while the tracker's server cannot be reached."""
 FLUSH_S, FLUSH_STOPPED_S = 20.0, 1.5
-"""Time after the end of a run, or of one that is stopped early, until unfinished trackers are abandoned."""
+"""Seconds to wait for trackers after a finished run, and after a run that was stopped early, before abandoning them."""
 
 PROJECT = "pipelinerl"
-"""MLflow's experiment and W&B's project, unless the environment names one."""
+"""Default for MLflow's experiment and W&B's project; environment variables override it."""
 STEP, HELDOUT_VERSION = "step", "heldout/version"
 
 THREAD = "tracker "
-"""Prefix of the names of trackers' threads."""
+"""Name prefix of the trackers' threads."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run for the trackers. `params`: the recipe's fields by dotted path. `version`: optimizer steps that count when the
-    trainer starts, 0 for a new run. `incarnation`: how many times its trainer has started, from 1."""
+    """A run as trackers see it. `params`: the recipe's fields by dotted path. `version`: policy version at which this trainer
+    starts, 0 for a new run. `incarnation`: number of this trainer's start, from 1."""
 
     name: str
     description: str
@@ -70,28 +69,27 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Interface of a tracker. It is called on one thread; each call may wait for a network and raise its library's errors."""
+    """Interface of a tracker. One thread makes all calls. A call may wait for the network and raise its library's errors."""
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run, or continue it if an earlier trainer opened it. It is called again after an error."""
+        """Open the run, or continue it if an earlier trainer opened it. After an error, this is called again."""
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """Log figures at `position` of `axis`: `STEP`, or `HELDOUT_VERSION`, the version of an evaluation, which may be older
+        """Log figures at `position` of `axis`. Axes: `STEP`; and `HELDOUT_VERSION`, the evaluated version, which may be older
         than the last step. `time_s`: Unix time."""
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
-        """Log the run's summary at its last step, and send everything left. `finished`: the run was not stopped before its last
-        step."""
+        """Log the run's summary at its last step, and send unsent points. `finished`: the run was not stopped early."""
 
 
 Call = Callable[[Tracker], None]
 
 
 class TrackerThread:
-    """Makes the queued calls in order. `lost`: points that the tracker has not taken, including one in progress."""
+    """Makes the queued calls in order. `lost`: points that the tracker has not accepted, including one in progress."""
 
     def __init__(self, name: str, run: TrackedRun, open_this: Callable[[], Tracker]) -> None:
-        """`open_this` imports the tracker's library, which may be missing."""
+        """`open_this`: makes the tracker. It imports the tracker's library, which may be missing."""
         self.name, self._run, self._open = name, run, open_this
         self._points: deque[Call] = deque(maxlen=BACKLOG)
         self._end: Call | None = None
@@ -117,13 +115,13 @@ class TrackerThread:
             self._changed.notify()
 
     def end(self, call: Call) -> None:
-        """Queue the last call, behind all points."""
+        """Queue the end call after all points."""
         with self._changed:
             self._end = call
             self._changed.notify()
 
     def close(self, within_s: float) -> None:
-        """Block until the last call has returned, for at most `within_s`; log how many points were lost."""
+        """Wait at most `within_s` for the last call to return, then log how many points were lost."""
         self._thread.join(within_s)
         if self._thread.is_alive():
             self._warn("did not finish in time at the run's end, and is abandoned")
@@ -133,7 +131,7 @@ class TrackerThread:
             log.warning("tracker %s: %d of %d points did not reach it", self.name, self.lost, self._sent)
 
     def _work(self) -> None:
-        """Consume the queue until the last call, from `end`; wait for the next call and for the tracker."""
+        """Make the queued calls until `end` is called and the queue is empty, then make the end call."""
         self._try(lambda tracker: None)  # opens the run before its first step
         while True:
             with self._changed:
@@ -146,7 +144,7 @@ class TrackerThread:
         self._try(self._end)
 
     def _try(self, call: Call) -> bool:
-        """Return whether the tracker took the call. A failed call does not stop the next one."""
+        """Make one call and return whether it succeeded. After a failure, later calls are still made."""
         try:
             if self._tracker is None:
                 if time.monotonic() < self._retry_at_s:
@@ -162,17 +160,17 @@ class TrackerThread:
         return True
 
     def _warn(self, what: str) -> None:
-        """Warn once, because a tracker that cannot be reached would fill the log."""
+        """Log a warning the first time only, since an unreachable tracker would fill the log."""
         if not self._warned:
             self._warned = True
             log.warning("tracker %s %s; training goes on without waiting for it", self.name, what)
 
 
 class RunTrackers:
-    """All trackers of a run. Without trackers in the recipe it does nothing."""
+    """All trackers of a run. Does nothing if the recipe has no trackers."""
 
     def __init__(self, trackers: list[TrackerThread] | None = None, version: int = 0) -> None:
-        """`version`: optimizer steps that count when the trainer starts."""
+        """`version`: policy version at which this trainer starts."""
         self._trackers, self._last_step = trackers or [], version
         self._abandon_at_s: float | None = None
 
@@ -193,7 +191,7 @@ class RunTrackers:
             tracker.send(lambda to: to.log(HELDOUT_VERSION, result.version, time_s, figures))
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
-        """Queue the last call. Points sent after the first call of this method are lost."""
+        """Queue the end call of every tracker. Points sent after the first call of this method are lost."""
         if self._abandon_at_s is None:
             self._abandon_at_s = time.monotonic() + (FLUSH_S if finished else FLUSH_STOPPED_S)
             last_step = self._last_step
@@ -201,7 +199,7 @@ class RunTrackers:
                 tracker.end(lambda to: to.end(last_step, flat({"summary": summary}), finished=finished))
 
     async def close(self) -> None:
-        """Wait for unsent points. A run that has not ended counts as stopped."""
+        """Wait for unsent points. If `end` was not called, the run counts as stopped early."""
         self.end({}, finished=False)
         assert self._abandon_at_s is not None
         within_s = max(0.0, self._abandon_at_s - time.monotonic())
@@ -210,7 +208,7 @@ class RunTrackers:
 
 @asynccontextmanager
 async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start) -> AsyncIterator[RunTrackers]:
-    """Open every tracker that the recipe names, and close them at the end of the block."""
+    """Open every tracker in the recipe, and close them at the end of the block."""
     run = TrackedRun(
         name=settings.run,
         description=recipe.description,
@@ -230,17 +228,17 @@ async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start) 
 
 
 def is_not_of_a_library(record: logging.LogRecord) -> bool:
-    """Return False for records of a tracker's thread outside our own code (urllib3, requests, warnings): they may hold
+    """Return False for records that libraries (urllib3, requests, warnings) log on a tracker's thread, since they may contain
     secrets."""
     return not (record.threadName or "").startswith(THREAD) or record.name.startswith(("services.", "pipelinerl."))
 
 
 _NOT_LOGGED = frozenset({"step", "lag_histogram", "skipped", "joins"})
-"""Keys of a step's record that are logged in another form, or are the axis."""
+"""Keys of a step's record that are not logged as they are: each is logged in another form, or is the axis."""
 
 
 def step_figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """Turn `{"lag": {"mean": 2}}` into `lag/mean`. Evaluations are left out, since they have their own axis. Pure."""
+    """Turn `{"lag": {"mean": 2}}` into `lag/mean`. Leave out evaluations, since they have their own axis. Pure."""
     plain = {key: value for key, value in record.items() if key not in _NOT_LOGGED and not key.startswith("heldout_")}
     tokens: dict[str, int] = {}  # by lag bucket
     for lag, count in record.get("lag_histogram", {}).items():
@@ -251,7 +249,7 @@ def step_figures(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return every finite number in `values`, by its path. `17+` becomes `17-up`, as some trackers accept no plus. Pure."""
+    """Return every finite number in `values` by its path. `17+` becomes `17-up`, since some trackers reject a plus. Pure."""
     return {
         path.replace("+", "-up"): float(value)
         for path, value in _leaves(values, "/")
@@ -260,7 +258,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def recipe_params(recipe: Recipe) -> dict[str, str | int | float | bool]:
-    """Return each field of the recipe by its dotted path; lists, null and empty mappings as JSON. Pure."""
+    """Return each field of the recipe by its dotted path. Lists, null and empty mappings become JSON. Pure."""
     return {
         path: value if isinstance(value, str | bool | int | float) else json.dumps(value, ensure_ascii=False)
         for path, value in _leaves(recipe.model_dump(mode="json"), ".")
@@ -268,7 +266,7 @@ def recipe_params(recipe: Recipe) -> dict[str, str | int | float | bool]:
 
 
 def _leaves(values: Mapping[Any, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield everything that is not a filled mapping, with its path."""
+    """Yield every value that is not a non-empty mapping, with its path."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, separator, f"{prefix}{key}{separator}")
@@ -280,7 +278,7 @@ def _leaves(values: Mapping[Any, Any], separator: str, prefix: str = "") -> Iter
 
 
 def open_tracker(name: str) -> Tracker:
-    """Return the tracker `name` of the recipe's field `trackers`. Raises `MissingPackage` if its library cannot be imported."""
+    """Return the tracker with this `name` in the recipe. Raises `MissingPackage` if its library cannot be imported."""
     clients: dict[str, type[Tracker]]
     clients = {"tensorboard": TensorBoardTracker, "mlflow": MlflowTracker, "wandb": WandbTracker}
     try:
@@ -290,8 +288,8 @@ def open_tracker(name: str) -> Tracker:
 
 
 def kept_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
-    """Return the run's identity at a tracker, kept in the run directory so that a later trainer continues the same run. Without
-    one, store and return the result of `make`. Raises `ValueError` or `KeyError` for a file that is not ours."""
+    """Return the run's id at a tracker. It is kept in the run directory so that a later trainer continues the same run. If
+    there is none yet, store and return the result of `make`. Raises `ValueError` or `KeyError` if the file is malformed."""
     path = run_dir / "trackers" / f"{tracker}.json"
     if path.is_file():
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
@@ -308,7 +306,7 @@ def _silence(*loggers: str) -> None:
 
 
 class TensorBoardTracker:
-    """Event files in `<run dir>/tensorboard`, by torch's own writer."""
+    """Writes event files to `<run dir>/tensorboard` with torch's own writer."""
 
     def __init__(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -317,7 +315,7 @@ class TensorBoardTracker:
         self._open = SummaryWriter
 
     def start(self, run: TrackedRun) -> None:
-        """Readers leave out the steps after `run.version`, which a restart undid."""
+        """Make TensorBoard hide earlier points after `run.version`: the restart undid those steps."""
         purged = run.version + 1 if run.incarnation > 1 else None
         self._writer = self._open(str(run.run_dir / "tensorboard"), purge_step=purged)
         rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |" for name, value in run.params.items()]
@@ -335,7 +333,7 @@ class TensorBoardTracker:
 
 
 class MlflowTracker:
-    """Logs to `MLFLOW_TRACKING_URI`, or else to an SQLite file `<run dir>/mlflow.db`."""
+    """Logs to `MLFLOW_TRACKING_URI`; if that is unset, to the SQLite file `<run dir>/mlflow.db`."""
 
     _PARAMS_PER_CALL, _LONGEST_VALUE = 100, 6000
     """Limits of MLflow."""
@@ -371,7 +369,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
 
     def _experiment(self) -> str:
-        """Return the experiment's id; the experiment is made if there is none of its name."""
+        """Return the experiment's id. If no experiment has the name, create one."""
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
@@ -379,7 +377,7 @@ class MlflowTracker:
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def _log_params(self, run: TrackedRun) -> None:
-        """Log the recipe. A parameter cannot be changed, so a changed value of a later trainer becomes a tag."""
+        """Log the recipe. MLflow cannot change a parameter, so a value that changed since an earlier trainer becomes a tag."""
         known = self._client.get_run(self._run_id).data.params
         values = {name: str(value)[: self._LONGEST_VALUE] for name, value in run.params.items()}
         fresh = [self._entities.Param(name, value) for name, value in values.items() if name not in known]
@@ -391,8 +389,8 @@ class MlflowTracker:
 
 
 class WandbTracker:
-    """Logs to W&B. Project, team, key and mode are W&B's own variables (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...).
-    Its files are in `<run dir>/wandb`, from which `wandb sync` sends the rest later."""
+    """Logs to W&B. W&B's own variables set project, team, key and mode (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...).
+    Its files are in `<run dir>/wandb`; `wandb sync` can upload them later."""
 
     def __init__(self) -> None:
         import wandb
@@ -424,7 +422,7 @@ class WandbTracker:
         self._run.define_metric("heldout/*", step_metric=HELDOUT_VERSION)
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """Log figures. The run's step is one of them: W&B's own step only grows, but a restarted trainer repeats some steps."""
+        """Log figures, with the run's step among them. W&B's own step can only grow, but a restarted trainer repeats steps."""
         incarnation = {"incarnation": self._incarnation} if axis == STEP else {}
         self._run.log({axis: position, **incarnation, **figures})
 

@@ -1,19 +1,19 @@
-"""The members of the weight-transfer group and the progress of one version, as a pure state machine stepped by events.
+"""The members of the weight-transfer group and the progress of one version, as a pure state machine driven by events.
 
-This is the trainer's side of the protocol (docs/weight-updates.md), without clock, socket or thread: `step(event)` returns the
-actions to perform, in order; `updater.py` performs them and feeds back what happened, deadlines included. Answers of members
-are events, and the trainer's own end of the group answers like a member.
+This is the trainer's side of the protocol (docs/weight-updates.md), without clock, socket or thread. `step(event)` returns the
+actions to perform, in order. `updater.py` performs them and reports the results, and passed deadlines, as events. Members'
+answers are events, too, and the trainer's own end of the group answers like a member.
 
 The tests check these invariants against every order of events:
-  * `SendCommit(v)` comes only after every member of the epoch that has not left has staged v in that epoch with the sender's
+  * `SendCommit(v)` comes only after every remaining member of the epoch has staged v in that epoch with the sender's
     checksum;
   * an epoch's membership never changes; any change makes a new epoch with a higher number;
-  * one version is in transfer at a time, and a version once begun ends in `VersionServed`, with the remaining members;
-  * an actor that came late or failed is not in an epoch with others before `MemberReady` reports that it has served a version
-    on a side group: no actor delays the others twice.
+  * one version is in transfer at a time, and each version that begins ends in `VersionServed`, with the remaining members;
+  * an actor that came late or failed is not in an epoch with others until `MemberReady` reports that it has served a version
+    on a side group, so that no actor delays the others twice.
 
-A run has one for the epoch of all actors, and one for each side group that brings a joiner up to date (`membership.py`), which
-decides when a joiner gets one. Nothing here knows the bytes of a version.
+A run has one coordinator for the epoch of all actors, and one for each side group that brings a joiner up to date.
+`membership.py` decides when a joiner gets a side group. This module does not handle the bytes of a version.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from enum import Enum, StrEnum
 from pipelinerl.messages.control import Abort, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
-"""Further attempts at one version with the same members. After them, each member must first succeed alone."""
+"""Maximum number of retries of one version with the same members. After them, each member must first succeed alone."""
 TRAINER = ""
-"""Name for the trainer's own answers: it has joined when its end of the group stands, and staged when it has sent all bytes."""
+"""Sender of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One actor process. `ranks`: tensor-parallel size, which is the number of ranks it takes in the group."""
+    """One actor process. `ranks`: its number of ranks in the group, which is the tensor-parallel size."""
 
     actor: str
     process: str
     ranks: int = 1
     grpc_address: str = ""
     pod_uid: str = ""
-    """Uid of the Kubernetes pod that it runs in; "" = none."""
+    """Uid of the actor's Kubernetes pod; "" = none."""
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -48,23 +48,23 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberUp:
-    """An actor registered, or registered again (as the same or as a new process)."""
+    """An actor registered, or registered again, as the same or as a new process."""
 
     member: Member
 
 
 @dataclass(frozen=True)
 class MembersDown:
-    """Actors removed their registrations, or their heartbeats expired: in one event, so that one new epoch is enough."""
+    """Actors removed their registrations, or their heartbeats expired. They share an event, so that one new epoch is enough."""
 
     actors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class MembersLeaving:
-    """These processes were told to end. `still_running`: for a while they still take part in a running transfer, which
-    continues with them as long as they last but waits for none of them; the remaining members are not affected. A second event,
-    when they are gone, ends a transfer that may hang on their ranks."""
+    """These processes are shutting down. `still_running`: they still take part in a running transfer for a while. The transfer
+    then continues, but does not wait for their answers; the remaining members are not affected. A second event, when the
+    processes are gone, ends a transfer that may hang on their ranks."""
 
     members: tuple[Member, ...]
     reason: str
@@ -73,8 +73,8 @@ class MembersLeaving:
 
 @dataclass(frozen=True)
 class MemberReady:
-    """An actor serves a version from a side group, and may be in the next epoch. `process`: tells processes of one name
-    apart."""
+    """An actor serves a version that it got on a side group, and may be in the next epoch. `process`: distinguishes processes
+    with the same name."""
 
     actor: str
     process: str
@@ -89,7 +89,7 @@ class VersionReady:
 
 @dataclass(frozen=True)
 class TransferFailed:
-    """The trainer's end of the group, or of a broadcast, failed. `missing`: actors that did not join the group."""
+    """On the trainer's side, forming the group or a broadcast failed. `missing`: actors that did not join the group."""
 
     epoch: int
     reason: str
@@ -98,20 +98,20 @@ class TransferFailed:
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """The deadline of the phase that `SetDeadline` named has passed. Old tokens are ignored."""
+    """The deadline with this `SetDeadline` token has passed. Old tokens are ignored."""
 
     token: int
 
 
 @dataclass(frozen=True)
 class HoldCommits:
-    """A measurement (evaluation, probe) runs: stage later versions than `above`, but do not commit them. None: it has ended."""
+    """A measurement (evaluation, probe) runs: stage versions after `above`, but do not commit them. None: it has ended."""
 
     above: int | None
 
 
 Answer = EpochJoined | Staged | Serving | Abort
-"""A member's report that it has joined, staged, serves, or has failed. The trainer's own end reports only the first two."""
+"""A member's report: it has joined, has staged, serves, or has failed. The trainer's own end sends only the first two."""
 Event = (
     MemberUp
     | MembersDown
@@ -150,7 +150,7 @@ class SendCommit:
 
 @dataclass(frozen=True)
 class SendAbort:
-    """Tell the members to discard the version, and close the group, which may be stuck in a collective."""
+    """Tell the members to discard the version. Close the group, which may be stuck in a collective."""
 
     epoch: int
     version: int
@@ -158,7 +158,7 @@ class SendAbort:
 
 
 class EvictionCause(StrEnum):
-    """Reason class for putting an actor out of an epoch; the reason has the details."""
+    """Why an actor was evicted from an epoch, by class. `Evicted.reason` has the details."""
 
     HEARTBEAT = "heartbeat"
     RESTARTED = "restarted"
@@ -171,7 +171,7 @@ class EvictionCause(StrEnum):
 
 @dataclass(frozen=True)
 class Evicted:
-    """An actor was put out of an epoch. `cause` None: it left in order, because it was told to."""
+    """An actor was removed from an epoch. `cause` None: it left in order, because its process is shutting down."""
 
     actor: str
     epoch: int
@@ -219,14 +219,14 @@ class _Round:
     """Answers in the current epoch, while the group forms or one version is sent."""
 
     answered: dict[str, int] = field(default_factory=dict)
-    """Actors that have answered in this phase, the trainer included, with the checksum of the bytes they staged."""
+    """Actors that have answered in this phase, including the trainer, with the checksum of their staged bytes."""
     left: set[str] = field(default_factory=set)
-    """Processes that left while their ranks were in the group: if the group breaks or hangs, no other member is blamed."""
+    """Processes that left while their ranks were in the group. If the group then breaks or hangs, no other member is blamed."""
 
 
 class Coordinator:
-    """Steps one group. `epoch` 0 means that no group has been formed yet; `epochs` numbers later ones, and is shared in a
-    run."""
+    """State machine of one group. `epoch`: 0 before the first group is formed. `epochs`: numbers for further epochs, shared by
+    all coordinators of a run."""
 
     def __init__(self, epochs: Iterator[int] | None = None) -> None:
         self._epochs = itertools.count(1) if epochs is None else epochs
@@ -238,17 +238,17 @@ class Coordinator:
         self.present: dict[str, Member] = {}
         """All registered actors."""
         self._newcomers: set[str] = set()
-        """Actors that came after the first version was offered: not in an epoch with others before `MemberReady`."""
+        """Actors that came after the first version was offered. Until `MemberReady`, they are not in an epoch with others."""
         self._benched: dict[str, int] = {}
-        """Failure order per actor. A failed actor rejoins through a side group; if nobody else is left, they are tried one at a
-        time at their heartbeats, and the one that failed longest ago is tried first."""
+        """Failure order per actor. A failed actor rejoins through a side group. If nobody else is left, failed actors are tried
+        one at a time at their heartbeats, and the actor that failed longest ago is tried first."""
         self._failures = itertools.count()
         self._group_stands = False
         self._round = _Round()
         self._restarts = 0
-        """Attempts at the current version with the same members that failed without a member to blame."""
+        """Failed attempts at the current version with the same members, none of whom could be blamed."""
         self._breaks = False
-        """The last group of several members was dissolved after it broke repeatedly; the next one is retried less often."""
+        """Whether the last group of several members broke repeatedly and was dissolved. The next group is then not retried."""
         self._held_above: int | None = None
         self._deadline_token = 0
 
@@ -262,7 +262,7 @@ class Coordinator:
         return self._under_way and self._held_above is not None and self.version > self._held_above
 
     def step(self, event: Event) -> list[Action]:
-        """Return the actions to perform, in order. Events of an old epoch or version, or of no member, change nothing."""
+        """Return the actions to perform, in order. Events from old epochs, old versions or non-members change nothing."""
         match event:
             case MemberUp(member):
                 return self._member_up(member)
@@ -409,8 +409,8 @@ class Coordinator:
         return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
 
     def _eligible(self) -> dict[str, Member]:
-        """Return the members of an epoch that begins now, in order of their ranks. Newcomers are included only if there is
-        nobody else."""
+        """Return the members of an epoch that begins now, in order of their ranks. Newcomers are included only if nobody else
+        is available."""
         able = {actor: member for actor, member in sorted(self.present.items()) if actor not in self._benched}
         return {actor: member for actor, member in able.items() if actor not in self._newcomers} or able
 
@@ -420,7 +420,7 @@ class Coordinator:
         return [SendVersion(self.epoch, self.version), self._new_deadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
-        """Remove members and continue with the rest, which already has the bytes while committing. Without a rest, abort."""
+        """Remove members. If the others still lack bytes, or none is left to commit, abort and form a new group."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
         for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):
@@ -435,7 +435,7 @@ class Coordinator:
         return evicted
 
     def _restart(self, reason: str) -> list[Action]:
-        """Form the group again after it broke without a member to blame. One that breaks repeatedly is dissolved."""
+        """Form the group again after it broke without a member to blame. Dissolve a group that breaks repeatedly."""
         if self._round.left:
             return self._again(reason)
         self._restarts += 1
@@ -455,5 +455,5 @@ class Coordinator:
 
 
 def _of(processes: Mapping[str, str], members: Mapping[str, Member]) -> set[str]:
-    """Return the actors whose process among `members` is the given one. Pure."""
+    """Return the actors of `processes` that are in `members` with the same process. Pure."""
     return {actor for actor, process in processes.items() if actor in members and members[actor].process == process}

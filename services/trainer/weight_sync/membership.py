@@ -1,8 +1,8 @@
-"""Arrivals and departures of actors, the known state of each, and the choice of actors for side groups. Pure.
+"""Arrivals and departures of actors, the known state of each actor, and the choice of actors for side groups. Pure.
 
-A new actor, or one evicted from an epoch, is brought to the newest served version at once, in a group of the trainer and this
-actor alone, beside the others' epoch. Once it serves the version, it joins the next epoch like any other; until then it cannot
-delay others. `coordinator.py` steps the transfer itself, and handles departures from an epoch.
+A side group consists of the trainer and one actor, beside the others' epoch. It brings a new or evicted actor to the newest
+served version at once. Once the actor serves that version, it joins the next epoch like any other. Until then it cannot delay
+others. `coordinator.py` controls the transfer itself, and handles departures from an epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipelinerl.kube.client import PodEnd
 from services.trainer.weight_sync.coordinator import Evicted, EvictionCause, Member, MembersLeaving
 
 MOST_REMEMBERED = 4096
-"""Maximum number of remembered pods that have ended. Late heartbeats of their processes come within seconds."""
+"""Maximum number of ended pods to remember. Late heartbeats of their processes arrive within seconds."""
 
 
 Kind = Literal["joined", "left", "evicted"]
@@ -23,8 +23,8 @@ Kind = Literal["joined", "left", "evicted"]
 
 @dataclass(frozen=True)
 class MemberChange:
-    """One line of the run's history. `joined`: the actor now serves `version`. `left`: it was told to leave. `evicted`: it was
-    put out of `epoch` for a `cause`, or its heartbeats stopped."""
+    """One arrival or departure. `joined`: the actor now serves `version`. `left`: it left in order, because it had to end.
+    `evicted`: it was removed from `epoch` for a `cause`, or its heartbeats stopped."""
 
     kind: Kind
     member: Member
@@ -36,7 +36,7 @@ class MemberChange:
 
 @dataclass
 class UpdateRecord:
-    """Figures of one version's update, in seconds and bytes."""
+    """Figures of the update to one version, in seconds and bytes. Dictionaries are by actor."""
 
     version: int
     num_bytes: int = 0
@@ -48,7 +48,7 @@ class UpdateRecord:
 
 
 class UpdateObserver(Protocol):
-    """Takes the events of weight updates; the run's recorder is one."""
+    """Receives the events of weight updates. The run's recorder implements it."""
 
     def served(self, update: UpdateRecord) -> None: ...
 
@@ -62,14 +62,14 @@ class UpdateObserver(Protocol):
 
 
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""`waiting`: the actor serves no version, or an older one, and its turn is still to come. `leaving`: it was told to end, and is
-still registered."""
+"""`waiting`: the actor serves no version or an older one, and its update has not begun. `leaving`: the actor is shutting down
+but still registered."""
 
 MOST_AT_ONCE = 4
-"""Maximum number of side groups at a time: each sends the whole version over the trainer's uplink."""
+"""Maximum number of side groups at a time, since each sends the whole version over the trainer's uplink."""
 
 MOST_RESTED = 16
-"""Maximum heartbeats between two attempts with an actor that fails repeatedly: each may cost the whole version's bytes."""
+"""Maximum heartbeats between two attempts with a failing actor, since each attempt may send the whole version."""
 
 
 @dataclass
@@ -78,29 +78,29 @@ class _Registered:
 
     member: Member
     version: int = -1
-    """Newest version that it is known to serve; -1 = none."""
+    """Newest version that the actor is known to serve; -1 = none."""
     joined: bool = False
-    """Its arrival was reported, and no departure since."""
+    """Whether its arrival was reported, and no departure since."""
     met: bool = False
-    """A group was built with it, so it is prepared and will join the next one quickly."""
+    """Whether a group was built with it. It is then prepared, and will join the next group quickly."""
     failures: int = 0
-    """Failures in a row, in epochs or on side groups."""
+    """Consecutive failures, in epochs or on side groups."""
     rest: int = 0
-    """Heartbeats until the next attempt, after a failure."""
+    """Heartbeats left until the next attempt after a failure."""
 
 
 class Roster:
-    """Registered actors in order of arrival, and pods that are known to end. It reports each arrival and each departure
-    once."""
+    """Registered actors in order of arrival, and pods that are ending or have ended. Each arrival and each departure is
+    reported once."""
 
     def __init__(self) -> None:
         self._actors: dict[str, _Registered] = {}
         self._ended: dict[str, tuple[Member, ...]] = {}
-        """Members by the uid of an ended pod, or by process if an actor does not know its pod: those that were told to end and
-        may still run."""
+        """By uid of an ended pod, or by process if an actor does not know its pod: the members that had to end and may still
+        be running."""
 
     def up(self, member: Member) -> None:
-        """Record a registration or heartbeat. A new process of a known actor serves nothing yet."""
+        """Record a registration or heartbeat. A new process of a known actor starts without a version."""
         known = self._process(member)
         if known is None:
             self._actors[member.actor] = _Registered(member)
@@ -108,14 +108,14 @@ class Roster:
             known.member, known.rest = member, max(known.rest - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """Remove an actor that is no longer registered. Its departure is not reported again if an epoch has put it out."""
+        """Remove an actor that is no longer registered. Its departure is not reported again if an epoch has removed it."""
         known = self._actors.pop(actor, None)
         if known is None or not known.joined:
             return []
         return [MemberChange("left" if left else "evicted", known.member, epoch, version, reason)]
 
     def put_out(self, evicted: Evicted, version: int) -> list[MemberChange]:
-        """Record that an epoch put an actor out, whether or not it served anything."""
+        """Record that an actor was removed from an epoch, whether or not it served a version."""
         known = self._actors.get(evicted.actor)
         if known is None:
             return []
@@ -137,7 +137,7 @@ class Roster:
         return changes
 
     def serving(self, version: int) -> dict[str, Member]:
-        """Return the actors that are known to serve `version`, none before the first. May be called on any thread."""
+        """Return the actors that are known to serve `version`; empty for a negative version. May be called on any thread."""
         actors = list(self._actors.values())
         return {known.member.actor: known.member for known in actors if known.version == version >= 0}
 
@@ -151,7 +151,7 @@ class Roster:
         return all(known is not None and known.met for known in map(self._process, members))
 
     def side_failed(self, member: Member) -> None:
-        """Record that an actor's side group failed. It rests for 1, 2, 4, … `MOST_RESTED` heartbeats."""
+        """Record that an actor's side group failed. The actor rests for 1, 2, 4, … `MOST_RESTED` heartbeats."""
         known = self._process(member)
         if known is not None:
             _rest(known)
@@ -159,8 +159,8 @@ class Roster:
     def side_groups(
         self, version: int, epoch: Collection[str], running: Mapping[str, Member]
     ) -> tuple[list[str], list[Member]]:
-        """Return the `running` side groups to end, because their actor is gone, is a new process, or is in the `epoch` now; and
-        the members to bring to `version` on new ones."""
+        """Return two lists: actors whose `running` side group must end, because the actor is gone, has restarted, or is now in
+        the `epoch`; and members that need a new side group to get `version`."""
         ended = [actor for actor, member in running.items() if actor in epoch or self._process(member) is None]
         busy = {*epoch, *running}.difference(set(ended) - set(epoch))
         due = [
@@ -171,9 +171,9 @@ class Roster:
         return ended, due[: MOST_AT_ONCE - len(running) + len(ended)]
 
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
-        """Return the departure that follows from a pod's end; None if no actor of that pod is present (yet). After a departure
-        because a pod was told to end, the end of its processes is a second one. An actor whose pod's end is uncertain returns
-        with its next heartbeat."""
+        """Return the departure that follows from a pod's end; None if no actor of that pod is present (yet). When a pod
+        is deleted, its actor departs twice: at the deletion, and when the processes have ended. If the pod's end is not
+        certain, its actor returns with its next heartbeat."""
         of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
         nameless = present.get(pod.name)
         if nameless is not None and not nameless.pod_uid:
@@ -186,8 +186,8 @@ class Roster:
         return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
 
     def has_left(self, member: Member) -> bool:
-        """Return whether the member's pod is known to end, so that a late heartbeat does not bring it back. A new pod of the
-        same name, or a container that restarts in its pod, is another member."""
+        """Return whether the member's pod is ending or has ended, so that a late heartbeat does not bring the member back. A
+        new pod with the same name, or a restarted container in its pod, is another member."""
         return member.pod_uid in self._ended or member.process in self._ended
 
     def _remember(self, key: str, still_running: tuple[Member, ...] = ()) -> None:

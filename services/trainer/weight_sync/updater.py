@@ -1,9 +1,9 @@
 """Bring every version to every actor: the session of the epoch, side sessions of joiners, and control messages in and out.
 
-It consumes versions offered by the optimizer loop and the actors' answers, and produces served versions. `offer` returns as
-soon as sending has begun, so that the next batch is computed meanwhile; it waits only for the previous version, so that sending
-is at most one version behind the optimizer. Registered actors, their answers and deadlines unblock it. It waits through an
-outage of NATS. Only the wait for the first version is limited: a run that no actor can serve ends with their reasons.
+Input: versions offered by the optimizer loop, and the actors' answers. Output: served versions. `offer` returns as soon as
+sending has begun, so that the next batch is computed meanwhile. It waits only until the previous version is served, so that
+sending is at most one version behind the optimizer. Registrations, answers and deadlines end the waits; outages of NATS are
+waited through. Only the first version has a time limit: if no actor serves it, the run ends with the actors' reasons.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ log = logging.getLogger(__name__)
 ANSWER_TYPES = {"joined": EpochJoined, "staged": Staged, "serving": Serving, "failed": Abort}
 """Message types of the actors' answers, by kind."""
 MEETING_SHARE = 0.8
-"""Share of the deadline in which a group's members must meet. A meeting knows which members are missing and reports them before
-the phase's deadline, which would blame all members that it kept waiting."""
+"""Share of the phase's deadline in which a group's members must meet. If some are missing by then, only they are blamed; the
+phase's deadline would blame every member still waiting."""
 PATIENCE_S = 3.0
-"""Maximum wait for the next rank once one has come, in a meeting of members that have met before. It reveals a member that has
-just died long before its registration expires. A slow member is left out, too, and returns through a side group."""
+"""Maximum wait for the next rank once one has connected, if all members have met before. It detects a member that has just died
+long before its registration expires. It also excludes a slow member, which returns through a side group."""
 MOST_REASONS = 16
-"""Maximum number of actors whose last reason for not serving is remembered, since names may keep changing."""
+"""Maximum number of actors whose last reason for not serving is kept. It bounds memory if actors' names keep changing."""
 
 
 class TransferSession:
-    """One transfer group and the state machine that directs it: the epoch of all actors, or the side group of a `joiner`, which
-    is then the only addressee.
+    """One transfer group and its state machine: the epoch of all actors, or the side group of a `joiner`, which then gets all
+    orders alone.
 
-    It performs its coordinator's actions on the group itself (open, announce, broadcast, commit, abort, deadlines) and records
-    the update's figures. The update's span lasts from its offer until every member serves the version, or it is given up;
-    members' spans follow the announcement or the commit that they answer.
+    The session performs its coordinator's actions on the group (open, announce, broadcast, commit, abort, deadlines) and
+    records the update's figures. The update's span lasts from the offer until every member serves the version, or the update is
+    given up. Members' spans follow the announcement or commit that they answer.
     """
 
     def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiner: c.Member | None = None) -> None:
@@ -86,7 +86,7 @@ class TransferSession:
         self._span = root("weight_update", attributes=about)
 
     async def step(self, event: c.Event) -> list[c.Action]:
-        """Take an event of this session, and perform the resulting actions on the group; returns the actions."""
+        """Handle an event of this session, perform the resulting actions on the group, and return them."""
         self._note(event)
         actions = self.coordinator.step(event)
         for action in actions:
@@ -216,12 +216,12 @@ class TransferSession:
         await retry_forever(lambda: bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
 
     def _order_span(self, kind: str, epoch: int) -> Span:
-        """Return the span of sending an order of this `kind` to the members."""
+        """Return a span for sending an order of this `kind` to the members."""
         attributes = {a.EPOCH: epoch, **a.messaging("send", f"control.{kind}")}
         return child(trace_of(self._span), f"weight_update.{kind}", kind=SpanKind.PRODUCER, attributes=attributes)
 
     def _end_spans(self, failure: str = "", *, of_commit_only: bool = False) -> None:
-        """End the spans, because the version is served, or was given up for a reason. Only the first call counts."""
+        """End the spans once the version is served, or given up for the reason `failure`. Only the first call counts."""
         for span in (self._commit_span,) if of_commit_only else (self._commit_span, self._span):
             if failure:
                 span.set_status(Status(StatusCode.ERROR, failure))
@@ -231,10 +231,10 @@ class TransferSession:
 
 
 class WeightUpdater:
-    """Sends versions to all actors. `join_timeout_s`: from the offer of the first version until some version is served.
+    """Sends versions to all actors. `join_timeout_s`: limit from the offer of the first version until a version is served.
 
-    It keeps the snapshot of the newest served version for joiners, beside that of the version in transfer. It calls `on_change`
-    when the epoch, or one more actor, serves a version, and when an actor is gone.
+    Besides the snapshot in transfer, the updater keeps that of the newest served version for joiners. It calls `on_change` when
+    the epoch or a joiner serves a version, and when an actor is gone.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class WeightUpdater:
         self.tasks: asyncio.TaskGroup
         self.roster = Roster()
         self._draining: set[str] = set()
-        """Actors that were told to end and are still registered."""
+        """Actors that are shutting down but still registered."""
         self._events: asyncio.Queue[tuple[TransferSession | None, c.Event]] = asyncio.Queue()
         self._epochs = count(1)
         self._main = TransferSession(self, c.Coordinator(self._epochs))
@@ -267,7 +267,7 @@ class WeightUpdater:
         self.served_version = -1
         self.evictions = 0
         self.bad_messages = 0
-        """Answers and registrations that could not be read, since the start."""
+        """Number of answers and registrations since the start that could not be read."""
 
     # --- used by the rest of the trainer ----------------------------------------------------------------------------
 
@@ -278,13 +278,13 @@ class WeightUpdater:
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors that are known to serve `served_version`; while it is held, they can be measured."""
+        """Return the actors that are known to serve `served_version`. While commits are held, they can be measured."""
         return self.roster.serving(self.served_version)
 
     @property
     def states(self) -> dict[str, str]:
-        """Return the state of each registered actor by name. `joining`: it is on a side group, and may still serve an older
-        version. May be read on any thread."""
+        """Return the state of each registered actor by name. `joining`: the actor is on a side group, and may still serve an
+        older version. May be read on any thread."""
         serving, joining = set(self.serving), set(self._sides)
         states = {
             name: "joining" if name in joining else "serving" if name in serving else "waiting"
@@ -298,7 +298,7 @@ class WeightUpdater:
 
     @property
     def reasons(self) -> str:
-        """Return why actors did not serve, preferably in their own words; empty if no reason is known."""
+        """Return why actors did not serve, preferably as they reported it; empty if no reason is known."""
         return "; ".join(f"{actor}: {reason}" for actor, reason in sorted(self._reasons.items()))
 
     async def wait_for_members(self, count: int) -> None:
@@ -309,14 +309,14 @@ class WeightUpdater:
         return len(self._main.coordinator.present)
 
     async def offer(self, version: int, snapshot: Snapshot) -> None:
-        """Begin to send `version`. Waits until all remaining members serve the previous version."""
+        """Wait until all remaining members serve the previous version, then begin to send `version`."""
         await self.all_served()
         self._under_way = snapshot
         self._main.begin(version, snapshot)
         self.post(self._main, c.VersionReady(version))
 
     def pod_ends(self, pod: PodEnd) -> None:
-        """Record that an actor's pod is being deleted, or has ended: the actor departs even if it still sends heartbeats."""
+        """Record that an actor's pod is being deleted or has ended. The actor departs even if it still sends heartbeats."""
         leaving = self.roster.leaving(pod, self._main.coordinator.present)
         if leaving is not None:
             self.post(None, leaving)
@@ -327,12 +327,12 @@ class WeightUpdater:
         return self._main.coordinator.held
 
     async def all_served(self) -> None:
-        """Return when the epoch has no version in transfer."""
+        """Wait until the epoch has no version in transfer."""
         await self._until(lambda: self._under_way is None)
 
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
-        """Enter once `version`, offered before, is served. Inside the block later versions are staged, but not committed."""
+        """Enter once `version`, already offered, is served. Inside the block, later versions are staged but not committed."""
         self.post(self._main, c.HoldCommits(above=version))
         try:
             await self._until(lambda: self.served_version >= version)
@@ -404,8 +404,8 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer for this incarnation to its epoch's session. One for a past epoch goes to the main session, which
-        ignores it."""
+        """Post an answer for this incarnation to its epoch's session. An answer for a past epoch goes to the main session,
+        which ignores it."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
@@ -418,7 +418,7 @@ class WeightUpdater:
         self.post(next(sides, self._main), answer)
 
     def _note_reason(self, actor: str, reason: str) -> None:
-        """Note a reason observed here, unless the actor has given its own."""
+        """Keep a reason that the trainer observed, unless the actor reported one itself."""
         self._reasons.setdefault(actor, reason)
         while len(self._reasons) > MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]
@@ -426,7 +426,7 @@ class WeightUpdater:
     # --- consequences of events --------------------------------------------------------------------------------------
 
     def post(self, session: TransferSession | None, event: c.Event) -> None:
-        """Queue an event. `session` None: the event is about the membership, and concerns all sessions."""
+        """Queue an event. `session` None: the event concerns the membership, and so all sessions."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:
@@ -496,7 +496,7 @@ class WeightUpdater:
         await self._tend_sides()  # after all actions, so that evicted actors rest first
 
     async def _tend_sides(self) -> None:
-        """End the side groups that are over, and begin new ones."""
+        """End side groups that are no longer needed, and begin new ones."""
         running = {actor: session.joiner for actor, session in self._sides.items() if session.joiner is not None}
         ended, due = self.roster.side_groups(self.served_version, self.members, running)
         for actor in ended:
@@ -547,7 +547,7 @@ def coalesce_departures(events: list[tuple[TransferSession | None, c.Event]]) ->
 
 
 def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:
-    """Return the rank layout: rank 0 is the trainer, then come each actor's ranks in the members' order. Pure."""
+    """Return the rank layout: the trainer is rank 0, followed by each actor's ranks in the members' order. Pure."""
     first_ranks = accumulate((member.ranks for member in members), initial=1)
     return tuple(
         EpochMember(actor=member.actor, process=member.process, first_rank=first_rank, ranks=member.ranks)
