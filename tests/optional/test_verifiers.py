@@ -77,7 +77,7 @@ async def test_either_client_of_the_package_makes_one_branch_of_the_recorded_tok
     config = {"taskset": {"id": "say-digits", "turns": TURNS}, "player": {"runtime": {"type": "subprocess"}}}
     env = load_environment(resolve_env_config(config))
     async with stage("1a", "", "23") as one, env.serving():
-        with one.book.running(one.episode) as key:
+        with one.episodes.running(one.episode) as key:
             url = f"{one.address}{base_path(key)}"
             train = vf.TrainClientConfig(base_url=url, renderer_model_name=str(tmp_path))
             client = train if kind == "train" else vf.EvalClientConfig(base_url=url)
