@@ -37,7 +37,7 @@ MARK_EVERY_S = 0.25
 
 @dataclass
 class Readiness:
-    """Whether a process can do its work. Any thread may read and write it, since each attribute is replaced as a whole."""
+    """Readiness of a process for its work. Any thread may read and write it, since each attribute is replaced as a whole."""
 
     reason: str = "starting"
     """Why the process itself is not ready; empty if it is."""

@@ -95,7 +95,7 @@ class OptimizerLoop:
         self._carried_s: dict[str, float] = {}
         """Seconds spent after the last step. They count in the next step's record."""
         self._passed_over = False
-        """Whether the current version was not sent because a measurement holds the previous one."""
+        """True if the current version was not sent because a measurement holds the previous one."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
         """Number of skipped steps since the last applied step."""
         self._closed = self.stopping = False

@@ -107,7 +107,7 @@ class Checkpointer:
         self._boundary = asyncio.Lock()
         self._over = False
         self._interrupted = False
-        """Whether a step was cancelled or failed. The run then ends, and the weights may be ahead of the tracker."""
+        """True if a step was cancelled or failed. The run then ends, and the weights may be ahead of the tracker."""
 
     @property
     def _busy(self) -> bool:

@@ -30,7 +30,7 @@ class SequenceTraces:
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, Trace] = OrderedDict()
-        """Parent of the next span, by sequence id."""
+        """Span that becomes the parent of the next one, by sequence id."""
         self._step: tuple[Trace, int] | None = None
         """Trace of the running optimizer step, and the step's start (Unix ns)."""
 

@@ -94,7 +94,7 @@ class HostMicroBatch:
     num_tokens: int
     """Number of tokens in the row, without padding."""
     has_gradient: bool = True
-    """Whether the loss of any of its tokens may have a gradient. The same on all ranks."""
+    """True if the loss of any of its tokens may have a gradient. All ranks have the same value."""
 
     def on(self, device: torch.device | str) -> MicroBatch:
         """Return the same data as tensors on `device`, without waiting for the device."""

@@ -46,7 +46,7 @@ MAX_LOGITS = 2**25
 This is enough for matrix products at full speed (2,048 words for 16,384 tokens), and a small model's micro-batch fits into one
 block. With a large vocabulary it is small compared with the weight and its gradient."""
 MAX_LOGITS_ON_GPU = 2**27
-"""As `MAX_LOGITS`, for GPUs: 512 MiB per block, for fewer and larger kernels."""
+"""`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
 """Block sizes are multiples of this, since GPU matrix kernels are faster then."""
 PROBE_LENGTHS = (7, 5)
@@ -87,11 +87,11 @@ class Policy(nn.Module):
         self.max_logits: int | None = None
         """Maximum number of logits in a block; None = the device's default."""
         self.compiled_head = False
-        """Whether the work on blocks of logits is compiled."""
+        """True if the work on blocks of logits is compiled."""
         self.part: RowPart | None = None
         """This rank's part of each row; None if each rank has whole rows."""
         self.may_share_prompts = False
-        """Whether the model allows sequences in a row to share their prompt's tokens."""
+        """True if the model allows sequences in a row to share their prompt's tokens."""
 
     def leave_logits_to_model(self) -> None:
         """Let the model compute its logits itself, because it does more to them than a linear head."""

@@ -239,7 +239,7 @@ class Learner:
         self._phases = PhaseTimer(mark_for(policy.device))
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
         self._only_advantages = algorithm.advantage != "value" and not other_terms
-        """Whether a sequence with advantage 0 has no gradient."""
+        """True if a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
         """Plan one optimizer step for all ranks. May run on any thread, even while another step is computed. Raises

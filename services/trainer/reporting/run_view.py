@@ -19,7 +19,7 @@ class RunView:
     version: int
     """Optimizer steps taken."""
     waiting_for: str
-    """What the trainer waits for; empty if it is not waiting."""
+    """Event or data that the trainer waits for; empty if it is not waiting."""
     served_version: int | None
     """Newest version that every member serves; None before the first."""
     epoch: int
@@ -50,7 +50,7 @@ class RunView:
     in_flight: int
     in_flight_limit: int | None
     holds_actors_back: bool
-    """Whether the freshness limit keeps actors from getting more prompts."""
+    """True if the freshness limit keeps actors from getting more prompts."""
     upload_waiting_s: float | None
     """Time that a checkpoint has been waiting for its upload; None without uploads."""
 

@@ -248,7 +248,7 @@ class Coordinator:
         self._restarts = 0
         """Failed attempts at the current version with the same members, none of whom could be blamed."""
         self._breaks = False
-        """Whether the last group of several members broke repeatedly and was dissolved. The next group is then not retried."""
+        """True if the last group of several members broke repeatedly and was dissolved. The next group is then not retried."""
         self._held_above: int | None = None
         self._deadline_token = 0
 

@@ -80,9 +80,9 @@ class _Registered:
     version: int = -1
     """Newest version that the actor is known to serve; -1 = none."""
     joined: bool = False
-    """Whether its arrival was reported, and no departure since."""
+    """True if its arrival was reported, and no departure since."""
     met: bool = False
-    """Whether a group was built with it. It is then prepared, and will join the next group quickly."""
+    """True if a group was built with this process, which will therefore join the next group quickly."""
     failures: int = 0
     """Consecutive failures, in epochs or on side groups."""
     rest: int = 0
