@@ -1,15 +1,13 @@
-"""The streams of a run over NATS JetStream.
+"""The streams of a run over NATS JetStream: four streams, one durable consumer and one key-value bucket.
 
-A run has four streams, one durable consumer and one key-value bucket; a process has one connection. `pipelinerl.local.nats`
-starts a server. Existing streams are not changed. A stream that is full or unreachable raises `BusError`, and the caller keeps
-its message; publishing a message with an id again stores it once.
+A process has one connection. Existing streams are not changed. A stream that is full or unreachable raises `BusError`, and the
+caller keeps its message; publishing a message with an id again stores it once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -20,7 +18,7 @@ import nats.js.errors
 from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, KeyValueConfig, RetentionPolicy, StorageType, StreamConfig
 
-from pipelinerl.bus.link import AckSubject, Connection, bus_errors, is_cluster_forming, is_stream_full, is_stream_missing
+from pipelinerl.bus.link import Connection, bus_errors, is_cluster_forming, is_stream_full, is_stream_missing
 from pipelinerl.bus.protocol import (
     ACTORS,
     NO_HEADERS,
@@ -73,9 +71,8 @@ async def connect(
 ) -> AsyncIterator[Bus]:
     """Connect to the streams of `run` at `url`, which may list several servers of a cluster, separated by commas.
 
-    NATS's monitoring shows `name`. `credentials` is a file with `user:password`, or a .creds file. `tls_dir` holds ca.crt and,
-    if the server asks for a certificate, tls.crt and tls.key. All files are read again for each connection. Raises `BusError`
-    with the url if no server answers in time, and `FieldError` for a bad run name or file.
+    NATS's monitoring shows `name`. `credentials` and `tls_dir` are as in `BusSettings`. Raises `BusError` with the url if no
+    server answers in time, and `FieldError` for a bad run name or file.
     """
     subjects = Subjects(run)
     connection = Connection(url, credentials, tls_dir, request_timeout_s)
@@ -115,8 +112,8 @@ class Bus:
     """The streams of one run, opened by `connect`.
 
     Every call is bounded in time. It raises `BusError` if the server does not answer, and `NotPermitted` if this user may not
-    make it. Iterators wait without a limit, also across reconnections, until their context is left. Cancelling a wait (that of
-    `anext` included) never loses a message.
+    make it. A published `msg_id` that is repeated within the window is stored once. Iterators are used in `async with` blocks,
+    and wait without a limit, also across reconnections. Cancelling a wait (that of `anext` included) never loses a message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
@@ -135,10 +132,10 @@ class Bus:
         await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
-        """Create PROMPTS, SEQUENCES, CONTROL, DEAD and the membership bucket. Those that exist keep their contents and limits.
+        """Create the streams and the membership bucket. Those that exist keep their contents and limits.
 
-        Raises `FieldError` with `fresh`, and creates nothing, if anything was ever published to one of the first three: each
-        run counts its ids from the start, so messages of an earlier run would be taken for this one's. Waits up to
+        Raises `FieldError` with `fresh`, and creates nothing, if anything was ever published to PROMPTS, SEQUENCES or CONTROL:
+        each run counts its ids from the start, so messages of an earlier run would be taken for this one's. Waits up to
         `CREATE_WITHIN_S` for a cluster of servers that has no leader yet.
         """
         deadline = time.monotonic() + CREATE_WITHIN_S
@@ -176,21 +173,17 @@ class Bus:
                 await self.connection.js.delete_stream(stream)
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Publish a prompt group and return its position in the queue. A `msg_id` that is repeated within the window is stored
-        once; a group that is handed over is a new message and needs a new id. Raises `PayloadTooLarge`, `BusError`."""
+        """Publish a prompt group and return its position in the queue. A group that is handed over needs a new `msg_id`. Raises
+        `PayloadTooLarge`, `BusError`."""
         return await self._store_once(self._subjects.prompts_stream, self._subjects.prompts, payload, msg_id, headers)
 
     async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
-        """Take the next group from the work queue; None if none came within `timeout_s` (> 0). Raises `BusError` without a
-        connection or without streams."""
+        """Take the next group from the work queue; None if none came within `timeout_s` (> 0)."""
         return await self._queue.next(timeout_s)
 
     async def pending_prompts(self) -> dict[str, int]:
-        """Return the positions of all unfinished groups of the queue by message id, in order, whether or not they are
-        delivered.
-
-        Nothing is taken. A group that is acknowledged or published meanwhile may be missing.
-        """
+        """Return the positions of all unfinished groups of the queue by message id, in order, delivered or not. A group that is
+        acknowledged or published meanwhile may be missing."""
         found = await stored_messages(self.connection, self._subjects.prompts_stream, self._subjects.prompts)
         return {(message.headers or {}).get(MSG_ID, ""): message.seq or 0 for message in found}
 
@@ -199,16 +192,19 @@ class Bus:
         return await stream_info(self.connection, self._subjects.prompts_stream)
 
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Publish a sequence and return its position in the log. A `msg_id` that is repeated within the window is stored once.
-        Raises `PayloadTooLarge`, `BusError`."""
+        """Publish a sequence and return its position in the log. Raises `PayloadTooLarge`, `BusError`."""
         stream, subject = self._subjects.sequences_stream, self._subjects.sequences
         return await self._store_once(stream, subject, payload, msg_id, headers)
 
     def read_sequences(self, from_position: int) -> OrderedReader[LogEntry]:
-        """Iterate over the log from `from_position` (>= 1), in an `async with` block. At its end, wait for more. Purged
-        positions are left out."""
+        """Iterate over the log from `from_position` (>= 1). At its end, wait for more. Purged positions are left out."""
+
+        def log_entry(message: Msg) -> LogEntry:
+            msg_id = (message.headers or {}).get(MSG_ID, "")
+            return LogEntry(message.metadata.sequence.stream, message.data, msg_id, headers_given(message))
+
         stream = self._subjects.sequences_stream
-        return OrderedReader(self.connection, stream, _log_entry, from_position=max(1, from_position))
+        return OrderedReader(self.connection, stream, log_entry, from_position=max(1, from_position))
 
     async def purge_sequences(self, below_position: int) -> None:
         """Remove the sequences below this position, at most up to the log's end. Positions continue where they were."""
@@ -223,8 +219,7 @@ class Bus:
         return await stream_info(self.connection, self._subjects.sequences_stream)
 
     async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
-        """Store a message that was given up. A `msg_id` that is repeated within the window is stored once. Raises
-        `PayloadTooLarge`, `BusError`."""
+        """Store a message that was given up. Raises `PayloadTooLarge`, `BusError`."""
         await self._store_once(self._subjects.dead_stream, self._subjects.dead, payload, msg_id)
 
     async def dead_letters(self) -> list[bytes]:
@@ -233,22 +228,17 @@ class Bus:
         return [message.data or b"" for message in found]
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Publish a control message, which replaces the last one of this kind (and actor): a slow watcher may only see the
-        newest. Raises `BusError`."""
+        """Publish a control message, which replaces the last one of this kind (and actor); slow watchers may miss that one."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
     def watch_control(self, kinds: Sequence[str], actor: str = "") -> OrderedReader[ControlMessage]:
-        """Iterate over the last message of each matching subject, then over new ones in stream order, in an `async with` block.
-
-        An answer kind (such as `staged`) matches the answers of all actors. An order kind (such as `commit`) matches orders to
-        all actors, and orders to `actor` alone; `EVERY_ACTOR` matches those to any one.
-        """
+        """Iterate over the last message of each subject that `watched` gives, then over new ones in stream order."""
         prefix = self._subjects.control("")
 
-        def control_message(message: Msg, ack: AckSubject) -> ControlMessage:
+        def control_message(message: Msg) -> ControlMessage:
             kind, _, name = message.subject.removeprefix(prefix).partition(".")
-            return ControlMessage(kind, name, message.data, ack.stream_position, headers_given(message))
+            return ControlMessage(kind, name, message.data, message.metadata.sequence.stream, headers_given(message))
 
         subjects = tuple(self._subjects.control(*pair) for pair in watched(kinds, actor))
         return OrderedReader(self.connection, self._subjects.control_stream, control_message, subjects=subjects)
@@ -261,8 +251,7 @@ class Bus:
         await self._store(self._subjects.member(check_actor_name(actor)), b"", {"KV-Operation": "DEL"})
 
     def watch_members(self) -> MemberWatch:
-        """Iterate over the present members, then over every renewal, removal and expiry, in an `async with` block. A removal is
-        reported once."""
+        """Iterate over the present members, then over every renewal, removal and expiry. A removal is reported once."""
         return MemberWatch(self.connection, self._subjects, self.limits.member_ttl_s)
 
     async def _store_once(self, stream: str, subject: str, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
@@ -274,18 +263,14 @@ class Bus:
             raise
 
     async def _store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
-        """Publish a message, wait until it is stored, and return its position. Raises `PayloadTooLarge`, `NotPermitted`, and
-        `BusError` if the server does not acknowledge it in time."""
+        """Publish a message, wait until it is stored, and return its position. Raises `PayloadTooLarge`, `BusError`."""
         size = len(payload) + (_HEADER_FRAME_BYTES if headers else 0)
         size += sum(len(key) + len(value.encode()) + _FIELD_FRAME_BYTES for key, value in headers.items())
         if size > self.max_payload_bytes:
             raise PayloadTooLarge(subject, size, self.max_payload_bytes)
         await self.connection.wait_connected()
         with bus_errors(f"publishing {len(payload)} bytes on {subject}"):
-            acknowledgement = json.loads((await self.connection.request(subject, payload, headers=headers or None)).data)
-            if "error" in acknowledgement:
-                raise nats.js.errors.APIError.from_error(acknowledgement["error"])
-            return int(acknowledgement["seq"])
+            return int((await self.connection.ask(subject, payload, headers or None))["seq"])
 
     async def _limits_of(self, stream: str) -> str:
         """Describe a stream's limits, which never change after its creation, so that the server is asked once."""
@@ -305,15 +290,11 @@ class Bus:
             except nats.js.errors.NotFoundError:
                 await self.connection.js.add_stream(wanted)
                 return
-        for what, is_so, asked_for in (
-            ("servers that keep it", there.num_replicas, wanted.num_replicas),
-            ("largest number of bytes", there.max_bytes, wanted.max_bytes),
-        ):
+        for what, field in (("servers that keep it", "num_replicas"), ("largest number of bytes", "max_bytes")):
+            is_so, asked_for = getattr(there, field), getattr(wanted, field)
             if (asked_for or -1) != (is_so or -1):
-                _log.warning(
-                    "%s exists, and stays as it is: %s: %s, not %s; `nats stream edit %s` changes it",
-                    *(wanted.name, what, is_so, asked_for, wanted.name),
-                )
+                text = "%s exists, and stays as it is: %s: %s, not %s; `nats stream edit %s` changes it"
+                _log.warning(text, wanted.name, what, is_so, asked_for, wanted.name)
 
     async def _last_position(self, stream: str) -> int | None:
         """Return 0 for a stream that nothing was ever published to, and None if there is no such stream."""
@@ -325,13 +306,6 @@ class Bus:
             raise
 
 
-def _log_entry(message: Msg, ack: AckSubject) -> LogEntry:
-    msg_id = (message.headers or {}).get(MSG_ID, "")
-    return LogEntry(ack.stream_position, message.data, msg_id, headers_given(message))
-
-
-# How the streams look in JetStream: limits count when a run's streams are first made.
-
 _UNLIMITED = -1
 _SHORTEST_NOTICE_S = 1.0
 _MAX_ACTORS = 16_384
@@ -340,56 +314,36 @@ defaults are 512 waiting pulls and, from 2.15 on, 1,000 consumers of a stream.""
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfig]:
-    """Return the configurations of PROMPTS, SEQUENCES, CONTROL and DEAD.
+    """Return the configurations of PROMPTS, SEQUENCES, CONTROL and DEAD, which count when a run's streams are first made.
 
     PROMPTS is a work queue: an acknowledged message is removed. The others are logs: SEQUENCES keeps messages until they are
     purged, CONTROL keeps the last one of each subject, DEAD the newest ones, for people. A full stream refuses the next
     message, except DEAD, which drops its oldest one. A full CONTROL still takes a message that is no longer than the one it
     replaces.
     """
+    small = limits.max_bytes(1 / 16)
 
-    def config(name: str, subject: str, discard: DiscardPolicy, **more: Any) -> StreamConfig:
+    def config(name: str, subject: str, max_bytes: int, **more: Any) -> StreamConfig:
         return StreamConfig(
             name=name,
             subjects=[subject],
-            discard=discard,
+            max_bytes=max_bytes,
+            discard=DiscardPolicy.OLD if name == subjects.dead_stream else DiscardPolicy.NEW,
             storage=StorageType.MEMORY if limits.in_memory else StorageType.FILE,
             num_replicas=limits.replicas,
             duplicate_window=limits.duplicate_window_s,
             **more,
         )
 
+    queue = {"retention": RetentionPolicy.WORK_QUEUE, "max_msgs": limits.prompts_max_messages}
+    last = {"max_msgs_per_subject": 1, "max_consumers": _MAX_ACTORS}
     return [
+        config(subjects.prompts_stream, subjects.prompts, limits.max_bytes(1 / 8), **queue),
         config(
-            subjects.prompts_stream,
-            subjects.prompts,
-            DiscardPolicy.NEW,
-            retention=RetentionPolicy.WORK_QUEUE,
-            max_msgs=limits.prompts_max_messages,
-            max_bytes=limits.max_bytes(1 / 8),
+            subjects.sequences_stream, subjects.sequences, limits.sequences_max_bytes, max_msgs=limits.sequences_max_messages
         ),
-        config(
-            subjects.sequences_stream,
-            subjects.sequences,
-            DiscardPolicy.NEW,
-            max_msgs=limits.sequences_max_messages,
-            max_bytes=limits.sequences_max_bytes,
-        ),
-        config(
-            subjects.control_stream,
-            subjects.control_all,
-            DiscardPolicy.NEW,
-            max_consumers=_MAX_ACTORS,
-            max_msgs_per_subject=1,
-            max_bytes=limits.max_bytes(1 / 16),
-        ),
-        config(
-            subjects.dead_stream,
-            subjects.dead,
-            DiscardPolicy.OLD,
-            max_msgs=limits.dead_max_messages,
-            max_bytes=limits.max_bytes(1 / 16),
-        ),
+        config(subjects.control_stream, subjects.control_all, small, **last),
+        config(subjects.dead_stream, subjects.dead, small, max_msgs=limits.dead_max_messages),
     ]
 
 

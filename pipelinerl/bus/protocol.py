@@ -1,7 +1,4 @@
-"""Names of a run's streams and subjects, their limits, and the messages on them. Pure.
-
-`jetstream.Bus` reads and writes the messages. Their payloads are opaque bytes here; `pipelinerl.messages` encodes them.
-"""
+"""Names of a run's streams and subjects, their limits, and the messages on them, whose payloads are opaque bytes here. Pure."""
 
 from __future__ import annotations
 
@@ -129,13 +126,8 @@ class Subjects:
         self.control_stream, self.dead_stream = f"CONTROL_{run}", f"DEAD_{run}"
         self.members_bucket = f"members-{run}"
         self.members_stream = f"KV_{self.members_bucket}"  # as JetStream calls the bucket's stream
-        self.every_stream = (
-            self.prompts_stream,
-            self.sequences_stream,
-            self.control_stream,
-            self.dead_stream,
-            self.members_stream,
-        )
+        data = (self.prompts_stream, self.sequences_stream, self.control_stream, self.dead_stream)
+        self.every_stream = (*data, self.members_stream)
 
     def control(self, kind: str, actor: str = "") -> str:
         """Return the subject of one kind of control message. That of an answer, or of an order to one actor, ends with the
@@ -154,12 +146,8 @@ EVERY_ACTOR = "*"
 
 
 def watched(kinds: Sequence[str], actor: str) -> list[tuple[str, str]]:
-    """Return the (kind, actor) pairs that a watcher of `kinds` sees: the answers of all actors, orders to all, and orders to
-    `actor`.
-
-    With an empty `actor`, orders to a single one are left out; with `EVERY_ACTOR`, orders to any one are included.
-    `EVERY_ACTOR` in a pair matches any name.
-    """
+    """Return the (kind, actor) pairs that a watcher of `kinds` sees: the answers of all actors, orders to all, and, unless
+    `actor` is empty, orders to it alone. `EVERY_ACTOR` matches any name."""
     pairs = [(kind, EVERY_ACTOR if kind in FROM_ACTOR else "") for kind in kinds]
     return pairs + [(kind, actor) for kind in kinds if actor and kind in TO_ONE_ACTOR]
 
