@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal, TypeVar, get_args
 
 from pipelinerl.errors import MessageError
-from pipelinerl.messages.validation import check_finite, parse
+from pipelinerl.messages.sequences import check_finite, parse
 from pipelinerl.v1.control_pb2 import (
     Abort,
     Announce,

@@ -18,8 +18,7 @@ from functools import cached_property
 
 from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, TransferError
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.messages.validation import parse
+from pipelinerl.messages.sequences import PolicyVersion, parse
 from pipelinerl.v1.control_pb2 import LowRank, ParameterSpec, WeightManifest
 
 
