@@ -83,8 +83,9 @@ def _read_checkpoint(resume: Path) -> Checkpoint:
     with (resume / "sequences.pb").open("rb") as file:
         while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
             held.append(str(message.sequence_id))
-    numbers = [content[name] for name in ("policy_version", "journal_bytes", "position", "next_group")]
-    return Checkpoint(resume.parent, *numbers, Ledger.from_state(content["books"]["ledger"]), frozenset(held))
+    numbers = {name: content[name] for name in ("journal_bytes", "position", "next_group")}
+    ledger = Ledger.from_state(content["books"]["ledger"])
+    return Checkpoint(resume.parent, content["policy_version"], **numbers, ledger=ledger, held=frozenset(held))
 
 
 def _differences(checkpoint: Checkpoint, replay: Replay) -> Iterator[str]:

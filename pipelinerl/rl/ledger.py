@@ -1,13 +1,8 @@
 """Account for every sequence: `issued = trained + dropped_stale + dropped_filtered + failed + in_flight`.
 
 `Ledger` has two events, issue and close, each O(1). If the equation breaks, our code is wrong and the run stops.
-
-`SequenceTracker` keeps the ledger and the open groups consistent, by issue, arrival and close. Sequences have passed
-`decode_sequence` and may arrive in any order and repeatedly. Sequences of groups that are not open are ignored, which bounds
-memory by the open groups. Each event is also written to the journal (`pipelinerl/audit/journal.py`). For each `lost` group, of
-which nothing is trained, the feeder may issue another one.
-
-Pure state: no metrics, files, streams or clock; `to_state` is what a checkpoint stores.
+`SequenceTracker` keeps the ledger and the open groups consistent. Pure state: no metrics, files, streams or clock; a checkpoint
+stores `to_state`.
 """
 
 from __future__ import annotations
@@ -152,7 +147,9 @@ class OpenGroup:
 class SequenceTracker:
     """The ledger, the open groups and figures about ended sequences. `record` is called with each event for the journal.
 
-    `issued_groups` includes replacements of lost groups. `tokens`: sampled tokens by outcome, since this process began.
+    Sequences have passed `decode_sequence` and may arrive in any order and repeatedly. Sequences of groups that are not open
+    are ignored, which bounds memory by the open groups. `issued_groups` includes replacements of lost groups, of which nothing
+    is trained. `tokens`: sampled tokens by outcome, since this process began.
     """
 
     def __init__(self, record: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
@@ -190,11 +187,8 @@ class SequenceTracker:
         self.lost_groups += 1
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Return all samples of the group that this sequence completes, by index; empty while samples are missing.
-
-        Failed samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence contradicts
-        its group's size.
-        """
+        """Return all samples of the group that this sequence completes, by index; empty while samples are missing. Failed
+        samples of a complete group are closed. Raises `MessageError` if the sequence contradicts its group's size."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:
             return ()
@@ -231,11 +225,8 @@ class SequenceTracker:
     def gone_from_queue(self, first_position: int, last_position: int) -> list[str]:
         """Return the open groups that were published and are not within these positions of PROMPTS. A group beyond the last
         position was on a queue that is lost."""
-        return [
-            group_id
-            for group_id, group in self.open_groups.items()
-            if group.queue_position is not None and not first_position <= group.queue_position <= last_position
-        ]
+        published = {name: group.queue_position for name, group in self.open_groups.items() if group.queue_position is not None}
+        return [name for name, position in published.items() if not first_position <= position <= last_position]
 
     @property
     def mean_tokens(self) -> float:
@@ -276,16 +267,13 @@ class SequenceTracker:
     def to_state(self) -> dict[str, Any]:
         """Return the state as JSON values, without the samples of open groups that have arrived (see `held`)."""
         groups = self.open_groups.items()
-        positions = {group_id: group.queue_position for group_id, group in groups}
-        return {
-            "ledger": self.ledger.to_state(),
-            "groups": {
-                "issued": self.issued_groups,
-                "lost": self.lost_groups,
-                "open": {group_id: group.num_samples for group_id, group in groups},
-                "queue_positions": {name: position for name, position in positions.items() if position is not None},
-            },
+        state = {
+            "issued": self.issued_groups,
+            "lost": self.lost_groups,
+            "open": {name: group.num_samples for name, group in groups},
+            "queue_positions": {name: group.queue_position for name, group in groups if group.queue_position is not None},
         }
+        return {"ledger": self.ledger.to_state(), "groups": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `to_state` returned, without recording an event. Raises `LedgerViolation`."""
@@ -299,7 +287,6 @@ class SequenceTracker:
 
 def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, failure: str) -> Sequence:
     """Return an empty, failed sequence that accounts for a sample without a usable result."""
-    nothing = np.empty(0, dtype=np.int32)
     return Sequence(
         run=run,
         sequence_id=f"{group_id}.{sample_index}",
@@ -307,10 +294,7 @@ def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, f
         sample_index=sample_index,
         group_size=group_size,
         task="",
-        prompt_token_ids=nothing,
-        completion_token_ids=nothing,
-        behaviour_logprobs=np.empty(0, dtype=np.float32),
-        spans=(),
+        prompt_token_ids=np.empty(0, dtype=np.int32),
         reward=0.0,
         failure=failure,
     )

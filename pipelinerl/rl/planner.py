@@ -2,10 +2,8 @@
 
 The closed form proposes the fastest split whose largest lag the recipe allows. The simulator then runs it; a split that drops
 too many sequences as stale is replaced by one with a smaller largest lag or fewer actors. The times of a decode step and of a
-trained token come from measured points or from the accelerator's data sheet (`estimated`). Everything is modelled; nothing
-runs.
-
-Activation memory, communication within an actor, and any network speed other than `NETWORK` are not modelled.
+trained token come from measured points or from the accelerator's data sheet (`estimated`). docs/planning.md lists what is
+not modelled.
 """
 
 from __future__ import annotations
@@ -288,11 +286,9 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
-    """Simulate the split without evaluations. Return the simulation and the simulated share of the system.
-
-    A large system is simulated as a part, with fewer actors, ranks and groups per batch in the same proportions. The part has
-    the same work per actor, step time and so lag as the whole; only random variation is larger.
-    """
+    """Simulate the split without evaluations. Return the simulation and the simulated share of the system: a large one is
+    simulated as a part in the same proportions. The part has the same work per actor, step time and so lag as the whole; only
+    random variation is larger."""
     warmup_steps = 2 * chosen.largest_lag + 5
     steps = max(20, chosen.largest_lag)
     per_step, group_size = groups_per_step(recipe), recipe.sampling.group_size

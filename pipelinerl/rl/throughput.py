@@ -29,11 +29,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DecodeCurve:
-    """U(h) from measured `points` (h, tokens per unit of time), h increasing.
-
-    Between two points, the time of a decode step is linear. Below the first point it is constant; above the last point the
-    rate is constant, since the accelerator is saturated. Raises `FieldError` for points that are not positive and ascending.
-    """
+    """U(h) from measured `points` (h, tokens per unit of time), positive and h ascending, else `FieldError` is raised. Between
+    two points, the time of a decode step is linear. Below the first point it is constant; above the last point the rate is."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -108,10 +105,8 @@ MOST_STALE = 0.01
 
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
-    """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens.
-
-    Without lengths, all completions count as equally long, which gives the smallest possible value. All episodes in progress
-    count, decoding or not, as if their time were proportional to their tokens. In conventional mode the lag is G - 1."""
+    """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens. Without lengths, all
+    count as equally long, which gives the smallest possible value. All episodes in progress count, decoding or not."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
     in_progress = recipe.samples_in_progress * max(1, num_actors)

@@ -1,9 +1,5 @@
-"""A folder with a certificate, its key and its CA, as cert-manager writes it: read, checked before use, read again after
-renewal.
-
-A gRPC server shows the certificate, and accepts callers with any certificate of the same CA. This module opens no connection
-and writes no file.
-"""
+"""A folder with a certificate, its key and its CA, as cert-manager writes it: read, checked before use, and read again when
+renewed. A gRPC server shows the certificate, and accepts callers with any certificate of the same CA."""
 
 from __future__ import annotations
 
