@@ -1,8 +1,4 @@
-"""The folder of one run: where each file is, how a new folder is made, and whether a run can continue from its contents.
-
-A folder with missing files must not look like that of a new run: the trainer calls `missing_from` before it starts, and
-`pipelinerl run --resume` before it starts anything. This module does not interpret the figures in the files.
-"""
+"""The folder of one run: where each file is, how a new folder is made, and whether a run can continue from its contents."""
 
 from __future__ import annotations
 
@@ -84,11 +80,10 @@ def stamped_name(recipe_name: str, now: datetime) -> str:
 def create_run_dir(
     recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None, *, first_checkpoint_bytes: int = 0
 ) -> RunDir:
-    """Make the folder of a new run and record in it which run it belongs to.
+    """Make the folder of a new run: `path` if given, else `runs/<name>`. The name is stamped with `now` unless given.
 
-    The folder is `path` if given, else `runs/<name>`; the name is stamped with `now` unless given. Only its owner can read a
-    new folder; one that existed keeps its mode. Files of a run whose trainer never started are removed. Raises `FieldError`
-    when the name cannot be used, the folder is not empty, or its disk is too full.
+    Only its owner can read a new folder; one that existed keeps its mode. Files of a run whose trainer never started are
+    removed. Raises `FieldError` when the name cannot be used, the folder is not empty, or its disk is too full.
     """
     if name is not None:
         check_run_name(name, "--name")
@@ -301,8 +296,8 @@ def trainer_starts(run_dir: Path) -> list[int]:
 
 
 def missing_from(run_dir: Path) -> str:
-    """Return what is missing or of another version, and how to fix it; empty for a complete or a new folder. Raises
-    `ValueError`."""
+    """Return what is missing or of another version, and how to fix it; empty for a complete or a new folder. A folder with
+    missing files must not look like that of a new run. Raises `ValueError`."""
     state, journal = newest_state(run_dir), run_dir / JOURNAL
     size = journal.stat().st_size if journal.is_file() else 0
     if not (run_dir / LINEAGE).is_file():

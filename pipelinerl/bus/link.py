@@ -109,7 +109,6 @@ def bus_errors(action: str) -> Iterator[None]:
 
 
 def _api_code(error: Exception) -> int | None:
-    """Return JetStream's code of the error behind a `BusError`."""
     return error.__cause__.err_code if isinstance(error.__cause__, nats.js.errors.APIError) else None
 
 

@@ -2,9 +2,7 @@
 
 The functions are pure; the command `python -m pipelinerl.bus.permissions RUN` prints the users for people who bring their own
 NATS. Streams are single tokens (`PROMPTS_<run>`), in which NATS has no wildcards, so the lists are for one run's name.
-
-NATS checks the subject that a client publishes to, but not the one that it asks the answer to be sent to; docs/security.md
-describes the consequences. Nothing here sets up passwords or accounts, or changes a server.
+docs/security.md says what NATS does not check.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 from datetime import datetime
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import nats.js.errors
@@ -63,7 +62,6 @@ async def stored_messages(connection: Connection, stream: str, subject: str) -> 
 
 
 async def _walk(connection: Connection, stream: str, subject: str, start: int, end: int) -> list[RawStreamMsg]:
-    """Return the messages at positions in [start, end)."""
     found: list[RawStreamMsg] = []
     with bus_errors(f"looking into {stream} at {connection.url}"):
         while start < end:
@@ -88,7 +86,6 @@ def headers_given(message: Msg) -> Headers:
 
 
 def _status(message: Msg) -> tuple[str, str]:
-    """Return code and description of a status that the server sends instead of a message."""
     headers = message.headers or {}
     return headers.get("Status", ""), headers.get("Description", "")
 
@@ -137,7 +134,7 @@ class OrderedReader(Puller, Generic[_Item]):
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._detach()
 
     def __aiter__(self) -> OrderedReader[_Item]:

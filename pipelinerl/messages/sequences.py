@@ -367,7 +367,6 @@ def read_completion(message: CompletionMessage, kind: str, prefix: str = "") -> 
 
 
 def _finish_reason(number: int, kind: str) -> FinishReason:
-    """Convert a finish reason. Raises `MessageError` for an unknown number (0, or one of a newer version)."""
     reason = FINISH_REASON_FROM_PROTO.get(number)
     if reason is None:
         raise MessageError(kind, "finish_reason", f"{number} names no finish reason")
@@ -523,7 +522,6 @@ def _check_tokens(tokens: Completion, kind: str, prefix: str, turns: tuple[Turn,
 
 
 def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: str, field: str) -> None:
-    """Check that the spans cover the turns in order, without gap or overlap."""
     number, covered = 0, 0
     for span in spans:
         if covered == turns[number].end and number + 1 < len(turns):

@@ -1,8 +1,7 @@
-"""The verifier's client: items in, results out, over gRPC.
+"""The verifier's client: items in, results out, over gRPC, as the protobuf classes of `verifier.proto`.
 
-Items and results are the protobuf classes of `verifier.proto`, which documents the fields. The client waits for a verifier that
-is unreachable, restarting or full: `verify` returns when every item has a result, or when its task is cancelled. The caller
-keeps its sequences until then, so that none is lost, and decides what to do with a result that is not OK.
+`verify` waits for a verifier that is unreachable, restarting or full. The caller keeps its sequences until then, so that none
+is lost, and decides what to do with a result that is not OK.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -114,9 +112,7 @@ class VerifierClient:
         self._channel = self._opened()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._channel.close()
 
     async def verify(self, items: list[VerifyItem]) -> list[VerifyResult]:

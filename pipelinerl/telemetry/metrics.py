@@ -1,8 +1,8 @@
 """Create the metrics of a service, in a registry that puts the run's name on every sample.
 
-`prometheus_client` counts and renders. This module adds three things: a metric that does not apply has no series, where a gauge
-would show 0; a counter or histogram with known label values has all its series from the start, so that a rate includes the
-first event; and each metric is described for docs/metrics.md.
+This module adds three things to `prometheus_client`: a metric that does not apply has no series, where a gauge would show 0; a
+counter or histogram with known label values has all its series from the start, so that a rate includes the first event; and
+each metric is described for docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -47,11 +47,8 @@ Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
 
 
 class Reading(Collector):
-    """A gauge or counter. `name` is the name that Prometheus stores.
-
-    `set` stores values; `read` stores a function that is called at each scrape. A scrape runs outside the event loop's thread:
-    the function may read plain attributes, but must not change anything or wait.
-    """
+    """A gauge or counter. `set` stores values; `read` stores a function that is called at each scrape, outside the event loop's
+    thread: it may read plain attributes, but must not change anything or wait."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = (), kind: Literal["gauge", "counter"] = "gauge") -> None:
         self.name, self.text, self.labels, self.kind = name, text, tuple(labels), kind
@@ -67,12 +64,7 @@ class Reading(Collector):
 
     def read_state(self, states: Sequence[str], current: Callable[[], str]) -> None:
         """Show 1 for the current one of `states` and 0 for the others."""
-
-        def values() -> dict[str, Value]:
-            now = current()
-            return {state: float(state == now) for state in states}
-
-        self.read(values)
+        self.read(lambda: dict.fromkeys(states, 0.0) | {current(): 1.0})
 
     def collect(self) -> Iterator[Metric]:
         family_of = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
@@ -104,10 +96,8 @@ class Family:
 
 
 class RunRegistry(CollectorRegistry):
-    """The metrics of a process of one run; every sample has the label `run`.
-
-    The library's `_created` series are left out, since no query uses them and they would double the number of counters.
-    """
+    """The metrics of a process of one run; every sample has the label `run`. The library's `_created` series, which no query
+    uses, are left out."""
 
     def __init__(self, run: str) -> None:
         super().__init__()
@@ -193,7 +183,6 @@ class MetricSet:
 
 
 def _with_series(made: _Made, labels: Labels | None) -> _Made:
-    """Create all series of a metric whose label values are known."""
     known = [values for values in (labels or {}).values() if not isinstance(values, str)]
     if labels and len(known) == len(labels):
         for values in product(*known):
