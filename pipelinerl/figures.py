@@ -37,7 +37,6 @@ class Figure:
     stays: bool = False
     """True if a step without the figure leaves the metric unchanged; otherwise the metric then has no series."""
     on_page: bool = False
-    """True if the run's pages get it."""
     event: type | None = None
     """Type of the empty value if the figure tells of events since the previous step; None if it is the step's own."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)

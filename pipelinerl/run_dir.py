@@ -40,7 +40,6 @@ class RunDir:
 
     def __post_init__(self) -> None:
         self.recipe = self.path / "recipe.yaml"
-        """The resolved recipe."""
         self.identity = self.path / "run.json"
         """`{"run": NAME, "recipe": NAME, "started": ISO time}`, by which `--resume` and `audit` identify the run."""
         self.metrics = self.path / "metrics.jsonl"

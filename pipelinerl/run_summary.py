@@ -34,7 +34,6 @@ class RunTotals:
 
     reduced: Reduced = field(default_factory=dict)
     heldout: list[dict[str, Any]] = field(default_factory=list)
-    """Evaluations, as in summary.json."""
     tokens_generated: int = 0
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""

@@ -124,7 +124,6 @@ class StreamLook:
     unreadable: dict[int, str] = field(default_factory=dict)
     """Message id by position. The sequence published under that id has no other message."""
     prompts: frozenset[str] = frozenset()
-    """Groups on PROMPTS."""
     dead_letters: int = 0
 
     def add(self, position: int, sequence_id: str) -> None:

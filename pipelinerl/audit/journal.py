@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 JOURNAL = "ledger.jsonl"
-"""File name in a run directory."""
 
 Event = dict[str, Any]
 

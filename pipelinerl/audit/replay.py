@@ -81,7 +81,6 @@ class Replay:
         self._closed = Counter[str]()  # by outcome
         self.reasons: dict[Outcome, Counter[str]] = {outcome: Counter() for outcome in Outcome}
         self.version = 0
-        """Optimizer steps taken."""
         self.trained_by_version = Counter[int]()
         self.tokens_by_version = Counter[int]()
         """Sampled tokens of all trained branches."""

@@ -54,7 +54,6 @@ _FIELD_FRAME_BYTES = len(": \r\n")
 CREATE_WITHIN_S = 60.0
 """Time for the servers of a cluster to find each other and choose a leader."""
 CONNECT_TIMEOUT_S = 30.0
-"""Maximum wait of a service for NATS, which may start later."""
 
 
 @contextlib.asynccontextmanager

@@ -19,14 +19,13 @@ _LEAST_BOUND_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Limits of a run's streams, fixed at their creation. A full stream raises `BusError` with the limit; only dead letters are
-    dropped."""
+    """Limits of a run's streams, fixed at their creation. A full stream raises `BusError` with the limit; only dead letters,
+    which only people read, are dropped."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3
     sequences_max_messages: int = 10_000_000
     dead_max_messages: int = 10_000
-    """Number of dead letters, which only people read, above which the oldest is dropped."""
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
@@ -35,7 +34,6 @@ class StreamLimits:
     member_ttl_s: float = 10.0
     replicas: int = 1
     in_memory: bool = False
-    """Streams in the server's memory instead of files."""
 
     def max_bytes(self, share: float) -> int:
         """Return the bound of a stream other than SEQUENCES, as a share of that one's. All shares together are below a third,
@@ -85,18 +83,16 @@ class MemberEvent:
 
 
 RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
-"""Valid names of runs, which are part of subjects, stream names, Kubernetes labels and folder names."""
 
 
 def check_run_name(run: str, field: str = "run") -> str:
-    """Return `run`. Raises `FieldError` on `field` if it cannot be part of a subject and a Kubernetes label."""
+    """Return `run`. Raises `FieldError` on `field` if it cannot be part of subjects, Kubernetes labels and folder names."""
     if not RUN_NAME.fullmatch(run):
         raise FieldError(field, run, "use 1-40 lowercase letters, digits and inner dashes")
     return run
 
 
 ACTOR_NAME = re.compile(r"[A-Za-z0-9_-]{1,253}")
-"""Valid names of actors, which are one token of a subject and a key of the membership bucket."""
 
 
 def check_actor_name(actor: str) -> str:

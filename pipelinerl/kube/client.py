@@ -122,7 +122,6 @@ class Pod:
 
 
 REQUEST_S = 5.0
-"""Limit for a call and its answer."""
 WATCH_S = 300
 """The server ends a watch after that time, and the next watch continues from there."""
 SILENCE_S = 120.0

@@ -179,7 +179,6 @@ class Sequence(Branch):
     finish_reason: FinishReason = FinishReason.STOP
     failure: str = ""
     group_token: bytes = b""
-    """Token of the sequence's group."""
     actor: str = ""
     completion_text: str = ""
     prompt_text: str = ""
@@ -223,7 +222,6 @@ FINISH_REASON_TO_PROTO = {
 }
 FINISH_REASON_FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items() if reason}
 CompletionMessage = pb.Sequence | pb.PartialSequence | pb.Branch | GenerateResult
-"""Messages with the fields of a completion."""
 _SAME_IN_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "reward", "failure", "actor"),
     *("completion_text", "prompt_text", "reference_json", "generation_s", "answer", "reason", "group_token"),

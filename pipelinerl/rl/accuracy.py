@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 MOST_REPORTED = 24
-"""Maximum number of names for which `means_of` returns a mean."""
 _Z = 1.959964
 """Standard normal quantile of 97.5 %."""
 

@@ -160,8 +160,7 @@ class SequenceTracker:
         """Number of sequences by `length_bucket`, since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
         """Longest length and number of the sequences trained or dropped as stale, since this process began."""
-        self.open_groups: dict[str, OpenGroup] = {}
-        """Open groups by id, in order of issue."""
+        self.open_groups: dict[str, OpenGroup] = {}  # by id, in order of issue
         self.issued_groups = 0
         self.lost_groups = 0
         self.num_waiting = 0

@@ -62,7 +62,6 @@ def plan_microbatches(lengths: Sequence[int], budget: int) -> Bins:
 
 
 Counts = Sequence[int] | NDArray[np.integer]
-"""One number for each sequence."""
 
 
 @dataclass(frozen=True)

@@ -52,19 +52,15 @@ _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 
 @dataclass(frozen=True)
 class Machine:
-    """Speed and memory of an actor and of a trainer rank."""
+    """Speed (tokens per second) and KV cache of an actor, which is `per_actor` accelerators; and of a trainer rank the memory,
+    and the seconds of `training` on one completion token."""
 
     name: str
     per_actor: int
-    """Accelerators of an actor."""
     decode: DecodeCurve
-    """Decode speed of an actor, tokens per second."""
     training: float
-    """Seconds in which a rank trains on one completion token."""
     kv_gib: float
-    """Size of an actor's KV cache."""
     memory_gib: float
-    """Memory of one trainer rank."""
 
 
 def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
@@ -116,16 +112,14 @@ def weight_update_s(model: Model, num_actors: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A split with its simulation and its reasons. Times are in seconds, rates per second."""
+    """A split with its simulation, of the share `share` of it, and its reasons. Times are in seconds, rates per second."""
 
     machine: Machine
     lengths: Lengths
     split: Split
     played: Simulation
-    """Simulation of the share `share` of the split."""
     share: float
     kv_used_gib: float
-    """Used KV cache of an actor."""
     conventional: float
     """Highest tokens/s of conventional mode at the same largest lag, G - 1, with one weight update per phase."""
     reasons: tuple[str, ...]

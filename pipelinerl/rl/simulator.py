@@ -55,25 +55,23 @@ class Timing:
 
 @dataclass
 class Simulation:
-    """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`."""
+    """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`.
+
+    `sequences` and their completion `tokens` were trained on; `lag_histogram` has these tokens by lag. Shares of time:
+    `actor_idle` with nothing in progress, `empty_slots` (of the slots' time) with no sequence, `trainer_idle` without an
+    optimizer step. Sequences trained or dropped, and of these the stale ones, are counted by `length_bucket`.
+    """
 
     steps: int = 0
     duration: float = 0.0
     sequences: int = 0
-    """Sequences trained on; `tokens` are their completion tokens."""
     tokens: int = 0
     lag_histogram: Counter[int] = field(default_factory=Counter)
-    """Trained tokens by lag."""
     actor_idle: float = 0.0
-    """Share of the actors' time with nothing in progress."""
     empty_slots: float = 0.0
-    """Share of the slots' time with no sequence."""
     trainer_idle: float = 0.0
-    """Share of the time in which no optimizer step was computed."""
     finished_by_length: Counter[int] = field(default_factory=Counter)
-    """Sequences that were trained on or dropped, by `length_bucket`."""
     stale_by_length: Counter[int] = field(default_factory=Counter)
-    """Number of sequences in `finished_by_length` that were dropped as stale."""
 
     @property
     def rate(self) -> float:

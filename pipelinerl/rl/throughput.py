@@ -147,20 +147,16 @@ def conventional_rate(
 
 @dataclass(frozen=True)
 class Split:
-    """A pipeline's division of accelerators, and its rates in closed form, in tokens per unit of time."""
+    """A pipeline's division of accelerators, I generators with H sequences each, and the rates in closed form that generation,
+    training and weight updates allow, in tokens per unit of time. A step takes at least one update."""
 
     num_generators: int
-    """Generators, I."""
     num_trainers: int
     sequences_in_progress: int
-    """Sequences in progress on each generator, H."""
     generation: float
-    """Rate at which all generators could sample."""
     training: float
-    """Rate at which all trainers could train."""
     largest_lag: int
     updates: float = math.inf
-    """Rate that weight updates allow: a step takes at least one update, since versions are sent one after another."""
 
     @property
     def rate(self) -> float:

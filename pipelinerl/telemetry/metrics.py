@@ -64,7 +64,12 @@ class Reading(Collector):
 
     def read_state(self, states: Sequence[str], current: Callable[[], str]) -> None:
         """Show 1 for the current one of `states` and 0 for the others."""
-        self.read(lambda: dict.fromkeys(states, 0.0) | {current(): 1.0})
+
+        def values() -> dict[str, Value]:
+            now = current()
+            return {state: float(state == now) for state in states}
+
+        self.read(values)
 
     def collect(self) -> Iterator[Metric]:
         family_of = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
@@ -82,12 +87,10 @@ Labels = Mapping[str, Sequence[str] | str]
 
 @dataclass(frozen=True)
 class Family:
-    """Description of one exported metric, for the reference."""
+    """Description of one exported metric, a `gauge`, `counter` or `histogram`, for the reference."""
 
     name: str
-    """Name that Prometheus stores; a counter's ends with `_total`."""
     kind: str
-    """`gauge`, `counter` or `histogram`."""
     text: str
     unit: str
     labels: Labels
