@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +175,14 @@ def run_name(folder: Path, option: str = "RUN_DIR") -> str:
 
 
 def _unused(stamped: str) -> RunDir:
-    Path("runs").mkdir(exist_ok=True)
-    for attempt in count(1):
-        name = stamped if attempt == 1 else f"{stamped}-{attempt}"
+    name, attempt = stamped, 1
+    while True:
         try:
-            Path("runs", name).mkdir(mode=0o700)
+            Path("runs", name).mkdir(mode=0o700, parents=True)
+            return RunDir(Path("runs", name), name)
         except FileExistsError:
-            continue
-        return RunDir(Path("runs", name), name)
-    raise AssertionError("count() does not end")
+            attempt += 1
+            name = f"{stamped}-{attempt}"
 
 
 _UNSTARTED = {

@@ -444,7 +444,9 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     replay = audit.replay
     yield f"{audit.run}: {audit.state}, {counted(len(audit.history.starts), 'start')}, version {number(replay.version)}"
     yield ""
-    yield f"  {equation(replay.counts.as_dict())}"
+    counts = replay.counts.as_dict()
+    ended = " + ".join(f"{name.replace('_', ' ')} {number(count)}" for name, count in counts.items() if name != "issued")
+    yield f"  issued {number(counts['issued'])} = {ended}"
     if replay.trained_branches:
         tokens = sum(replay.tokens_by_version.values())
         yield f"    trained: {number(tokens)} sampled tokens in {number(replay.trained_branches)} branches"
@@ -470,13 +472,6 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     else:
         told = f"all checks that were made passed; {skipped} of {len(audit.findings)} checks were skipped"
         yield told if skipped else "everything adds up"
-
-
-def equation(counts: Mapping[str, int]) -> str:
-    """Return the ledger's equation, such as `issued 24 = trained 16 + dropped stale 0 + dropped filtered 0 + failed 0 + in
-    flight 8`."""
-    ended = " + ".join(f"{name.replace('_', ' ')} {number(count)}" for name, count in counts.items() if name != "issued")
-    return f"issued {number(counts['issued'])} = {ended}"
 
 
 def _versions(trained: Mapping[int, int], every: bool) -> Iterator[str]:

@@ -282,16 +282,17 @@ def read_history(path: Path, findings: Findings) -> History:
                 floor = int(event["position"])
             else:
                 start = Start(offset, int(event["keep"]), int(event["incarnation"]), int(event["version"]))
+                keeps = f"incarnation {start.incarnation} keeps {start.keep} bytes, which end"
                 if not history.counts(start.keep):
-                    ends = "which end in an undone part or beyond the file"
-                    findings.add(Check.RESTARTS, f"incarnation {start.incarnation} keeps {start.keep} bytes, {ends}")
+                    findings.add(Check.RESTARTS, f"{keeps} in an undone part or beyond the file")
+                if not _ends_a_line(path, start.keep):
+                    findings.add(Check.RESTARTS, f"{keeps} within a line")
                 floor = positions.get(start.version, 0)
                 history.starts.append(start)
         except (KeyError, TypeError, ValueError) as error:
             kind = event["event"] if event else ""
             findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
         history.size = offset + len(line)
-    _check_line_ends(path, history.starts, findings)
     return history
 
 
@@ -310,11 +311,7 @@ def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[i
             findings.add(Check.JOURNAL, f"byte {offset}: no event: {line[:60]!r}")
 
 
-def _check_line_ends(path: Path, starts: list[Start], findings: Findings) -> None:
-    for start in starts:
-        if start.keep:
-            with path.open("rb") as file:
-                file.seek(start.keep - 1)
-                if file.read(1) != b"\n":
-                    problem = f"incarnation {start.incarnation} keeps {start.keep} bytes, which end within a line"
-                    findings.add(Check.RESTARTS, problem)
+def _ends_a_line(path: Path, num_bytes: int) -> bool:
+    with path.open("rb") as file:
+        file.seek(max(0, num_bytes - 1))
+        return num_bytes <= 0 or file.read(1) == b"\n"

@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
+import nats.js.api
 import nats.js.errors
 from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, KeyValueConfig, RetentionPolicy, StorageType, StreamConfig
 
-from pipelinerl.bus.link import Connection, bus_errors, is_cluster_forming, is_stream_full, is_stream_missing
+from pipelinerl.bus.link import Connection, bus_errors, is_cluster_forming, is_stream_full
 from pipelinerl.bus.protocol import (
     ACTORS,
     NO_HEADERS,
@@ -119,7 +120,6 @@ class Bus:
         self.connection, self.run, self.limits = connection, subjects.run, limits
         self._subjects = subjects
         self._queue = PromptQueue(connection, subjects.prompts_stream)
-        self._limit_texts: dict[str, str] = {}
 
     @property
     def max_payload_bytes(self) -> int:
@@ -147,17 +147,23 @@ class Bus:
 
     async def _create_streams(self, fresh: bool) -> None:
         subjects, js = self._subjects, self.connection.js
+        there = {stream: await self._info(stream) for stream in subjects.every_stream}
         filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.control_stream)
-        if fresh and (used := [stream for stream in filled if await self._last_position(stream)]):
+        if fresh and (used := [stream for stream in filled if (info := there[stream]) and info.state.last_seq]):
             raise FieldError(
                 "run",
                 self.run,
                 f"{' and '.join(used)} on this NATS server hold messages of an earlier run of this name; give another run "
                 f"name, or delete that run's streams: {', '.join(subjects.every_stream)} (`nats stream rm NAME`)",
             )
-        for config in stream_configs(subjects, self.limits):
-            await self._ensure_stream(config)
-        if await self._last_position(subjects.members_stream) is None:
+        for wanted in stream_configs(subjects, self.limits):
+            assert wanted.name is not None
+            if (info := there[wanted.name]) is not None:
+                _warn_of_other_limits(info.config, wanted)
+                continue
+            with bus_errors(f"creating {wanted.name} at {self.connection.url}"):
+                await js.add_stream(wanted)
+        if there[subjects.members_stream] is None:
             with bus_errors(f"creating the membership bucket at {self.connection.url} (needs nats-server 2.11)"):
                 await js.create_key_value(members_bucket(subjects, self.limits))
         with bus_errors(f"creating the consumer of {subjects.prompts_stream}"):
@@ -272,37 +278,23 @@ class Bus:
             return int((await self.connection.ask(subject, payload, headers or None))["seq"])
 
     async def _limits_of(self, stream: str) -> str:
-        """Describe a stream's limits, which never change after its creation, so that the server is asked once."""
-        if stream not in self._limit_texts:
-            with bus_errors(f"looking at {stream} at {self.connection.url}"):
-                config = (await self.connection.js.stream_info(stream)).config
-            limits = {"messages": config.max_msgs, "bytes": config.max_bytes}
-            shown = " and ".join(f"{most} {unit}" for unit, most in limits.items() if (most or 0) > 0)
-            self._limit_texts[stream] = f"it may hold {shown}"
-        return self._limit_texts[stream]
+        with bus_errors(f"looking at {stream} at {self.connection.url}"):
+            config = (await self.connection.js.stream_info(stream)).config
+        limits = {"messages": config.max_msgs, "bytes": config.max_bytes}
+        return "it may hold " + " and ".join(f"{most} {unit}" for unit, most in limits.items() if (most or 0) > 0)
 
-    async def _ensure_stream(self, wanted: StreamConfig) -> None:
-        assert wanted.name is not None
-        with bus_errors(f"creating {wanted.name} at {self.connection.url}"):
-            try:
-                there = (await self.connection.js.stream_info(wanted.name)).config
-            except nats.js.errors.NotFoundError:
-                await self.connection.js.add_stream(wanted)
-                return
-        for what, field in (("servers that keep it", "num_replicas"), ("largest number of bytes", "max_bytes")):
-            is_so, asked_for = getattr(there, field), getattr(wanted, field)
-            if (asked_for or -1) != (is_so or -1):
-                text = "%s exists, and stays as it is: %s: %s, not %s; `nats stream edit %s` changes it"
-                _log.warning(text, wanted.name, what, is_so, asked_for, wanted.name)
+    async def _info(self, stream: str) -> nats.js.api.StreamInfo | None:
+        with bus_errors(f"looking at {stream} at {self.connection.url}"), contextlib.suppress(nats.js.errors.NotFoundError):
+            return await self.connection.js.stream_info(stream)
+        return None
 
-    async def _last_position(self, stream: str) -> int | None:
-        """Return 0 for a stream that nothing was ever published to, and None if there is no such stream."""
-        try:
-            return (await stream_info(self.connection, stream)).last_position
-        except BusError as error:
-            if is_stream_missing(error):
-                return None
-            raise
+
+def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
+    for what, field in (("servers that keep it", "num_replicas"), ("largest number of bytes", "max_bytes")):
+        is_so, asked_for = getattr(there, field), getattr(wanted, field)
+        if (asked_for or -1) != (is_so or -1):
+            text = "%s exists, and stays as it is: %s: %s, not %s; `nats stream edit %s` changes it"
+            _log.warning(text, wanted.name, what, is_so, asked_for, wanted.name)
 
 
 _UNLIMITED = -1

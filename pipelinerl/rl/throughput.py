@@ -77,10 +77,6 @@ class Lengths:
             (tokens, weight / (last + 1 - first)) for first, last, weight in bars for tokens in range(first, last + 1)
         )
 
-    @classmethod
-    def uniform(cls, longest: int) -> Lengths:
-        return cls.of((tokens, 1.0) for tokens in range(1, longest + 1))
-
     @property
     def mean(self) -> float:
         return float(self.tokens @ self.shares)
