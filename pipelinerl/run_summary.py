@@ -155,16 +155,11 @@ def stale_shares(ended: Mapping[str, list[int]]) -> dict[str, float]:
 
 def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:
     """Return the token-weighted mean, 95th percentile (the smallest lag that 95% of the tokens do not exceed) and maximum."""
-    tokens = sum(histogram.values())
-    if tokens == 0:
+    if not sum(histogram.values()):
         return {"mean": None, "p95": None, "max": None}
-    passed, p95 = 0, 0
-    for lag, count in sorted(histogram.items()):
-        if passed < 0.95 * tokens:
-            p95 = lag
-        passed += count
-    mean = sum(lag * count for lag, count in histogram.items()) / tokens
-    return {"mean": mean, "p95": float(p95), "max": float(max(histogram))}
+    lags, tokens = np.array(sorted(histogram.items())).T
+    p95 = lags[np.searchsorted(tokens.cumsum(), 0.95 * tokens.sum())]
+    return {"mean": float(np.average(lags, weights=tokens)), "p95": float(p95), "max": float(lags[-1])}
 
 
 def _percentile(values: list[float], percent: int) -> float | None:

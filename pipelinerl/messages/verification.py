@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,14 +132,10 @@ class VerifierClient:
     async def run_episode(self, request: EpisodeRequest, timeout_s: float) -> VerifyResult:
         """Run an episode by one call, and return its result. Raises `VerifierAway` if another call may succeed, `ServiceError`
         if the verifier refuses it, `MessageError` if the answer is for another item."""
-        channel = self._channel
         try:
-            stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-            result: VerifyResult = await stub.RunEpisode(request, timeout=timeout_s, wait_for_ready=True)
+            with self._tries() as stub:
+                result: VerifyResult = await stub.RunEpisode(request, timeout=timeout_s, wait_for_ready=True)
         except aio.AioRpcError as error:
-            self._on_failed_try(error.code().name)
-            if error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel:
-                self._renew()
             kind = VerifierAway if error.code() in (*_AWAY, *_DOUBTFUL) else ServiceError
             raise kind(f"verifier {self.target} did not run {request.sequence_id}: {self._text(error)}") from error
         return _results([request], VerifyResponse(results=[result]))[0]
@@ -148,18 +145,16 @@ class VerifierClient:
 
         async def call() -> VerifyResponse:
             nonlocal doubtful, deadline_s
-            channel = self._channel
             try:
-                return await verifier_pb2_grpc.VerifierServiceStub(channel).Verify(request, timeout=deadline_s)
+                with self._tries() as stub:
+                    answer: VerifyResponse = await stub.Verify(request, timeout=deadline_s)
+                return answer
             except aio.AioRpcError as error:
-                self._on_failed_try(error.code().name)
                 doubtful += error.code() in _DOUBTFUL
                 if doubtful >= MOST_DOUBTFUL_TRIES or error.code() not in (*_AWAY, *_DOUBTFUL):
                     raise ServiceError(f"verifier {self.target} refused a batch: {self._text(error)}") from error
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     deadline_s = min(2 * deadline_s, LONGEST_DEADLINE_S)
-                if error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel:
-                    self._renew()
                 raise
 
         return await retry_forever(
@@ -174,12 +169,20 @@ class VerifierClient:
         certificates = self._files.certificates if self._files is not None else None
         return open_channel(self.target, certificates, options=CHANNEL_OPTIONS)
 
-    def _renew(self) -> None:
-        """Open another channel if the certificates were renewed. A channel keeps its first certificates, and once they have
-        expired, new connections are refused. Calls in progress end on the old channel, which is freed with the last of them:
-        closing it would cancel these calls and the tasks that wait for them."""
-        if self._files is not None and self._files.renew():
-            self._channel = self._opened()
+    @contextmanager
+    def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
+        """Report a failed call, and open another channel if the certificates were renewed. A channel keeps its first ones, and
+        once they have expired, new connections are refused. Calls in progress end on the old channel, which is freed with the
+        last of them: closing it would cancel these calls and the tasks that wait for them."""
+        channel = self._channel
+        try:
+            yield verifier_pb2_grpc.VerifierServiceStub(channel)
+        except aio.AioRpcError as error:
+            self._on_failed_try(error.code().name)
+            away = error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel
+            if away and self._files is not None and self._files.renew():
+                self._channel = self._opened()
+            raise
 
     def _text(self, error: Exception) -> str:
         return explained(error, self._tls_dir) if isinstance(error, aio.AioRpcError) else str(error)

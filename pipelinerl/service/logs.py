@@ -110,15 +110,20 @@ class ContextFormatter(logging.Formatter):
         return self._format(record, datetime.fromtimestamp(record.created, UTC), extras)
 
     def _json(self, record: logging.LogRecord, time: datetime, extras: dict[str, Any]) -> str:
-        line = {key: _json_value(value) for key, value in extras.items()} | {
-            "time": time.isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            "run": self._context.run,
-            "service": self._context.service,
-            "instance": self._context.instance,
-        }
+        numbers = {key: str(value) for key, value in extras.items() if isinstance(value, float) and not math.isfinite(value)}
+        line = (
+            extras
+            | numbers
+            | {  # JSON has neither NaN nor infinities
+                "time": time.isoformat(timespec="milliseconds"),
+                "level": record.levelname.lower(),
+                "logger": record.name,
+                "message": record.getMessage(),
+                "run": self._context.run,
+                "service": self._context.service,
+                "instance": self._context.instance,
+            }
+        )
         if self._context.policy_version is not None:
             line["policy_version"] = self._context.policy_version
         if record.exc_info:
@@ -133,11 +138,6 @@ class ContextFormatter(logging.Formatter):
         who = f"{context.run} {context.service}/{context.instance}{version}"
         line = f"{clock} {record.levelname} {who} {record.name}: {record.getMessage()}{shown}"
         return printable(f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line)
-
-
-def _json_value(value: Any) -> Any:
-    """Return NaN and infinities as text, since JSON has neither."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
-from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pipelinerl.errors import ServiceError, UserError
@@ -27,14 +26,12 @@ def read_settings(kind: type[Settings]) -> Settings:
     try:
         return from_environment()
     except ValidationError as error:
-        prefix = kind.model_config.get("env_prefix", "")
-        lines = [f"  - {prefix}{_problem(details)}" for details in error.errors(include_url=False)]
-        raise UserError("\n".join(["the environment does not configure this service:", *lines])) from error
-
-
-def _problem(details: ErrorDetails) -> str:
-    name = "_".join(str(part) for part in details["loc"]).upper()
-    return f"{name} is not set" if details["type"] == "missing" else f"{name} = {details['input']!r}: {details['msg']}"
+        lines = ["the environment does not configure this service:"]
+        for details in error.errors(include_url=False):
+            name = kind.model_config.get("env_prefix", "") + "_".join(map(str, details["loc"])).upper()
+            problem = "is not set" if details["type"] == "missing" else f"= {details['input']!r}: {details['msg']}"
+            lines.append(f"  - {name} {problem}")
+        raise UserError("\n".join(lines)) from error
 
 
 class ServiceSettings(BaseSettings):

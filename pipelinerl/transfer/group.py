@@ -155,26 +155,22 @@ class NcclTransport:
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Broadcast `tensor` and wait until the device has sent or filled it. Raises TimeoutError, TransferAborted and NCCL's
         RuntimeError. The communicator is then closed, so that its kernel does not write to memory that is reused."""
+        began_at, options = time.monotonic(), BroadcastOptions()
+        options.rootRank = 0
         try:
-            self._broadcast(tensor, timeout_s)
+            with self._placement.scope():
+                work = self._group.broadcast([tensor], options)
+                while not work.is_completed():
+                    self._check_wanted()
+                    taken_s = time.monotonic() - began_at
+                    if taken_s >= timeout_s:
+                        raise TimeoutError
+                    time.sleep(min(max(_SHORTEST_LOOK_S, _LOOK_SHARE * taken_s), _LONGEST_LOOK_S))
+                self._check_wanted()
+                work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises NCCL's error, if any; no longer waits
         except BaseException:
             self.close()
             raise
-
-    def _broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        began_at = time.monotonic()
-        options = BroadcastOptions()
-        options.rootRank = 0
-        with self._placement.scope():
-            work = self._group.broadcast([tensor], options)
-            while not work.is_completed():
-                self._check_wanted()
-                taken_s = time.monotonic() - began_at
-                if taken_s >= timeout_s:
-                    raise TimeoutError
-                time.sleep(min(max(_SHORTEST_LOOK_S, _LOOK_SHARE * taken_s), _LONGEST_LOOK_S))
-            self._check_wanted()
-            work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises NCCL's error, if any; no longer waits
 
     def close(self) -> None:
         """Abort, even if an operation is running on another thread, and wait at most `ABORT_WITHIN_S` until it has ended."""
