@@ -78,7 +78,7 @@ _MAX_OUTSTANDING_PINGS = 2
 _STREAM_NOT_FOUND, _STORE_FAILED = 10059, 10077
 _NO_PEERS, _NO_LEADER, _NOT_THE_LEADER = 10005, 10008, 10009
 _BEFORE_SCHEME = re.compile(r",(?=\s*[a-z]+://)", re.IGNORECASE)
-_LOGIN = re.compile(r"^(.*?://)?.*@", re.DOTALL)
+_LOGIN = re.compile(r"^(\s*[a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 
 
 def redacted(urls: str) -> str:

@@ -20,6 +20,7 @@ from pipelinerl.bus.link import redacted
         ("nats://a,nats://user:secret@b,tls://user:sec@ret@c", "nats://a,nats://***@b,tls://***@c"),
         ("nats://user:secret@a,NATS://user:sec/ret@b", "nats://***@a,NATS://***@b"),
         ("nats://user:secret@a,user:secret@b", "nats://***@b"),
+        ("user:sec@ret://x@host", "***@host"),
     ],
 )
 def test_no_part_of_a_login_is_shown(urls: str, shown: str) -> None:
