@@ -23,18 +23,8 @@ from pipelinerl.recipe.fields import MOST_REWARD
 from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, explained, open_channel
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.service.tls import RenewedCertificates
+from pipelinerl.v1 import verifier_pb2 as pb
 from pipelinerl.v1 import verifier_pb2_grpc
-from pipelinerl.v1.verifier_pb2 import (
-    VERIFY_STATUS_BAD_REWARD,
-    VERIFY_STATUS_OK,
-    VERIFY_STATUS_UNSPECIFIED,
-    EpisodeRequest,
-    VerifyItem,
-    VerifyRequest,
-    VerifyResponse,
-    VerifyResult,
-    VerifyStatus,
-)
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +52,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
-def judged(sequence: Sequence, result: VerifyResult) -> Sequence:
+def judged(sequence: Sequence, result: pb.VerifyResult) -> Sequence:
     """Return the sequence with the verifier's result, whose status is OK."""
     return replace(
         sequence,
@@ -74,11 +64,11 @@ def judged(sequence: Sequence, result: VerifyResult) -> Sequence:
     )
 
 
-def result_of(sequence: Sequence) -> VerifyResult:
+def result_of(sequence: Sequence) -> pb.VerifyResult:
     """Return the result that `judged` merged into a sequence without a failure."""
-    return VerifyResult(
+    return pb.VerifyResult(
         sequence_id=sequence.sequence_id,
-        status=VERIFY_STATUS_OK,
+        status=pb.VERIFY_STATUS_OK,
         reward=sequence.reward,
         components=sequence.reward_components,
         metrics=sequence.metrics,
@@ -89,7 +79,7 @@ def result_of(sequence: Sequence) -> VerifyResult:
 
 def status_name(status: int) -> str:
     """Return the name of a `VerifyStatus` in lower case without its prefix."""
-    return VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
+    return pb.VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
 
 
 class VerifierAway(ServiceError):
@@ -116,7 +106,7 @@ class VerifierClient:
     async def __aexit__(self, *exc: object) -> None:
         await self._channel.close()
 
-    async def verify(self, items: list[VerifyItem]) -> list[VerifyResult]:
+    async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
         """Return one result per item, in order. If its status is OK, its reward is within `MOST_REWARD`, otherwise 0.
 
         Retries without end while the verifier is unreachable, full or late; cancel the task to stop it. Raises `ServiceError`
@@ -124,30 +114,30 @@ class VerifierClient:
         """
         if not items:
             return []
-        request = VerifyRequest(items=items)
+        request = pb.VerifyRequest(items=items)
         if request.ByteSize() > MAX_MESSAGE_BYTES:
             raise ServiceError(f"a batch of {request.ByteSize()} bytes exceeds {MAX_MESSAGE_BYTES}; send fewer items")
         return _results(items, await self._call_until_answered(request))
 
-    async def run_episode(self, request: EpisodeRequest, timeout_s: float) -> VerifyResult:
+    async def run_episode(self, request: pb.EpisodeRequest, timeout_s: float) -> pb.VerifyResult:
         """Run an episode by one call, and return its result. Raises `VerifierAway` if another call may succeed, `ServiceError`
         if the verifier refuses it, `MessageError` if the answer is for another item."""
         try:
             with self._tries() as stub:
-                result: VerifyResult = await stub.RunEpisode(request, timeout=timeout_s, wait_for_ready=True)
+                result: pb.VerifyResult = await stub.RunEpisode(request, timeout=timeout_s, wait_for_ready=True)
         except aio.AioRpcError as error:
             kind = VerifierAway if error.code() in (*_AWAY, *_DOUBTFUL) else ServiceError
             raise kind(f"verifier {self.target} did not run {request.sequence_id}: {self._text(error)}") from error
-        return _results([request], VerifyResponse(results=[result]))[0]
+        return _results([request], pb.VerifyResponse(results=[result]))[0]
 
-    async def _call_until_answered(self, request: VerifyRequest) -> VerifyResponse:
+    async def _call_until_answered(self, request: pb.VerifyRequest) -> pb.VerifyResponse:
         doubtful, deadline_s = 0, DEADLINE_S
 
-        async def call() -> VerifyResponse:
+        async def call() -> pb.VerifyResponse:
             nonlocal doubtful, deadline_s
             try:
                 with self._tries() as stub:
-                    answer: VerifyResponse = await stub.Verify(request, timeout=deadline_s)
+                    answer: pb.VerifyResponse = await stub.Verify(request, timeout=deadline_s)
                 return answer
             except aio.AioRpcError as error:
                 doubtful += error.code() in _DOUBTFUL
@@ -188,18 +178,18 @@ class VerifierClient:
         return explained(error, self._tls_dir) if isinstance(error, aio.AioRpcError) else str(error)
 
 
-def _results(items: Iterable[VerifyItem | EpisodeRequest], response: VerifyResponse) -> list[VerifyResult]:
+def _results(items: Iterable[pb.VerifyItem | pb.EpisodeRequest], response: pb.VerifyResponse) -> list[pb.VerifyResult]:
     asked = [item.sequence_id for item in items]
     answered = [result.sequence_id for result in response.results]
     if asked != answered:
         raise MessageError("VerifyResponse", "results", f"asked about {asked[:3]}..., answered {answered[:3]}...")
     for result in response.results:
-        if result.status not in VerifyStatus.values() or result.status == VERIFY_STATUS_UNSPECIFIED:
+        if result.status not in pb.VerifyStatus.values() or result.status == pb.VERIFY_STATUS_UNSPECIFIED:
             raise MessageError("VerifyResult", "status", f"{result.status} for {result.sequence_id}")
         is_usable = all(abs(value) <= MOST_REWARD for value in (result.reward, *result.components.values()))  # NaN is not
-        if result.status == VERIFY_STATUS_OK and not is_usable:
-            result.status = VERIFY_STATUS_BAD_REWARD
+        if result.status == pb.VERIFY_STATUS_OK and not is_usable:
+            result.status = pb.VERIFY_STATUS_BAD_REWARD
             result.message = f"the verifier answered a reward of {result.reward} with {dict(result.components)}"[:500]
-        if result.status != VERIFY_STATUS_OK:
+        if result.status != pb.VERIFY_STATUS_OK:
             result.reward = 0.0
     return list(response.results)
