@@ -139,10 +139,6 @@ class OpenGroup:
     """Position of its newest message on PROMPTS, which may have been consumed; None before it is published."""
     members: dict[int, Sequence] = field(default_factory=dict)
 
-    @property
-    def missing(self) -> list[int]:
-        return [index for index in range(self.num_samples) if index not in self.members]
-
 
 class SequenceTracker:
     """The ledger, the open groups and figures about ended sequences. `record` is called with each event for the journal.
@@ -215,7 +211,8 @@ class SequenceTracker:
     def missing(self, group_id: str, run: str, failure: str) -> list[Sequence]:
         """Return a failed sequence for each missing sample of an open group; none for other groups."""
         group = self.open_groups.get(group_id, OpenGroup(0))
-        return [failed_sample(run, group_id, index, group.num_samples, failure) for index in group.missing]
+        missing = [index for index in range(group.num_samples) if index not in group.members]
+        return [failed_sample(run, group_id, index, group.num_samples, failure) for index in missing]
 
     def held(self) -> tuple[Sequence, ...]:
         """Return the samples of open groups that have arrived, which a checkpoint stores beside `to_state`."""
