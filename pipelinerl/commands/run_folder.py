@@ -56,8 +56,7 @@ def _audit(args: argparse.Namespace) -> int:
     import asyncio
     import json
 
-    from pipelinerl.audit.audit import audit_run
-    from pipelinerl.audit.report import as_json, lines
+    from pipelinerl.audit.audit import as_json, audit_run, lines
     from pipelinerl.local.processes import living_names
 
     run = run_name(args.run_dir)
