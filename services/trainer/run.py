@@ -1,8 +1,8 @@
 """A training run: its parts, how they are connected, and the order from start to end.
 
-Start: take over from an earlier trainer (`takeover.py`), wait for actors, then issue prompts and send the first version. End:
-last evaluation, checkpoint, summary, `end` on the control channel. An early stop finishes the running step and writes a
-checkpoint, if both fit within `stop_checkpoint_s`; the summary is written before and after that.
+Start: take over from an earlier trainer, wait for actors, then issue prompts and send the first version. End: last evaluation,
+checkpoint, summary, `end` on the control channel. An early stop finishes the running step and writes a checkpoint, if both fit
+within `stop_checkpoint_s`; the summary is written before and after that.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.checkpoint.checkpointer import link_export
+from services.trainer.checkpoint.files import link_export
 from services.trainer.checkpoint.run_state import Start, evaluates_first, note_training_began
-from services.trainer.checkpoint.uploads import Uploads
+from services.trainer.checkpoint.store import Uploads
 from services.trainer.data.evaluation import ActorClient, Evaluator
 from services.trainer.data.feeder import Feeder, heldout_problems, training_problems
 from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.loop import OptimizerLoop
+from services.trainer.reporting.metrics import RunView
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.reporting.run_view import RunView
 from services.trainer.server import TrainerService
 from services.trainer.stream_upkeep import StreamUpkeep
-from services.trainer.takeover import Takeover
 from services.trainer.weight_sync.updater import WeightUpdater
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class TrainingRun:
         start: Start,
         recorder: Recorder,
     ) -> None:
-        self._settings, self._recipe, self._bus, self._start = settings, recipe, bus, start
+        self._settings, self._recipe, self._bus, self._journal, self._start = settings, recipe, bus, journal, start
         self._incarnation = start.lineage.incarnation
         self._publishing = asyncio.Lock()
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
@@ -94,9 +93,21 @@ class TrainingRun:
         self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
         self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder.metrics.uploads)
-        self.takeover = Takeover(run_dir, recipe, bus, journal, start, self.feeder, self.intake, recorder, self.uploads)
         self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client)
-        self.loop = OptimizerLoop(recipe, policy, self.intake, self.feeder, updater, self.evaluator, recorder, self.takeover)
+        self.loop = OptimizerLoop(
+            recipe,
+            run_dir,
+            start,
+            journal,
+            bus,
+            policy,
+            self.intake,
+            self.feeder,
+            updater,
+            self.evaluator,
+            recorder,
+            self.uploads,
+        )
         self.upkeep = StreamUpkeep(bus, tracker, self.intake, recorder, self.loop.checkpoints)
         recorder.watch(self.view)
 
@@ -146,7 +157,8 @@ class TrainingRun:
             finished = await self._train(stop)
         finally:
             summary = self.recorder.write_summary(finished=finished)
-            self.takeover.end(self.loop.version, finished=finished)
+            self._journal.write({"event": "end", "version": self.loop.version, "finished": finished})
+            self._journal.flush()
             self.recorder.end(summary, finished=finished)
             try:
                 await self._say_end(finished)
@@ -161,7 +173,7 @@ class TrainingRun:
     async def _train(self, stop: asyncio.Event) -> bool:
         """Train, and return whether the run finished. False: it was stopped early."""
         try:
-            await unless_stopped(self.takeover.begin(self.loop.checkpoints), stop)
+            await unless_stopped(self.loop.take_over(), stop)
         except StartStopped:  # stopped early, perhaps while NATS was away
             return False
         async with asyncio.TaskGroup() as tasks:

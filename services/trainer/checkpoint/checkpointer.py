@@ -34,7 +34,7 @@ from pipelinerl.audit.journal import Journal
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.recipe.fields import CheckpointConfig
 from pipelinerl.run_dir import CHECKPOINTS, resumable
-from services.trainer.checkpoint.files import link_tree, replacing, sync_folder, sync_tree
+from services.trainer.checkpoint.files import replacing, sync_folder, sync_tree
 from services.trainer.checkpoint.run_state import RESUME, RunState, Start
 from services.trainer.distributed.world import ADAPTER, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.lora import has_adapters, peft_config
@@ -197,13 +197,6 @@ class Checkpointer:
     def _ended(self, task: asyncio.Task[WrittenCheckpoint]) -> None:
         if not task.cancelled() and task.exception() is not None:
             log.error("%s; the previous one is kept", task.exception())
-
-
-def link_export(step_folder: Path, folder: Path) -> Path:
-    """Make `folder` the policy's export from a checkpoint. Files are hard links if possible, otherwise copies."""
-    with replacing(folder) as partial:
-        link_tree(step_folder, partial, RESUME)
-    return folder
 
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"

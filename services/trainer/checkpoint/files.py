@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.run_dir import RUN_STATE
+
 
 def write_json_durably(path: Path, value: Mapping[str, Any], mode: int = 0o666) -> None:
     """Replace `path` atomically. After a crash, the old or the new file exists. `mode`: file mode before the umask."""
@@ -89,3 +91,10 @@ def tidy(parent: Path) -> None:
             os.replace(replaced, folder)
     for path in (*parent.glob(f".*{_PARTIAL}*"), *parent.glob(f".*{_REPLACED}*")):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def link_export(step_folder: Path, folder: Path) -> Path:
+    """Make `folder` the policy's export from a checkpoint, without the training state."""
+    with replacing(folder) as partial:
+        link_tree(step_folder, partial, RUN_STATE.parent.name)
+    return folder

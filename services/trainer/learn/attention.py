@@ -9,17 +9,23 @@ variable-length flash kernel is used, without padding.
 Sequences with the same prompt may share the prompt's tokens in the packed row. Attention gathers the prompt's tokens for each
 of these sequences, and its backward pass adds up the gradients of their keys and values.
 
-transformers provides flex and flash_attention_2, and `model.py` selects them. Attention dropout is not supported.
+If ranks share a row, all-to-all exchanges around attention turn [tokens / P, heads] into [tokens, heads / P] and back, so that
+any attention over whole sequences can be used (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank of the row collects all scores
+and computes the same loss. Gradients flow only through a rank's own part, so that the gradients of all ranks add up.
+
+transformers provides flex and flash_attention_2, and `model.py` selects them. Attention dropout, and ring attention for more
+ranks than heads, are not supported.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
@@ -58,12 +64,82 @@ class Slots:
     if each token has one slot."""
 
 
-class SharedRow(Protocol):
-    """Exchange between ranks that share a row. Each has a part of the tokens outside attention, and of the heads inside."""
+class _AllToAll(torch.autograd.Function):
+    """Map x [P, ...]: part p is sent to rank p, and the part received from rank p becomes part p of the result. The map is its
+    own inverse and transpose."""
 
-    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]: ...
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        result = torch.empty_like(x)
+        dist.all_to_all_single(result, x, group=group)
+        return result
 
-    def to_tokens(self, x: Tensor) -> Tensor: ...
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grads[0].contiguous(), ctx.group), None
+
+
+def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
+    """Return how often to repeat each key-value head so that the heads divide among `ranks`. Raises `FieldError`."""
+    if query_heads % ranks:
+        fix = f"does not divide the {query_heads} attention heads of the model; use a divisor of them"
+        raise FieldError("trainer.context_parallel", ranks, fix)
+    share = query_heads // key_heads
+    return next(repeat for repeat in range(1, share + 1) if share % repeat == 0 and key_heads * repeat % ranks == 0)
+
+
+class Collected(torch.autograd.Function):
+    """Map x [k, own tokens] → [k, tokens of all ranks]. Backward returns the gradient of the rank's own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], rank: int, group: Any) -> Tensor:
+        ctx.own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        padded = x.new_zeros((x.shape[0], max(counts)))
+        padded[:, : x.shape[1]] = x
+        everything = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(everything, padded, group=group)
+        return torch.cat([part[:, :count] for part, count in zip(everything, counts, strict=True)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0][:, ctx.own].contiguous(), None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class RowPart:
+    """Rank `index` of the `ranks` that share each row."""
+
+    index: int
+    ranks: int
+    group: Any
+
+    def tokens(self, length: int) -> slice:
+        """Return this rank's slice of a row of `length` tokens, which must be a multiple of `ranks`."""
+        own, rest = divmod(length, self.ranks)
+        assert not rest, "the row is padded to a multiple of its ranks"
+        return slice(self.index * own, (self.index + 1) * own)
+
+    def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
+        """Return how many of `predictors` (int64[C], ascending) lie in each part of a row of `length` tokens. Waits for the
+        device unless there is a `host` copy of them."""
+        places = predictors.cpu().numpy() if host is None else host
+        edges = np.arange(1, self.ranks) * (length // self.ranks)
+        ends = [*np.searchsorted(places, edges).tolist(), len(places)]
+        return np.diff(ends, prepend=0).tolist()
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Map each [tokens / P, heads, dim] → [tokens, heads / P, dim]. Key-value heads are repeated as often as needed to
+        divide among the ranks."""
+        repeats = key_repeats(query.shape[1], key.shape[1], self.ranks)
+        key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+        parts = (x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous() for x in (query, key, value))
+        return tuple(_AllToAll.apply(part, self.group).flatten(0, 1) for part in parts)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Map [tokens, heads / P, dim] → [tokens / P, heads, dim]."""
+        parts = x.unflatten(0, (self.ranks, -1)).contiguous()
+        return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +153,7 @@ class PackedLayout:
     longest: int
     places: NDArray[np.int64] | None = None
     """[sum of lengths]: place in the row of each token of each sequence. None if no tokens are shared."""
-    part: SharedRow | None = None
+    part: RowPart | None = None
     """Set if ranks share the row. Each rank has a part of the tokens, and attends to all tokens with a part of the heads."""
 
     @cached_property

@@ -33,9 +33,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from pipelinerl.errors import FieldError
-from services.trainer.learn.attention import VARLEN, forward_arguments, on_device
+from services.trainer.learn.attention import VARLEN, Collected, RowPart, forward_arguments, on_device
 from services.trainer.learn.batch import TokenRow, token_row
-from services.trainer.learn.context_parallel import Collected, RowPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,12 +120,13 @@ class Policy(nn.Module):
         ranks must call this together. Ranks that share a row must pass the same row."""
         if self.part is None:
             return TokenScores(*self(row, predictors, targets, temperature, entropy_grad))
-        counts = self.part.counts(row, predictors)
-        first = sum(counts[: self.part.index])
-        own = slice(first, first + counts[self.part.index])
-        own_predictors = predictors[own] - self.part.tokens(row).start
-        scores = self(self.part.of(row), own_predictors, targets[own], temperature, entropy_grad)
-        return TokenScores(*Collected.apply(torch.stack(scores), counts, self.part.index, self.part.group))
+        part, length = self.part, row.input_ids.shape[1]
+        counts = part.counts(length, predictors, row.predictors)
+        first, tokens = sum(counts[: part.index]), part.tokens(length)
+        own = slice(first, first + counts[part.index])
+        own_row = TokenRow(row.input_ids[:, tokens], row.position_ids[:, tokens], replace(row.layout, part=part))
+        scores = self(own_row, predictors[own] - tokens.start, targets[own], temperature, entropy_grad)
+        return TokenScores(*Collected.apply(torch.stack(scores), counts, part.index, part.group))
 
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool

@@ -7,8 +7,8 @@ scrape, on the HTTP thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -27,9 +27,9 @@ from pipelinerl.run_summary import StepRecord
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading, Values
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
+from services.trainer.checkpoint.store import CHECKPOINT_SECONDS, UploadMetrics
 from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.step import TRAIN
-from services.trainer.reporting.run_view import RunView
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.membership import MEMBER_STATES, UpdateRecord
 
@@ -192,10 +192,6 @@ def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, fl
     return {**{reason: float(count) for reason, count in ordered[:most]}, **({OTHER: float(rest)} if rest else {})}
 
 
-CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""Bucket edges: from a checkpoint of megabytes, up to a large model on a slow disk."""
-
-
 def phase_name(phase: int) -> str:
     """Return the name of a `TrainerPhase` in lower case without its prefix. Pure."""
     return trainer_pb2.TrainerPhase.Name(phase).removeprefix("TRAINER_PHASE_").lower()
@@ -234,32 +230,6 @@ class CheckpointMetrics:
         self._version.set(written.version)
         self._at.set(self._clock_s())
         self._seconds.observe(written.seconds)
-
-
-class UploadMetrics:
-    """Uploads of checkpointed models to the store in `checkpoint.upload`."""
-
-    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
-        self._clock_s = clock_s
-        text, outcomes = "Attempts to upload a checkpoint.", ("uploaded", "failed")
-        self._tries = metrics.counter("checkpoint_uploads_total", text, {"outcome": outcomes}, unit="tries")
-        self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
-        self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
-        text = "Time to upload and verify one checkpoint."
-        self._seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
-
-    def took_over(self, version: int, at_s: float) -> None:
-        """Restore the last upload by an earlier trainer of this run."""
-        self._version.set(version)
-        self._at.set(at_s)
-
-    def uploaded(self, version: int, seconds: float) -> None:
-        self.took_over(version, self._clock_s())
-        self._tries.labels("uploaded").inc()
-        self._seconds.observe(seconds)
-
-    def failed(self) -> None:
-        self._tries.labels("failed").inc()
 
 
 STREAMS = ("prompts", "sequences")
@@ -317,6 +287,55 @@ class TokenLagHistogram(Collector):
         edges = [*(f"{float(edge)}" for edge in LAG_EDGES), "+Inf"]
         buckets = list(zip(edges, map(float, accumulate(counts)), strict=True))
         yield HistogramMetricFamily(self._name, self.TEXT, buckets=buckets, sum_value=float(total))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """State of a run at one moment, for scrapes, the page and gRPC callers. `TrainingRun.view` makes it on any thread."""
+
+    version: int
+    """Optimizer steps taken."""
+    waiting_for: str
+    """Event or data that the trainer waits for; empty if it is not waiting."""
+    served_version: int | None
+    """Newest version that every member serves; None before the first."""
+    epoch: int
+    num_members: int
+    """Members of the epoch."""
+    states: Mapping[str, str]
+    """State of each registered actor, one of `MEMBER_STATES`."""
+    serving: Collection[str]
+    """Actors that serve the newest served version."""
+    evictions: int
+    counts: LedgerCounts
+    reasons: Mapping[Outcome, Mapping[str, int]]
+    """Sequences of the whole run by outcome and reason. Sequences without a reason are left out."""
+    tokens: Mapping[str, int]
+    """Completion tokens by outcome of their sequence, since this start."""
+    tokens_arrived: int
+    """Completion tokens that reached the trainer since this start."""
+    position: int
+    """Position of the last message read from SEQUENCES."""
+    bad_messages: int
+    failures: Mapping[str, str]
+    """For each reason, one example message of a failed sequence or refused prompt."""
+    quarantined: int
+    """Number of actors in quarantine."""
+    ready_groups: int
+    allowance_by_version: int
+    """Number of groups that the staleness bound alone would allow to issue now."""
+    in_flight: int
+    in_flight_limit: int | None
+    holds_actors_back: bool
+    """True if the freshness limit keeps actors from getting more prompts."""
+    upload_waiting_s: float | None
+    """Time that a checkpoint has been waiting for its upload; None without uploads."""
+
+    @property
+    def member_states(self) -> dict[str, int]:
+        """Return the number of registered actors by state, for each of `MEMBER_STATES`."""
+        states = list(self.states.values())
+        return {state: states.count(state) for state in MEMBER_STATES}
 
 
 class StateMetric(NamedTuple):

@@ -26,14 +26,12 @@ from pipelinerl.run_summary import METRICS, SAMPLES, RunFiles, RunTotals, StepRe
 from pipelinerl.service.logs import LogContext
 from pipelinerl.v1 import trainer_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, sampled_sequences
-from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
+from services.trainer.reporting.metrics import RunView, TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
-from services.trainer.reporting.run_view import RunView
 from services.trainer.reporting.samples import Sample, has_tokens, heldout_sample, trained_sample, without_tokens
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
@@ -165,9 +163,6 @@ class Recorder:
         """Record the end of a measurement (evaluation or probe) that held commits of later versions for `seconds`."""
         self._arrived["commits_held_s"] += seconds
         self.totals.add_events({"commits_held_s": seconds})
-
-    def checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self.metrics.checkpoints.written(written)
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
         """Record the end of the run in every sink. Call this last."""
