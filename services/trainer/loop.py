@@ -1,10 +1,10 @@
 """The optimizer loop: take batches, step, send versions, evaluate, record.
 
 The loop takes batches from `Intake`, and produces policy versions for `WeightUpdater` and one record per step. It waits for a
-full batch. Before it offers a version, it also waits until all remaining actors serve the previous version. If a measurement
-holds the previous version, the loop goes on instead, and actors get a later version after the measurement. Sending overlaps
-with the next batch, except in conventional mode (the paper's baseline). A single compute thread makes all calls to the model.
-Checkpoints are taken between two steps.
+full batch and, before it offers a version, until all remaining actors serve the previous one. If a measurement holds the
+previous version, the loop goes on instead, and actors get a later version after the measurement. Sending overlaps with the next
+batch, except in conventional mode. A single compute thread makes all calls to the model. Checkpoints are taken between two
+steps.
 
 Before the first step, the loop takes over the state of a checkpoint and the contents of the streams from the run's previous
 trainer. For the next trainer it writes the journal and captures the non-tensor part of checkpoints.
@@ -94,31 +94,27 @@ class OptimizerLoop:
             run_dir, recipe.checkpoint, journal, start, begin, self._capture, self._checkpoint_written
         )
         self._unrecorded: Callable[[], None] = lambda: None
-        """Writes the record of the last computed step, if that is not written yet."""
+        """Writes the record of the last computed step, unless it is already written."""
         self._batch_at = time.monotonic()
-        """Time at which the last step got its batch."""
         self._base: Logprobs | None = None
-        """Log-probabilities of the probe from which the policy's change is measured: those of the base weights, or if there are
-        no adapters, those from before this process's first step."""
+        """Log-probabilities of the probe from which the policy's change is measured: by the base weights, or without adapters
+        by this process's first version."""
         self._carried_s: dict[str, float] = {}
         """Seconds spent after the last step. They count in the next step's record."""
         self._passed_over = False
         """True if the current version was not sent because a measurement holds the previous one."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
-        """Number of skipped steps since the last applied step."""
         self._closed = self.stopping = False
         self.version = start.version
         self.waiting_for = "actors"
 
     @property
     def measuring(self) -> bool:
-        """Return whether an evaluation or a probe is in progress."""
         return self._measuring is not None and not self._measuring.done()
 
     async def take_over(self) -> int:
         """Record the start in the journal, take over the previous trainer's work, and return the number of groups published
-        again. If the streams were recreated, the positions of the kept checkpoints are reset. Waits while NATS is
-        unreachable."""
+        again. If the streams were recreated, the checkpoints' positions are reset. Waits while NATS is unreachable."""
         start, feeder, intake = self._start, self._feeder, self._intake
         said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": start.journal_bytes}
         self.journal.write({"event": "start", **said})
@@ -135,7 +131,7 @@ class OptimizerLoop:
         return await self._adopt(reserved) if start.again else 0
 
     async def _adopt(self, reserved: int) -> int:
-        """Take over the previous incarnation's groups by what is on the streams. Return how many were published again."""
+        """Take over the previous incarnation's groups from the streams. Return how many were published again."""
         intake, incarnation = self._intake, self._start.lineage.incarnation
         position, prompts, arrived = await retry_forever(lambda: scan_in_flight(self._bus, intake.position), "read the streams")
         if position < intake.position:
@@ -173,15 +169,14 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Send heartbeats to the other ranks until cancelled, since this rank may wait long for actors or sequences. Return at
-        once if there are no other ranks. Raises `RuntimeError` if one of them is gone."""
+        """Send heartbeats to the other ranks, if any, since this rank may wait long for sequences. Raises `RuntimeError` if one
+        of them is gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.heartbeat)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError` if it cannot
-        be written, or if the run has ended."""
+        """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError`."""
         try:
             if self._closed:
                 raise ServiceError(RUN_ENDED)
@@ -193,8 +188,7 @@ class OptimizerLoop:
             raise
 
     async def dismiss(self, timeout_s: float) -> None:
-        """Order the other ranks to end after their current computation. If a rank does not get the order in time, it loses its
-        connection."""
+        """Order the other ranks to end. If a rank does not get the order in time, it loses its connection."""
         if self._policy.num_ranks > 1:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -262,8 +256,7 @@ class OptimizerLoop:
             await self._offer_when_measured()
 
     def _capture(self) -> RunState:
-        """Capture all state except tensors, between two steps. Write the last step's record first, so that the figures include
-        that step."""
+        """Capture all state except tensors. The last step's record is written first, so that the figures include it."""
         self._unrecorded()
         self.journal.flush()
         figures = {
@@ -295,8 +288,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the version. Do not send it if a measurement holds the previous version, which is already staged. If
-        the version is itself to be measured, first wait for that measurement to end."""
+        """Begin to send the version, unless a measurement holds the previous one, which is already staged. A version that is
+        itself to be measured waits for that measurement to end."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -330,8 +323,7 @@ class OptimizerLoop:
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:
-        """Compare the first version as actors serve it with the trainer's weights, before any training. Raises `FieldError` if
-        the policies differ."""
+        """Compare the first version as actors serve it with the trainer's weights. Raises `FieldError` if they differ."""
         self._base = await self._probe_scores(adapters=False)
         if (trained := await self._probe_scores()) is None:
             return
@@ -370,7 +362,6 @@ class OptimizerLoop:
             await task
 
     async def _measure_version(self, version: int, trained: Logprobs | None, evaluate: bool) -> None:
-        """Probe and evaluate one version. `trained`: the trainer's log-probabilities of the probe."""
         async with self._updater.hold_when_served(version):
             began_at = time.monotonic()
             if trained is not None and (parity := await self._evaluator.parity(version, trained, self._base)) is not None:

@@ -1,16 +1,13 @@
-"""The policy as the optimizer loop uses it, over torch; and loading, checking and sharding the model on every rank.
-
-`Learner` takes steps and scores, on all ranks. On rank 0, `PolicyTrainer` adds checkpoints, and snapshots for actors. All
-methods block. Call them on one thread, except `Learner.prepare` and the writing of a copied checkpoint.
+"""The policy as the optimizer loop uses it, and loading, checking and sharding the model on every rank. All methods of
+`PolicyTrainer` block. Call them on one thread, except the writing of a copied checkpoint.
 
 Rank 0 loads the weights and finds out how to call the model. It tells the other ranks, which read only the model's
 configuration. A single rank keeps whole weights on its device. A state to resume from is restored last, because the reference
 of the KL term is the initial policy.
 
-Shards are FSDP2's (`torch.distributed.fsdp.fully_shard`). The weights go from rank 0's host memory to all ranks, layer by
-layer, and each rank keeps its shard. So no device ever holds more than one whole layer, or the whole rest outside the layers.
-Trained weights are stored in float32 and computed in the recipe's dtype. Their gradients are summed in float32, not averaged,
-because each term of the loss already has its weight within the whole step.
+Shards are FSDP2's. The weights go from rank 0's host memory to all ranks, layer by layer, so no device ever holds more than one
+whole layer, or the whole rest outside the layers. Trained weights are stored in float32 and computed in the recipe's dtype.
+Their gradients are summed in float32, not averaged, because each term of the loss already has its weight within the whole step.
 """
 
 from __future__ import annotations
@@ -89,7 +86,6 @@ class PolicyTrainer:
         self.num_ranks = learner.world.layout.size
         self._converted = frozenset() if sends_adapter(recipe) else converted_parameters(learner.policy.model)
         self._version: int | None = None
-        """Version of the weights; None before this process's first step."""
         self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
@@ -102,11 +98,10 @@ class PolicyTrainer:
         return figures
 
     def heartbeat(self) -> None:
-        """Send the other ranks a heartbeat instead of an order."""
         self.learner.order(HEARTBEAT)
 
     def end(self) -> None:
-        """Order the other ranks to end. Wait for a checkpoint that is being written; drop a checkpoint that is only staged."""
+        """Order the other ranks to end, and wait for a checkpoint that is being written."""
         self.learner.order(END)
         self._state.end()
 
@@ -120,10 +115,9 @@ class PolicyTrainer:
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
         """Copy the training state and the export of the current weights, which must be of `version`, on all ranks.
 
-        Return a function that writes the export into an existing folder, and the training state into `resume/state` below it.
-        Call that function at most once, before the next checkpoint begins, on a thread that does not compute. When it returns,
-        the state is durable, but the caller must sync the files of the export. It raises `OSError`, and `ServiceError` if a
-        rank cannot write.
+        Return a function that writes both into an existing folder. Call it at most once, before the next checkpoint begins, on
+        a thread that does not compute. When it returns, the state is durable, but the caller must sync the files of the export.
+        It raises `OSError`, and `ServiceError` if a rank cannot write.
         """
         assert self._version in (None, version), f"weights of {self._version}, the rest of version {version}"
         self._state.stage()
@@ -144,8 +138,8 @@ class PolicyTrainer:
 def load_policy_trainer(
     recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
 ) -> PolicyTrainer:
-    """Rank 0: load model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint. Raises `FieldError` for a
-    mistake of the user, and `ServiceError` if the checkpoint cannot be read."""
+    """Rank 0: load model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint. Raises `FieldError`, and
+    `ServiceError` if the checkpoint cannot be read."""
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
@@ -169,8 +163,8 @@ def load_policy_trainer(
 def weight_sender(
     learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
 ) -> WeightSender:
-    """Return the sender of this learner's weights or adapters to actors. Its snapshots are further copies of the weights. With
-    sharded weights, snapshots are kept in host memory, because the one device that sends may lack room."""
+    """Return the sender of this learner's weights or adapters. With sharded weights, snapshots are kept in host memory, because
+    the one device that sends may lack room."""
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
@@ -200,11 +194,9 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
-    """Return this rank's learner for the model in folder (or hub id) `source`, with the state in folder `resume`.
-
-    All ranks must call this, but only rank 0 passes `resume`. `revision`: the pod template's revision, if there is a pod.
-    Raises `FieldError`, `ServiceError` if ranks differ in pipelinerl version, recipe or revision, and the errors of `restore`.
-    """
+    """Return this rank's learner for the model in folder (or hub id) `source`, with the state in folder `resume`, which only
+    rank 0 passes. All ranks must call this. `revision`: the pod template's, if there is a pod. Raises `FieldError`,
+    `ServiceError` if ranks differ in pipelinerl version, recipe or revision, and the errors of `restore`."""
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
@@ -246,7 +238,6 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: P
 
 
 def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: Path | None) -> Learner:
-    """Return the learner for a policy that is not sharded yet."""
     if recipe.algorithm.advantage == "value":
         add_value_head(whole)
         if whole.device.type != "meta":  # saved beside the model, or new
@@ -281,7 +272,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
 
 def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
     """Raise `FieldError` if this rank's device cannot hold its part of weights, gradients and optimizer state. Warn if they
-    leave little memory for activations. A CPU is not checked."""
+    leave little for activations."""
     if world.device.type != "cuda":
         return
     parameters = sum(parameter.numel() for parameter in whole.parameters())
@@ -295,7 +286,6 @@ def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
 
 
 def rank_device(local_rank: int) -> torch.device:
-    """Return this rank's GPU, or the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
@@ -308,11 +298,9 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
-    """Shard `policy` over the ranks of `world`. All ranks must call this. The policy then computes in `dtype`.
-
-    `reshard`: drop gathered weights after each forward pass and gather them again for the backward pass, which saves memory but
-    costs traffic. Raises `FieldError` if the model's heads do not divide among the ranks of a row.
-    """
+    """Shard `policy` over the ranks of `world`, which all must call this. The policy then computes in `dtype`. `reshard`: drop
+    gathered weights after each forward pass and gather them again for the backward pass, which saves memory but costs traffic.
+    Raises `FieldError` if the model cannot be sharded."""
     assert world.mesh is not None, "one rank alone has nothing to shard"
     model = policy.model
     model.config.use_cache = False
@@ -339,8 +327,7 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
 
 
 def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | None:
-    """Return this rank's part of each row; None if each rank has whole rows. Raises `FieldError` if ranks cannot share rows of
-    this model."""
+    """Return this rank's part of each row; None if each rank has whole rows. Raises `FieldError`."""
     layout = world.layout
     if layout.sequence_ranks == 1:
         return None
@@ -359,7 +346,7 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
 
 def _bring(modules: Iterable[nn.Module], world: World) -> None:
     """Copy rank 0's parameters and buffers of `modules`, without submodules, to every rank's device. Tied tensors stay tied. No
-    reference is kept, so that sharding can free the whole tensors."""
+    reference is kept, so that sharding can free them."""
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept, so that its id is not reused
     for module in modules:
         for named in (module.named_parameters, module.named_buffers):
@@ -370,7 +357,6 @@ def _bring(modules: Iterable[nn.Module], world: World) -> None:
 
 
 def _from_first(tensor: Tensor, world: World) -> Tensor:
-    """Return rank 0's `tensor` on this rank's device, as a parameter if it is a parameter."""
     dtype = torch.float32 if tensor.requires_grad else tensor.dtype
     if world.is_first:
         here = tensor.detach().to(world.device, dtype)

@@ -1,8 +1,7 @@
 """`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
 
 The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has
-a name, and a failed check says where to look. The test consumes nothing from the streams and does not change the run. The
-presence of the run's streams shows that NATS has its volumes.
+a name, and a failed check says where to look. The run is not changed.
 """
 
 from __future__ import annotations
@@ -146,8 +145,7 @@ async def check_episodes(address: str) -> str:
 
 
 async def check_policies(closed: str) -> str:
-    """Check that an address is closed to this pod. The address serves only actors and the trainer. It is up once the trainer is
-    ready, which another check tests."""
+    """Check that an address, which serves only actors and the trainer, is closed to this pod."""
     if not await answers(closed, CLOSED_S):
         return f"{closed} is closed to this pod"
     raise CheckError(
@@ -175,7 +173,7 @@ def checks(settings: TrainerSettings, options: argparse.Namespace) -> dict[str, 
 
 
 async def failures(every: dict[str, Check]) -> list[str]:
-    """Run all checks, print a line for each, and return the names of those that failed."""
+    """Run all checks, print a line for each, and return the failed ones."""
     failed = []
     for name, check in every.items():
         try:
@@ -188,7 +186,6 @@ async def failures(every: dict[str, Check]) -> list[str]:
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments. Checks without their argument are skipped."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer.release_test", description=__doc__)
     parser.add_argument("--no-volume", action="store_true", help="skip the volume, which only the trainer's pod may mount")
     parser.add_argument("--actor-login", type=Path, metavar="FILE", help="the actors' user and password for NATS")

@@ -1,8 +1,7 @@
 """A training run: its parts, how they are connected, and the order from start to end.
 
-Start: take over from an earlier trainer, wait for actors, then issue prompts and send the first version. End: last evaluation,
-checkpoint, summary, `end` on the control channel. An early stop finishes the running step and writes a checkpoint, if both fit
-within `stop_checkpoint_s`; the summary is written before and after that.
+An early stop finishes the running step and writes a checkpoint, if both fit within `stop_checkpoint_s`; the summary is written
+before and after that.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ HEARTBEATS_ALONE = "departed actors are noticed by their own message or by a mis
 
 
 class TrainingRun:
-    """The run's parts and their connections. Each part is created after the parts that it uses."""
-
     def __init__(
         self,
         settings: TrainerSettings,
@@ -117,7 +114,6 @@ class TrainingRun:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     def view(self) -> RunView:
-        """Return the current state. May be called on any thread."""
         loop, updater, feeder, intake, ledger = self.loop, self.updater, self.feeder, self.intake, self.tracker.ledger
         return RunView(
             version=loop.version,
@@ -147,7 +143,7 @@ class TrainingRun:
     # --- from start to end -------------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run until the end of the run, or until `stop`."""
+        """Run until the end of the run, or until `stop`. Uploads go on beside it."""
         async with self.uploads.running():
             await self._run(stop)
 
@@ -230,7 +226,6 @@ class TrainingRun:
         )
 
     async def _upload_last(self, stop: asyncio.Event) -> None:
-        """Wait until the run's result is uploaded, but at most `LAST_UPLOAD_S` seconds."""
         try:
             async with asyncio.timeout(LAST_UPLOAD_S):
                 await unless_stopped(self.uploads.all_done(), stop)
@@ -238,7 +233,7 @@ class TrainingRun:
             log.error("the run ends before its last checkpoint is uploaded; pipelinerl run --resume uploads it")
 
     async def _linger(self, stop: asyncio.Event) -> None:
-        """Answer requests until `stop`. The other ranks stay alive, too. Raises `RuntimeError` if one of them is gone."""
+        """Answer requests until `stop`. Raises `RuntimeError` if another rank is gone."""
         log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
@@ -269,8 +264,7 @@ class TrainingRun:
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _poll_actors(self) -> None:
-        """Pass the members' reported load to the recorder. Each actor is asked by its own task, so that an actor that does not
-        answer does not delay the others."""
+        """Pass the members' load to the recorder. Each actor is asked by its own task, so that none delays the others."""
         loads: dict[str, ActorState] = {}
         asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
@@ -285,7 +279,7 @@ class TrainingRun:
                 await asyncio.sleep(LOAD_EVERY_S)
 
     async def _ask_load(self, name: str, address: str, loads: dict[str, ActorState]) -> None:
-        """Update the actor's entry in `loads` over one channel until cancelled. After an error, open a new channel."""
+        """Update the actor's entry in `loads` until cancelled. After an error, open a new channel."""
         while True:
             try:
                 async with self._actor_client(name, address) as client:
@@ -308,8 +302,8 @@ class TrainingRun:
 
 
 async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) -> bool:
-    """Execute one part of the run and return True at its end. If the part fails after `stop` is set, for example because all
-    actors are gone, log the error and return False, so that it cannot prevent the checkpoint."""
+    """Execute one part of the run and return True. If it fails after `stop` is set, for example because all actors are gone,
+    log the error and return False, so that it cannot prevent the checkpoint."""
     try:
         await part
     except PipelineRLError as error:
@@ -321,11 +315,8 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:
-    """Remove an actor as soon as its pod is deleted, instead of when its heartbeat expires.
-
-    Without access to the API, membership relies on heartbeats alone, and one warning is logged. Run until cancelled, or return
-    at once if pods cannot be watched.
-    """
+    """Remove an actor as soon as its pod is deleted, instead of when its heartbeat expires. Without access to the API,
+    membership relies on heartbeats alone, and one warning is logged."""
     client = in_cluster(settings)
     if client is None:
         return

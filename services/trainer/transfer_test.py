@@ -1,9 +1,7 @@
 """`python -m services.trainer.transfer_test`: one pod sends bytes to another as a trainer sends weights to an actor.
 
-`helm test` runs this in two pods of the trainer's image if `test.transferPair.enabled` is set. Each pod has a GPU if the
-trainer has any. The pods meet in a group of `pipelinerl.transfer` with the backend, network interface and chunk size of the
-run. Pod 0 broadcasts, and pod 1 compares the received bytes. Each pod prints its stages, including a failed one. The run
-itself is not contacted.
+`helm test` runs this in two pods of the trainer's image if `test.transferPair.enabled` is set. They meet in a group with the
+backend, network interface and chunk size of the run. Pod 0 broadcasts, and pod 1 compares. The run is not contacted.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ def device(wanted: str, backend: str) -> tuple[Placement, Backend]:
 def meet(
     index: int, host: str, port: int, backend: Backend, own_host: str, placement: Placement, within_s: float
 ) -> WeightGroup:
-    """Return the group of both pods. Raises `StepError` if the other pod cannot be met."""
     spec = GroupSpec(host_port(host, port), "pair", index, 2, backend, own_host)
     try:
         return WeightGroup.connect(spec, within_s, placement=placement)

@@ -55,8 +55,8 @@ Digest: TypeAlias = tuple[int, str]
 
 
 def put_model(folder: Path, url: str) -> int:
-    """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes. A
-    model already at `url` counts as incomplete from the start. Raises `ServiceError`, and the store's `OSError`."""
+    """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes.
+    Raises `ServiceError`, and the store's `OSError`."""
     store, root = _open(url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -76,11 +76,8 @@ def put_model(folder: Path, url: str) -> int:
 
 
 def fetch_model(url: str, folder: Path) -> str:
-    """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of its actual folder.
-
-    Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged or is being replaced, and
-    the store's `OSError`.
-    """
+    """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of its actual folder. Raises
+    `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged, and the store's `OSError`."""
     store, root = _open(url)
     parent, _, name = root.rpartition("/")
     try:
@@ -101,11 +98,9 @@ def fetch_model(url: str, folder: Path) -> str:
 
 
 def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
-    """Fill the empty `folder` with the model `name` (from `model.name`), and return its source. Raises like `fetch_model`.
-
-    `name`: a URL, or a folder relative to `run_dir`'s parent, or else to the current folder. A run's `checkpoints/latest` means
-    its newest checkpoint.
-    """
+    """Fill the empty `folder` with the model `name` (from `model.name`): a URL, or a folder relative to `run_dir`'s parent, or
+    else to the current folder. A run's `checkpoints/latest` means its newest checkpoint. Return its source. Raises like
+    `fetch_model`."""
     if "://" in name:
         found = fetch_model(name, folder)
     else:
@@ -149,7 +144,6 @@ def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
 
 
 def _safe(name: str, url: str) -> str:
-    """Return the name if it is a relative path inside its folder. Raises `FieldError` otherwise."""
     if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
         raise FieldError("model.name", url, f"names a file {name!r}: it is not a model of this project")
     return name
@@ -178,7 +172,6 @@ def _write(store: FileSystem, path: str, content: dict[str, Any]) -> None:
 
 
 def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
-    """Read `source`, copy it to `target` if given, and return the digest of the data."""
     size, sha256 = 0, hashlib.sha256()
     while chunk := source.read(_CHUNK_BYTES):
         sha256.update(chunk)
@@ -205,7 +198,6 @@ class UploadMetrics:
         self._seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
 
     def took_over(self, version: int, at_s: float) -> None:
-        """Restore the last upload by an earlier trainer of this run."""
         self._version.set(version)
         self._at.set(at_s)
 
@@ -230,7 +222,7 @@ class _Waiting:
     version: int
     folder: Path
     since_s: float
-    """Unix time at which the oldest checkpoint since the last upload was written."""
+    """When the oldest checkpoint since the last upload was written."""
 
 
 class Uploads:
@@ -242,7 +234,6 @@ class Uploads:
         self._waiting: _Waiting | None = None
         self._trying: Path | None = None
         self._last: int | None = None
-        """Version of the last upload."""
         self._arrived, self._done, self._changing_files = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._done.set()
 
@@ -256,7 +247,7 @@ class Uploads:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Upload inside the block. If an upload is running at the end of the block, the run's next trainer continues it."""
+        """Upload inside the block. The run's next trainer continues an upload that has not ended by then."""
         if not self._root:
             yield
             return
@@ -284,11 +275,9 @@ class Uploads:
         self._arrived.set()
 
     async def all_done(self) -> None:
-        """Wait until every accepted checkpoint, or a later one, has been uploaded."""
         await self._done.wait()
 
     async def _take_over(self) -> None:
-        """Continue an earlier trainer's uploads: read its last upload, and accept the newest checkpoint if that differs."""
         tidy(self._aside)
         last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
         if str(last.get("url", "")).startswith(f"{self._root}/"):
@@ -308,7 +297,6 @@ class Uploads:
                 await retry_forever(self._try, "upload a checkpoint", retried=can_heal, backoff=BACKOFF)
 
     async def _try(self) -> None:
-        """Upload the newest waiting checkpoint."""
         assert self._waiting is not None, "one has arrived"
         tried, began_s = self._waiting, time.monotonic()
         url, self._trying = f"{self._root}/{tried.folder.name}", tried.folder
@@ -332,7 +320,6 @@ class Uploads:
                 self._done.set()
 
     async def _tidy(self) -> None:
-        """Remove copies that are neither waiting nor being uploaded."""
         kept = {self._waiting.folder if self._waiting else None, self._trying}
         for folder in self._aside.iterdir():
             if folder not in kept:
@@ -345,7 +332,6 @@ def _written_s(folder: Path) -> float:
 
 
 async def _put(folder: Path, url: str) -> None:
-    """Upload in a subprocess. Raises `ServiceError` with the error that the subprocess printed."""
     command = (sys.executable, "-m", "services.trainer.checkpoint.store", str(folder), url)
     process = await asyncio.create_subprocess_exec(
         *guarded(command, signal.SIGKILL), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE

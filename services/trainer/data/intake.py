@@ -2,11 +2,8 @@
 
 `Intake.run` reads the log from a position, checks every sequence and produces ready groups; it waits for actors. `take_batch`
 takes ready groups, drops those that are too old for the requested version, and waits until a batch is full. The feeder replaces
-lost groups, so that this wait ends. Every sequence that is dropped here is closed in the tracker. Sequences that have arrived
-but have no outcome yet can be stored in a checkpoint (`held`, `restore`).
-
-After too many consecutive lost groups the run ends with an error, since it would never train. Stale groups do not count,
-because groups sampled by newer versions are not stale.
+lost groups, so that this wait ends. After too many consecutive lost groups the run ends with an error, since it would never
+train. Stale groups do not count, because groups sampled by newer versions are not stale.
 """
 
 from __future__ import annotations
@@ -74,8 +71,7 @@ _ANY_FIX = "read the warnings in the trainer's log"
 
 
 def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mapping[str, str]) -> str:
-    """Return the user's message after `num_groups` consecutive lost groups. `reasons`: the ledger's reasons, with counts.
-    `failures`: an example for each reason."""
+    """Return the user's message after consecutive lost groups. `reasons`: with counts. `failures`: an example for each."""
     (reason, count), *_ = reasons.most_common(1) or [("unknown", 0)]
     example = f", the first: {failures[reason].partition(': ')[2]!r}" if reason in failures else ""
     fix = next((fix for beginning, fix in _FIXES.items() if reason.startswith(beginning)), _ANY_FIX)
@@ -88,7 +84,7 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
 
 @dataclass(frozen=True)
 class HeldSequences:
-    """All sequences that have arrived but have no outcome yet, by progress. The objects are never changed."""
+    """All sequences that have arrived but have no outcome yet, by progress."""
 
     taken: tuple[TrainingGroup, ...] = ()
     """Groups for the next step, or in conventional mode for the current phase."""
@@ -99,7 +95,7 @@ class HeldSequences:
 
 
 class Intake:
-    """Reads sequences and builds batches. `feeder`: is notified of lost groups. `vocab_size`: upper limit of token ids."""
+    """Reads sequences and builds batches. `vocab_size`: upper limit of token ids."""
 
     def __init__(
         self,
@@ -120,20 +116,18 @@ class Intake:
         self._ready: deque[tuple[Sequence, ...]] = deque()
         self._changed = asyncio.Condition()
         self._phase: list[TrainingGroup] = []
-        """Groups for the next step, or in conventional mode for the current phase."""
         self._handed_out: list[TrainingGroup] = []
         """The last batch that `take_batch` returned."""
         self.position = 0
-        """Position of the last message read. After a restart, reading continues after it."""
+        """Position of the last message read."""
         self._lost_in_a_row = 0
-        """Number of groups lost since the last trainable group."""
         self._lost_reasons: Counter[str] = Counter()
         self.tokens_arrived = 0
         self.tokens_arrived_here = 0
-        """Tokens since this start, for metrics. `tokens_arrived` instead continues from the checkpoint."""
+        """Tokens since this start. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """For each short reason: the message of the first failed sequence. At most `MOST_REASONS` reasons."""
+        """For each short reason: the message of the first failed sequence."""
         self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
 
     @property
@@ -155,8 +149,8 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return exactly `groups_per_step` groups that are fresh enough for `version`. In conventional mode, they are the next
-        part of a shuffled phase."""
+        """Return exactly `groups_per_step` groups that are fresh enough for `version`; in conventional mode, the next part of a
+        shuffled phase."""
         num_groups, grown = groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))
@@ -187,8 +181,7 @@ class Intake:
         return HeldSequences((*handed_out, *self._phase), tuple(self._ready), self._tracker.held())
 
     def restore(self, held: HeldSequences, position: int) -> None:
-        """Take over the sequences of an earlier intake. Restore the tracker first. Reading the log continues after
-        `position`."""
+        """Take over the sequences of an earlier intake. Restore the tracker first."""
         self._phase, self.position = list(held.taken), position
         self._ready.extend(held.ready)
         for sequence in held.open:
@@ -196,8 +189,7 @@ class Intake:
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
     def judge_actors(self, log_weights: Mapping[str, NDArray[np.float32]]) -> None:
-        """Check actors by log π − log μ of one step's tokens of lag 0. Exclude actors that are too far off from further
-        training."""
+        """Exclude actors from further training whose log π − log μ of tokens of lag 0 is too far off."""
         for actor, share in self.quarantine.judge(log_weights).items():
             log.error(
                 f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "
@@ -205,12 +197,11 @@ class Intake:
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """Fail the missing samples of an open group, which will never come. The other samples are trained on if possible."""
+        """Fail the missing samples of an open group, which will never come."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
-        """Return the sequence in a log entry. Return None if the entry is unusable and matches no pending sample."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -230,8 +221,7 @@ class Intake:
         return tokens is None or tokens.prove(group_id, token)
 
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
-        """Count a bad message. If one of the ids is a pending sample's, return a failed sequence for that sample: the bad
-        message took its place, and no other will come."""
+        """Count a bad message. If it took the place of a pending sample, return a failed sequence for that sample."""
         self.bad_messages += 1
         log.error("%s is set aside: %s", what, failure, extra=AGGREGATED)
         for sequence_id in sequence_ids:
@@ -262,8 +252,7 @@ class Intake:
         self._feeder.look_again()
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Return the trainable samples of a complete group; empty if the group is lost. Raises `UserError` if too many
-        consecutive groups were lost."""
+        """Return the trainable samples of a complete group; empty if the group is lost. Raises `UserError`."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < smallest_group(algorithm.advantage):
             self._lose(good, Outcome.FAILED, "group incomplete")
@@ -290,8 +279,7 @@ class Intake:
                 return group
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """Return the group without stale samples and samples of quarantined actors, which are closed. Return None if no sample
-        is left."""
+        """Close stale samples and those of quarantined actors. Return the rest; None if none is left."""
         algorithm = self._recipe.algorithm
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)
@@ -330,7 +318,6 @@ QUARANTINED = "actor_quarantined"
 
 
 def bound_of(recipe: Recipe) -> float:
-    """Return the allowed difference between log π and log μ of one token, in nats. Pure."""
     if recipe.actor.engine.quantization:
         return BOUND_QUANTIZED
     return BOUND_16_BIT if in_sixteen_bits(recipe) else BOUND_FLOAT32
@@ -340,8 +327,8 @@ class Quarantine:
     """Actors whose log μ does not match the policy version that they claim. Their sequences are no longer trained on.
 
     A token of lag 0 was sampled by the version that trains on it, so that actor and trainer compute the same probability, up to
-    rounding. The training step computes it anyway. Tokens of other lags are not checked, and some actors may send none of lag
-    0. Actors are identified by the name in their sequences. Checkpoints do not contain the quarantine.
+    rounding. Other tokens are not checked. Actors are identified by the name in their sequences. Checkpoints do not contain the
+    quarantine.
 
     `share`: share of an actor's tokens of lag 0 that may be off by more than `bound`; 0 = no actor is quarantined.
     """
@@ -356,8 +343,8 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Count one step's log π − log μ of tokens of lag 0, by actor. Return the newly quarantined actors, with the share of
-        their tokens that is off."""
+        """Count one step's log π − log μ of tokens of lag 0. Return the newly quarantined actors, with their share of wrong
+        tokens."""
         found = {}
         for actor, of_actor in log_weights.items():
             self._seen[actor] += len(of_actor)

@@ -40,11 +40,8 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return `values` on `device`, with the same dtype, without waiting for the device. On the CPU they share memory.
-
-    For a GPU, the values are first put into pinned memory, since otherwise the host would wait for all queued work. torch keeps
-    that memory until the copy is done.
-    """
+    """Return `values` on `device`, with the same dtype, without waiting for the device. On the CPU they share memory. For a GPU
+    they are first put into pinned memory, since otherwise the host would wait for all queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -65,8 +62,7 @@ class Slots:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Map x [P, ...]: part p is sent to rank p, and the part received from rank p becomes part p of the result. The map is its
-    own inverse and transpose."""
+    """Map x [P, ...]: part p goes to rank p, and rank p's part becomes part p. The map is its own inverse and transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -108,8 +104,6 @@ class Collected(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class RowPart:
-    """Rank `index` of the `ranks` that share each row."""
-
     index: int
     ranks: int
     group: Any
@@ -121,16 +115,15 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many of `predictors` (int64[C], ascending) lie in each part of a row of `length` tokens. Waits for the
-        device unless there is a `host` copy of them."""
+        """Return how many of `predictors` (int64[C], ascending) lie in each part of a row of `length` tokens. Without a `host`
+        copy of them, this waits for the device."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
         return np.diff(ends, prepend=0).tolist()
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Map each [tokens / P, heads, dim] → [tokens, heads / P, dim]. Key-value heads are repeated as often as needed to
-        divide among the ranks."""
+        """Map each [tokens / P, heads, dim] → [tokens, heads / P, dim]. Key-value heads are repeated as often as needed."""
         repeats = key_repeats(query.shape[1], key.shape[1], self.ranks)
         key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
         parts = (x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous() for x in (query, key, value))
@@ -154,18 +147,17 @@ class PackedLayout:
     places: NDArray[np.int64] | None = None
     """[sum of lengths]: place in the row of each token of each sequence. None if no tokens are shared."""
     part: RowPart | None = None
-    """Set if ranks share the row. Each rank has a part of the tokens, and attends to all tokens with a part of the heads."""
+    """Set if ranks share the row: each attends to all tokens with a part of the heads."""
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Return (number of sequences, length of the longest) for each run of consecutive sequences with similar lengths. Each
-        run is a padded batch."""
+        """Return (number of sequences, length of the longest) for each run of sequences with similar lengths: a padded
+        batch."""
         return tuple((end - first, int(self.lengths[first:end].max())) for first, end in _similar_runs(self.lengths))
 
     @cached_property
     def padded(self) -> Slots:
-        """Return the slots of all blocks, one block after the other. They are computed on first use, since the flash kernel
-        does not need them."""
+        """Return the slots of all blocks, computed on first use, since the flash kernel does not need them."""
         row_tokens = np.repeat([tokens for _, tokens in self.blocks], [rows for rows, _ in self.blocks])
         return self._slots(np.cumsum(row_tokens) - row_tokens, int(row_tokens.sum()))
 
@@ -175,7 +167,6 @@ class PackedLayout:
         return self._slots(np.cumsum(self.lengths) - self.lengths, int(self.lengths.sum()))
 
     def _slots(self, starts: NDArray[np.int64], num_slots: int) -> Slots:
-        """Return the slots if each sequence begins at its slot in `starts`."""
         slots = ranges(starts, self.lengths)
         places = np.arange(len(slots)) if self.places is None else self.places
         sources = np.zeros(num_slots, dtype=np.int64)
@@ -192,7 +183,6 @@ class PackedLayout:
 def packed_layout(
     lengths: NDArray[np.int64], device: torch.device | str = "cpu", places: NDArray[np.int64] | None = None
 ) -> PackedLayout:
-    """Return the layout of sequences with these `lengths` in tokens. `places`: as in `PackedLayout`."""
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     return PackedLayout(lengths, on_device(cu_seqlens, device), int(lengths.max()), places)
 
@@ -215,7 +205,7 @@ def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 class _ToSlots(torch.autograd.Function):
-    """Map x [T, heads, dim] → [slots, heads, dim]. A token's gradient is the sum over its slots. Padding has no gradient."""
+    """Map x [T, heads, dim] → [slots, heads, dim]. A token's gradient is the sum over its slots."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
@@ -307,8 +297,8 @@ def varlen_attention(
     packed: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). `packed`: passed in the
-    model's forward call. Raises `FieldError` if the architecture's attention has terms that are not implemented here."""
+    """Attention with transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). Raises `FieldError` if the
+    architecture's attention has terms that are not implemented here."""
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
@@ -323,13 +313,11 @@ def varlen_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """Attend for all tokens of the row: query, key, value [T, heads, dim] → [T, query heads, dim]."""
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     return (_attend_flash if flash else _attend_rows)(query, key, value, layout, scaling, sliding_window)
 
 
 def register() -> None:
-    """Register `VARLEN` with transformers. Further calls change nothing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(VARLEN, varlen_attention)

@@ -1,20 +1,14 @@
 """Figures of one step: its use of the device, and statistics of its data.
 
-Device figures: model FLOPs, peak FLOP/s, time by phase, peak memory. Model FLOPs count matrix products only, with 2 per
-multiply-add: projections, feed-forward layers (in a mixture of experts, the experts that a token visits), attention over the
-pairs that a causal query sees, and the head at predicted tokens. A training step counts three forward passes, one for the
-forward and two for the backward pass, even if activations are recomputed: model FLOPs utilization as in PaLM, arXiv 2204.02311,
-appendix B. PaLM's formula ignores causality; here pairs that no kernel needs are left out, so this figure is lower. A shared
+Model FLOPs count matrix products only, with 2 per multiply-add: projections, feed-forward layers (in a mixture of experts, the
+experts that a token visits), attention over the pairs that a causal query sees, and the head at predicted tokens. A training
+step counts three forward passes, one for the forward and two for the backward pass, even if activations are recomputed: model
+FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. PaLM's formula ignores causality, so this figure is lower. A shared
 prompt counts once, and a micro-batch without a backward pass counts one of the three passes. If only adapters are trained,
-frozen products count two of the three. Norms, activations, optimizer, and a KL reference's forward pass are not counted.
+frozen products count two of the three.
 
-Data figures: ESS, lag, clipping, entropy, mismatch, and the weights of sampled sequences. Per-token results stay on the device
-until one transfer at the end of the step. Rank 0 collects the results of all ranks, and NumPy computes the figures from
-unclamped weights. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks; a branch's sampled tokens
-are contiguous.
-
-Other modules measure the loop's phases around the step (`services.trainer.loop`), streams and rewards, and define Prometheus
-metrics.
+Per-token results stay on the device until one transfer at the end of the step. NumPy computes the figures from the unclamped
+weights of all ranks. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -53,11 +47,8 @@ GATED_MODELS = frozenset(
 
 
 def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
-    """Return the FLOPs of one forward pass of a decoder-only model, as a function of sequence lengths.
-
-    For an unknown architecture, each token costs twice `num_parameters` (with a tied embedding counted once). Attention is then
-    left out, and all experts of a mixture count.
-    """
+    """Return the FLOPs of one forward pass of a decoder-only model, as a function of sequence lengths. For an unknown
+    architecture, each token costs twice `num_parameters`; attention is left out, and all experts of a mixture count."""
     text: Any = config.get_text_config()
     if text.model_type not in GATED_MODELS:
         return CostModel(per_token=2.0 * num_parameters)
@@ -78,10 +69,7 @@ def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
 
 def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
     """Return a third of a training step's cost, with the weights of `forward` frozen and `num_trained` adapter weights trained.
-
-    Frozen weights get no gradients, so their matrix products take two passes instead of three. Every token uses the adapters.
-    Attention has no weights, so its cost does not change.
-    """
+    Frozen weights get no gradients, so their matrix products take two passes instead of three."""
     share = (TRAINING_PASSES - 1) / TRAINING_PASSES
     return replace(
         forward, per_token=share * forward.per_token + 2.0 * num_trained, per_output_token=share * forward.per_output_token
@@ -89,7 +77,6 @@ def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
 
 
 def _windowed_layers(text: Any) -> int:
-    """Return the number of layers that attend only to the last `sliding_window` tokens."""
     if not getattr(text, "sliding_window", None) or not getattr(text, "use_sliding_window", True):
         return 0
     kinds: list[str] | None = getattr(text, "layer_types", None)
@@ -97,7 +84,6 @@ def _windowed_layers(text: Any) -> int:
 
 
 def _feed_forward(text: Any) -> list[int]:
-    """Return, for each layer, the number of feed-forward weights that one token uses."""
     dense = 3 * text.hidden_size * text.intermediate_size
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not experts:
@@ -111,8 +97,7 @@ def _feed_forward(text: Any) -> list[int]:
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
-    """Return model FLOPs utilization: `flops` in `seconds`, relative to the capacity of `num_devices` with `peak` FLOP/s each.
-    None if the peak is unknown or no time has passed."""
+    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each. None if the peak is unknown."""
     if peak is None or seconds <= 0:
         return None
     return flops / (seconds * num_devices * peak)
@@ -140,8 +125,8 @@ def take_memory_peak(device: torch.device) -> int:
 
 
 def process_memory_peak() -> int:
-    """Return the peak resident memory of this process, in bytes. On Linux it is read from /proc, since `getrusage` would
-    include a large parent's memory before exec."""
+    """Return the peak resident memory of this process, in bytes. `getrusage` would include a large parent's memory before
+    exec."""
     if PROCESS_STATUS.is_file():
         for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -156,13 +141,11 @@ class Mark(Protocol):
     def record(self) -> None: ...
     def query(self) -> bool: ...
     def elapsed_time(self, end: Any, /) -> float:
-        """Return milliseconds from this mark to `end`. The device must have passed both."""
+        """Return milliseconds from this mark to `end`, both passed."""
         ...
 
 
 class HostMark:
-    """A point in time on the host."""
-
     def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._clock_s, self._at_s = clock_s, 0.0
 
@@ -185,20 +168,16 @@ def mark_for(device: torch.device) -> Callable[[], Mark]:
 
 class PhaseTimer:
     """Measures time by phase without waiting for the device: `measure` each piece of work, and `take` the times once per step.
-
-    On a CPU a phase lasts as long as its `with` block. On a GPU the block only queues work, so its beginning and end are marked
-    in the stream. The phase lasts from one mark to the other, while the device did the work or waited for the host. Work that
-    the device has not finished when the times are taken counts in the next step.
-    """
+    On a GPU a block only queues work, so its beginning and end are marked in the stream, and the phase lasts from one mark to
+    the other. Work that the device has not finished when the times are taken counts in the next step."""
 
     def __init__(self, new_mark: Callable[[], Mark] = HostMark) -> None:
         self._new_mark = new_mark
         self._spans: list[tuple[str, Mark, Mark]] = []
-        """Phase, beginning and end of each measured block."""
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Measure a block. A phase may occur many times in a step. Phases must not overlap."""
+        """A phase may occur many times in a step. Phases must not overlap."""
         start, end = self._new_mark(), self._new_mark()
         start.record()
         try:
@@ -220,8 +199,7 @@ class PhaseTimer:
 
 
 SAMPLED_WEIGHTS, LOG_WEIGHTS = "sampled_weights", "log_weights"
-"""Keys of a step's figures that are not in metrics.jsonl: importance weights of the sampled sequences, and log π − log μ of all
-tokens [C]."""
+"""Keys of a step's figures that are not in metrics.jsonl: importance weights of samples, and log π − log μ [C]."""
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
@@ -233,7 +211,7 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
 
 def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) -> dict[str, list[slice]]:
     """Return, by sequence id, where the branches of the sampled sequences are in the step's values. `batches`: for each
-    micro-batch, in order of the step's values, its branches as positions in `all_branches(groups)`."""
+    micro-batch, its branches as positions in `all_branches(groups)`."""
     branches = all_branches(groups)
     owners = [sequence.sequence_id for group in groups for sequence in group.sequences for _ in sequence.all_branches]
     places: dict[str, dict[int, slice]] = {sequence.sequence_id: {} for sequence in sampled_sequences(groups)}
@@ -249,8 +227,7 @@ def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) ->
 
 
 def sampled_weights(places: Mapping[str, list[slice]], log_weights: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-    """Return unclamped importance weights by sequence id, float64[sampled tokens], concatenated over branches. `log_weights`:
-    the step's, [C], in nats."""
+    """Return unclamped importance weights by sequence id, float64[sampled tokens], concatenated over branches."""
     with np.errstate(over="ignore"):
         return {
             key: np.exp(np.concatenate([log_weights[place] for place in of_one]).astype(np.float64))
@@ -271,11 +248,8 @@ def token_figures(
     applied: bool = True,
 ) -> dict[str, Any]:
     """Return figures over all sampled tokens of one optimizer step, with the names of metrics.jsonl (docs/run-directory.md). A
-    figure is None if no token gives a value. A step that was not `applied` counts no trained tokens.
-
-    `values`: of all ranks. `totals`: of the step. `batches`: of the step, in the order of `values`. `budget`: maximum tokens of
-    a micro-batch.
-    """
+    figure is None if no token gives a value. A step that was not `applied` counts no trained tokens. `batches`: in the order of
+    `values`. `budget`: maximum tokens of a micro-batch."""
     log_weights, clipped, masked, entropy, *baseline = values.astype(np.float64)
     loss, reference_kl, value_loss, _ = totals.tolist()
     returns = np.concatenate([batch.advantages for batch in batches])
@@ -308,7 +282,6 @@ def token_figures(
 
 
 def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floating]) -> float | None:
-    """Return 1 − Var(R − v) / Var(R) for `baseline` v and `returns` R, each [C]; None if all returns are equal."""
     spread = float(np.var(returns.astype(np.float64)))
     return 1 - float(np.var(returns - baseline)) / spread if spread > 0 else None
 

@@ -1,21 +1,19 @@
 """A Hugging Face causal language model that gives log-probabilities, entropies and values of chosen tokens in a packed row.
 
-All parameters of the policy are used inside one module's forward. Sharded weights are gathered when a module's forward begins,
-so backbone, output head and value head must be called within the same one. Logits are computed only at sampled positions. If
-the model is a plain backbone with a linear head, they are computed here from hidden states, block by block. If the model does
-more to its logits (soft capping, scaling), it computes them itself. When a model is wrapped, scoring two short sequences shows
-which way is right. It also shows whether attention leaks across sequences; such architectures are refused. Ranks that share a
-row each score a part of it, and get the scores of all parts.
+Sharded weights are gathered when a module's forward begins, so backbone, output head and value head must be called within the
+same one. Logits are computed only at sampled positions. If the model is a plain backbone with a linear head, they are computed
+here from hidden states, block by block. If the model does more to its logits (soft capping, scaling), it computes them itself.
+When a model is wrapped, scoring two short sequences shows which way is right, and whether attention leaks across sequences;
+such architectures are refused.
 
 From hidden states, at most `max_logits` logits are computed at a time; the backward pass recomputes them. A plain linear head
-is evaluated in blocks of words. A block has the logits of all tokens, and corresponds to a slice of the head's rows. The
-forward pass keeps one log-normaliser per token. The backward pass recomputes each block's logits, turns them into their own
-gradient in place, and writes the block's final rows of the weight's gradient, so that nothing is summed over blocks in 16 bits.
-If one block is enough, its logits are kept. The work on a block between matrix products can be compiled, so that each pass
-reads it once. Other heads are called on chunks of tokens.
+is evaluated in blocks of words, with the logits of all tokens. The forward pass keeps one log-normaliser per token. The
+backward pass recomputes each block's logits, turns them into their own gradient in place, and writes the block's final rows of
+the weight's gradient, so that nothing is summed over blocks in 16 bits. If one block is enough, its logits are kept. The work
+on a block between matrix products can be compiled, so that each pass reads it once. Other heads are called on chunks of tokens.
 
-Packing is done elsewhere. Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Keep top-p and top-k
-off in training, since log π is always that of the full distribution.
+Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Keep these off in training, since log π is always
+that of the full distribution.
 """
 
 from __future__ import annotations
@@ -40,18 +38,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_LOGITS = 2**25
-"""Logits (tokens × words) of one block. A block takes 128 MiB in float32, and two exist at a time.
-
-This is enough for matrix products at full speed (2,048 words for 16,384 tokens), and a small model's micro-batch fits into one
-block. With a large vocabulary it is small compared with the weight and its gradient."""
+"""Logits (tokens × words) of one block. A block takes 128 MiB in float32, and two exist at a time. This is enough for matrix
+products at full speed (2,048 words for 16,384 tokens), and a small model's micro-batch fits into one block."""
 MAX_LOGITS_ON_GPU = 2**27
 """`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
-"""Block sizes are multiples of this, since GPU matrix kernels are faster then."""
+"""Block sizes are multiples of this, for faster GPU kernels."""
 PROBE_LENGTHS = (7, 5)
-"""Lengths of the two sequences that a model is checked with."""
 PROBE_PROMPT = 3
-"""Number of tokens that both sequences share in the check of shared prompts."""
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
@@ -84,13 +78,10 @@ class Policy(nn.Module):
         self.value_head: nn.Linear | None = None
         self.device: torch.device = model.device
         self.max_logits: int | None = None
-        """Maximum number of logits in a block; None = the device's default."""
         self.compiled_head = False
-        """True if the work on blocks of logits is compiled."""
         self.part: RowPart | None = None
         """This rank's part of each row; None if each rank has whole rows."""
         self.may_share_prompts = False
-        """True if the model allows sequences in a row to share their prompt's tokens."""
 
     def leave_logits_to_model(self) -> None:
         """Let the model compute its logits itself, because it does more to them than a linear head."""
@@ -105,19 +96,18 @@ class Policy(nn.Module):
 
     @property
     def row_multiple(self) -> int:
-        """Return the number that a row's length in tokens must be a multiple of."""
         return 1 if self.part is None else self.part.ranks
 
     @property
     def shares_prompts(self) -> bool:
-        """Return whether a row has the common prompt of several sequences once. Ranks that share rows do not support this."""
+        """Ranks that share rows do not support shared prompts."""
         return self.may_share_prompts and self.part is None
 
     def scores(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
     ) -> TokenScores:
-        """Return scores of `targets` (int64[C]), each predicted at the row position in `predictors` (int64[C], ascending). All
-        ranks must call this together. Ranks that share a row must pass the same row."""
+        """Return scores of `targets` (int64[C]), each predicted at the row position in `predictors` (int64[C], ascending).
+        Ranks that share a row must call this together with the same row."""
         if self.part is None:
             return TokenScores(*self(row, predictors, targets, temperature, entropy_grad))
         part, length = self.part, row.input_ids.shape[1]
@@ -131,7 +121,6 @@ class Policy(nn.Module):
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, ...]:
-        """Return the fields of `TokenScores` for this rank's part of the row."""
         arguments: dict[str, Any] = {
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
@@ -169,7 +158,7 @@ class Policy(nn.Module):
 
 
 def add_value_head(policy: Policy) -> None:
-    """Add a value head that predicts 0 until it is trained. Raises `FieldError` if the model has no plain output head."""
+    """Add a value head that predicts 0 at first. Raises `FieldError` if the model has no plain output head."""
     model = policy.model
     if policy.own_logits:
         fix = f"needs a model with a plain output head, and {type(model).__name__} has none; use another baseline"
@@ -181,7 +170,7 @@ def add_value_head(policy: Policy) -> None:
 
 
 def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = True) -> Policy:
-    """Return a policy of `model` on the model's device. Raises `FieldError` if the model cannot score packed sequences."""
+    """Raises `FieldError` if the model cannot score packed sequences."""
     # Soft capping hardly changes the small logits of an untrained model, so the configuration decides, not a measurement.
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     policy = Policy(model, attention, own_logits=caps_logits, float32_head=float32_head)
@@ -202,7 +191,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = 
 @torch.no_grad()
 def _packing_error(policy: Policy, shared: int = 0) -> float:
     """Return the largest difference in log-probabilities, nats, between two packed sequences and the model's own forward pass
-    of each. Both sequences begin with the same `shared` tokens, which the packed row has once."""
+    of each. Both begin with the same `shared` tokens, which the packed row has once."""
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
     second[:shared] = first[:shared]
@@ -217,7 +206,6 @@ def _packing_error(policy: Policy, shared: int = 0) -> float:
 
 
 def _plain_logprobs(policy: Policy, tokens: np.ndarray) -> Tensor:
-    """Return the log-probabilities of the plain transformers model, with its standard attention."""
     ids = torch.from_numpy(tokens)[None].to(policy.device)
     policy.model.set_attn_implementation("eager")
     try:
@@ -237,11 +225,8 @@ def head_scores(
     rounded: bool = False,
     compiled: bool = False,
 ) -> TokenScores:
-    """Return `token_scores` of `head(hidden)` for hidden [C, width], with at most `max_logits` logits at a time.
-
-    `head`: has a `weight` [vocabulary, width]. If it is not a plain linear layer, its forward is called. `rounded`, `compiled`:
-    as in `linear_scores`.
-    """
+    """Return `token_scores` of `head(hidden)` for hidden [C, width], with at most `max_logits` logits at a time. `head`: has a
+    `weight` [vocabulary, width]; if it is not a plain linear layer, its forward is called."""
     assert isinstance(head.weight, Tensor)
     if is_plain_linear(head):
         bias = head.bias if isinstance(head.bias, Tensor) else None
@@ -293,8 +278,7 @@ def is_plain_linear(head: nn.Module) -> bool:
 
 
 def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False) -> TokenScores:
-    """Return scores of `targets` (int64[C]) under `logits` [C, vocabulary]. The entropy has a gradient only with
-    `entropy_grad`."""
+    """Return scores of `targets` (int64[C]) under `logits` [C, vocabulary]. Entropy has a gradient only with `entropy_grad`."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     log_distribution = torch.log_softmax(scaled, dim=-1)
     logprobs = log_distribution.gather(-1, targets[:, None]).sum(-1)
@@ -312,8 +296,7 @@ def chunked_scores(
     chunk_tokens: int,
     entropy_grad: bool = False,
 ) -> TokenScores:
-    """Return `token_scores` of `head(hidden)` for hidden [C, width], with logits for at most `chunk_tokens` tokens at a
-    time."""
+    """Return `token_scores` of `head(hidden)`, with logits for at most `chunk_tokens` tokens at a time."""
 
     def scores(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
         result = token_scores(head(hidden_chunk), target_chunk, temperature, entropy_grad)
@@ -342,9 +325,9 @@ def linear_scores(
     """Return (log-probabilities of `targets`, entropy) of softmax((hidden · weightᵀ + bias) / temperature), in nats, [C] each.
 
     hidden [C, width], weight [V, width] and bias [V] have the same dtype; targets are int64[C]. Logits and results are float32
-    (float64 for float64 inputs). `rounded`: round logits to the inputs' dtype, as the head itself would. C may be 0. Entropy
-    has a gradient only with `entropy_grad`. Besides the gradients, this takes memory for about two blocks of `max_logits`.
-    `compiled`: compile the work on blocks if there are gradients; if torch then runs it uncompiled, it takes one more block.
+    (float64 for float64 inputs). `rounded`: round logits to the inputs' dtype, as the head itself would. C may be 0. Besides
+    the gradients, this takes memory for about two blocks of `max_logits`. `compiled`: compile the work on blocks if there are
+    gradients; if torch then runs it uncompiled, it takes one more block.
     """
     head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded, compiled)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
@@ -356,8 +339,6 @@ def linear_scores(
 
 @dataclass(frozen=True, eq=False)
 class _Head:
-    """Arguments of `linear_scores`. Computes the logits for one block of words at a time."""
-
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -369,28 +350,24 @@ class _Head:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of logits and results."""
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def blocks(self) -> list[slice]:
-        """Return blocks of words that cover the whole vocabulary in order."""
         words, tokens = self.weight.shape[0], max(1, len(self.hidden))
         size = max(1, self.max_logits // tokens)
         size = min(words, size - size % ALIGNED_WORDS if size > ALIGNED_WORDS else size)
         return [slice(first, min(first + size, words)) for first in range(0, words, size)]
 
     def buffer(self) -> Tensor:
-        """Return memory for the logits of the largest block. `view` returns the part for a given block."""
+        """Return memory for the logits of the largest block."""
         words = self.blocks()[0].stop
         return torch.empty(len(self.hidden) * words, dtype=self.dtype, device=self.hidden.device)
 
     def view(self, buffer: Tensor, words: slice) -> Tensor:
-        """Return the beginning of `buffer` as [C, words of the block]."""
         shape = (len(self.hidden), words.stop - words.start)
         return buffer[: shape[0] * shape[1]].view(shape)
 
     def logits(self, words: slice, buffer: Tensor) -> Tensor:
-        """Compute the logits [C, words of the block], divided by the temperature, in `buffer`."""
         rows, out = self.weight[words].t(), self.view(buffer, words)
         if self.rounded:
             out.copy_(self.hidden @ rows if self.bias is None else torch.addmm(self.bias[words], self.hidden, rows))
@@ -401,8 +378,8 @@ class _Head:
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def place(self, words: slice) -> tuple[Tensor, Tensor]:
-        """Return for each token, [C] each: the index of its target within the block, and whether the target is in the block. If
-        not, the index is arbitrary."""
+        """Return for each token the index of its target within the block, and whether it is there (else the index is
+        arbitrary)."""
         index = self.targets - words.start
         inside = (index >= 0) & (index < words.stop - words.start)
         return torch.where(inside, index, 0), inside
@@ -462,7 +439,6 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as `_block_sums`, but leave the logits unchanged."""
     largest = logits.amax(1)
     shifted = logits - largest[:, None]
     exponentials = shifted.exp()
@@ -516,8 +492,7 @@ def _fused_gradient(
     spread: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return d loss / dz of logits z [C, words], in `dtype`. `of_target` [C] is added at `index`. `spread`: h and the entropy,
-    [C]."""
+    """Return d loss / dz of logits z [C, words], in `dtype`. `of_target` [C] is added at `index`."""
     log_p = logits - log_normaliser[:, None]
     factor = -g[:, None] if spread is None else -(g[:, None] + spread[0][:, None] * (log_p + spread[1][:, None]))
     at_target = torch.arange(logits.shape[1], device=logits.device) == index[:, None]
@@ -541,7 +516,6 @@ class _Gradients:
         self.bias = torch.empty_like(head.bias) if bias and head.bias is not None else None
 
     def add(self, words: slice, of_logits: Tensor) -> None:
-        """Add a block. `of_logits`: gradient of its logits, [C, words of the block], in the head's dtype."""
         if self._hidden is not None and self._hidden.dtype == of_logits.dtype:
             self._hidden.addmm_(of_logits, self._head.weight[words])
         elif self._hidden is not None:

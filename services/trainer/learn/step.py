@@ -2,8 +2,7 @@
 
 A step is planned and packed once, in NumPy, before any device is used. Token weights come from totals of the whole step, so
 that losses and gradients of all shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks
-as orders, which `worker.py` executes. The learner is synchronous: it reads no stream and sends no weights. The caller decides
-which groups make a step, counts the versions, and handles the sequences of a skipped step.
+as orders, which `worker.py` executes.
 """
 
 from __future__ import annotations
@@ -56,11 +55,10 @@ from services.trainer.learn.policy import Policy, add_value_head
 TRAIN = "train"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches for the ranks that share a row. All shares of a step have the same number of micro-batches."""
+"""Micro-batches for the ranks that share a row. All shares of a step have the same number."""
 
 
 def train_order(version: int, share: Share) -> Message:
-    """Return rank 0's order to take a step at policy version `version` on `share`."""
     arrays: dict[str, NDArray[Any]] = {}
     counts = []
     for index, batch in enumerate(share):
@@ -71,7 +69,6 @@ def train_order(version: int, share: Share) -> Message:
 
 
 def share_of(order: Message) -> Share:
-    """Return the share contained in an order from `train_order`."""
     batches = []
     for index, counts in enumerate(order.fields["counts"]):
         names = [field.name for field in fields(HostMicroBatch) if field.name not in counts]
@@ -86,29 +83,23 @@ class PreparedStep:
 
     version: int
     shares: tuple[Share, ...]
-    """One share for each row computed at the same time."""
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
-    """Figures of the step. `advantage_abs_mean`: over sequences, 0 if no group has a signal. `imbalance`: share of the ranks'
-    compute time in which they wait for each other (`StepPlan.imbalance`)."""
+    """`advantage_abs_mean`: over sequences, 0 if no group has a signal. `imbalance`: `StepPlan.imbalance`."""
     flops: float
-    """Model FLOPs of the whole step. A shared prompt counts once, and branches without a backward pass count one of three
-    passes."""
+    """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
-    """Seconds in `plan` and `build`, which run during the previous step."""
     sampled: Mapping[str, list[slice]] = field(default_factory=dict)
-    """Slices of the sampled sequences' tokens among all tokens of `batches`, branch by branch, by sequence id."""
+    """Slices of the sampled sequences' tokens among all tokens of `batches`, by sequence id."""
     actors: tuple[str, ...] = ()
     token_actors: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64[C], over all `batches` in order: for each token, its actor's index in `actors`."""
+    """int64[C], over all `batches` in order: each token's actor's index in `actors`."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
-        """Return the micro-batches of all shares, concatenated over shares."""
         return [batch for share in self.shares for batch in share]
 
     def of_lag_0(self, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
-        """Return the `values` [C] of tokens with lag 0, by actor."""
         fresh = np.concatenate([batch.lags for batch in self.batches]) == 0
         return {actor: values[fresh & (self.token_actors == place)] for place, actor in enumerate(self.actors)}
 
@@ -128,9 +119,8 @@ def prepare_step(
     """Plan and pack one optimizer step on `groups` at policy version `version`, for `data_ranks` rows at a time.
 
     Every branch of a sequence is packed separately, with the sequence's advantage and weight. `budget`: maximum tokens of a
-    micro-batch. `pad_multiple`: row lengths are padded to multiples of this. `share_prompts`: branches of a micro-batch compute
-    a common prompt once. `skip_zero_advantages`: put branches with advantage 0 into separate micro-batches without a backward
-    pass; set this only if their gradient is 0. Raises `FieldError` if a branch exceeds the budget.
+    micro-batch. `skip_zero_advantages`: put branches with advantage 0 into separate micro-batches without a backward pass; set
+    this only if their gradient is 0. Raises `FieldError` if a branch exceeds the budget.
     """
     sequences = [sequence for group in groups for sequence in group.sequences]
     branches = all_branches(groups)
@@ -177,7 +167,6 @@ def prepare_step(
 def _planned(
     branches: list[Branch], members: NDArray[np.int64], budget: int, ranks: int, cost_model: CostModel, share_prompts: bool
 ) -> StepPlan:
-    """Return a plan for the branches at positions `members`. The plan also refers to branches by position."""
     chosen = [branches[index] for index in members]
     lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
     outputs = np.array([branch.num_sampled_tokens for branch in chosen])
@@ -190,8 +179,7 @@ def _planned(
 def _with_forward_passes(
     planned: Callable[[NDArray[np.int64]], StepPlan], silent: NDArray[np.bool_], data_ranks: int
 ) -> tuple[StepPlan, int]:
-    """Return a plan for all branches, and the number of its first slots that need no backward pass because all their branches
-    are `silent`."""
+    """Return a plan for all branches, and the number of its first slots that need no backward pass."""
     plan = planned(np.arange(len(silent)))
     if silent.any() and not silent.all():
         forward, both = planned(np.flatnonzero(silent)), planned(np.flatnonzero(~silent))
@@ -203,8 +191,8 @@ def _with_forward_passes(
 
 
 class Learner:
-    """A policy and its optimizer on one rank of `world`. With `kl_coefficient` > 0 there is also a frozen reference policy. All
-    ranks must call the same methods in the same order: rank 0 decides, and the others execute its orders."""
+    """A policy and its optimizer on one rank of `world`. All ranks must call the same methods in the same order: rank 0
+    decides, and the others execute its orders."""
 
     def __init__(
         self,
@@ -217,14 +205,13 @@ class Learner:
         reference: Policy | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """`temperature`: temperature at which μ samples. `reference`: policy of the KL term; None = `policy` as given.
-        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype."""
+        """`temperature`: at which μ samples. `reference`: policy of the KL term; None = `policy` as given. `compute_dtype`:
+        dtype of matrix products, if it differs from the weights' dtype."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
         self.temperature = temperature
         self.pad_multiple = policy.row_multiple
-        """Packed rows are padded to multiples of this."""
         self.world = world or World(RankLayout(), policy.device)
         if algorithm.advantage == "value" and policy.value_head is None:
             add_value_head(policy)
@@ -242,8 +229,7 @@ class Learner:
         """True if a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plan one optimizer step for all ranks. May run on any thread, even while another step is computed. Raises
-        `FieldError` if a sequence exceeds `tokens_per_microbatch`."""
+        """Plan one optimizer step for all ranks. May run on any thread, even while another step is computed."""
         return prepare_step(
             groups,
             version,
@@ -257,17 +243,15 @@ class Learner:
         )
 
     def order(self, kind: str, **arrays: Any) -> None:
-        """Rank 0: send an order to the other ranks. On other ranks, do nothing."""
         if self.world.is_first and self.world.links is not None:
             self.world.links.tell_all(Message(kind, arrays=arrays))
 
     def train_step(self, groups: list[TrainingGroup], version: int) -> dict[str, Any]:
-        """Prepare and take a step on `groups` at policy version `version`."""
         return self.step(self.prepare(groups, version))
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        """Rank 0: take one optimizer step on all ranks. Return its figures with the names of metrics.jsonl
-        (docs/run-directory.md), and `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""
+        """Rank 0: take one optimizer step on all ranks. Return its figures (docs/run-directory.md), `SAMPLED_WEIGHTS` and
+        `LOG_WEIGHTS`."""
         began_at = time.perf_counter()
         layout, links = self.world.layout, self.world.links
         per_row = layout.sequence_ranks
@@ -321,7 +305,6 @@ class Learner:
         return there, totals, figures
 
     def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Add one micro-batch's gradient, and return its part of the values and totals of `compute`, on the device."""
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(
                 batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0
@@ -344,7 +327,7 @@ class Learner:
 
     def score(self, token_ids: TokenIds, *, adapters: bool = True) -> Logprobs:
         """Return float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1.
-        `adapters=False`: disable the adapters. This changes nothing for a model without adapters."""
+        `adapters=False`: disable the adapters, if there are any."""
         self.order(SCORE, token_ids=np.asarray(token_ids), adapters=np.asarray(adapters))
         with nullcontext() if adapters else adapters_off(self.policy.model):
             return self.policy.sequence_logprobs(token_ids)

@@ -1,8 +1,5 @@
-"""The trainer's Prometheus metrics. The Prometheus server computes sums and rates.
-
-Figures of an optimizer step are set when its record is complete. Events are counted when they happen. States are read at each
-scrape, on the HTTP thread.
-"""
+"""The trainer's Prometheus metrics. Figures of an optimizer step are set when its record is complete, events are counted when
+they happen, and states are read at each scrape, on the HTTP thread."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return the counter of rank 0's orders, which the first rank of each further node exports for its pod. The thread that
-    executes the orders increments it."""
+    """Return the counter of rank 0's orders, which the first rank of each further node exports for its pod."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
     )
@@ -57,8 +53,6 @@ COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "o
 
 
 class FigureMetrics:
-    """Gauges and counters defined in `pipelinerl.figures`."""
-
     def __init__(self, metrics: MetricSet) -> None:
         self._readings, self._counters = list[tuple[Figure, Reading]](), list[tuple[Figure, Counter]]()
         for figure in FIGURES:
@@ -115,8 +109,6 @@ class TaskMetrics:
 
 
 class StepMetrics:
-    """All metrics of an optimizer step: figures, token lag, time by phase, and memory."""
-
     def __init__(self, metrics: MetricSet) -> None:
         self._figures, self._tasks = FigureMetrics(metrics), TaskMetrics(metrics)
         self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
@@ -134,7 +126,6 @@ class StepMetrics:
         self._memory = metrics.reading("memory_peak_bytes", text)
 
     def observe(self, record: StepRecord) -> None:
-        """Update all metrics from one step's record in metrics.jsonl."""
         self._figures.observe(record)
         self._tasks.observe(record)
         self._lags.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
@@ -154,8 +145,6 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class MembershipMetrics:
-    """Joins and departures of members, and the weight updates that reach them."""
-
     def __init__(self, metrics: MetricSet) -> None:
         text = "Regroupings: the group of all members was formed again."
         self.regroups = metrics.counter("regroups_total", text, unit="groups of members")
@@ -213,7 +202,7 @@ class CheckpointMetrics:
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
         """`checkpoint`: version of the checkpoint that this trainer resumes from. `since_s`: when it was written; without a
-        checkpoint, when the run first started. None: this trainer is the run's first; `training_begins` sets the time."""
+        checkpoint, when the run first started; None for the run's first trainer."""
         self._planned.set(planned_steps)
         self._version.set(checkpoint)
         self._at.set(since_s)
@@ -248,7 +237,6 @@ class StreamMetrics:
         self._oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
 
     def saw(self, stream: str, info: StreamInfo) -> None:
-        """Record the current state of one of `STREAMS`."""
         self.seen = seen = {**self.seen, stream: info}
         now_s = self._clock_s()
         self._messages.set({name: one.messages for name, one in seen.items()})
@@ -262,11 +250,8 @@ LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 
 
 class TokenLagHistogram(Collector):
-    """Tokens by lag since the start. One thread adds and any thread reads, because the state is replaced as a whole.
-
-    The client library's histogram takes one observation at a time, which is too slow for the hundreds of thousands of tokens
-    of a step. They are already counted by lag.
-    """
+    """Tokens by lag since the start. One thread adds and any thread reads, because the state is replaced as a whole. The client
+    library's histogram takes one observation at a time, too slow for the hundreds of thousands of tokens of a step."""
 
     NAME, TEXT = "token_lag_steps", "Token lag at use, optimizer steps; each trained token counts once."
 
@@ -333,7 +318,6 @@ class RunView:
 
     @property
     def member_states(self) -> dict[str, int]:
-        """Return the number of registered actors by state, for each of `MEMBER_STATES`."""
         states = list(self.states.values())
         return {state: states.count(state) for state in MEMBER_STATES}
 
@@ -382,8 +366,7 @@ STATE_METRICS = (
 
 
 class TrainerMetrics:
-    """All metrics of the trainer, on one registry. States are read at each scrape, on the HTTP thread. Before `watch`, only the
-    phase `loading` is exported."""
+    """All metrics of the trainer, on one registry. Before `watch`, only the phase `loading` is exported."""
 
     def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
         metrics = MetricSet(PREFIX, registry)
@@ -413,14 +396,13 @@ class TrainerMetrics:
         return None if self._run is None else state.read(self._run)
 
     def _unread(self, run: RunView) -> int | None:
-        """Return the number of unread messages: those at the last check of the stream, less those read since."""
         log = self.streams.seen.get("sequences")
         return None if log is None else max(0, log.last_position - run.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
-    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler of the actors. The metric has no value until enough is
-    measured; until then the autoscaler keeps the current replicas."""
+    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler. It has no value until enough is measured; until then the
+    autoscaler keeps the current replicas."""
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )

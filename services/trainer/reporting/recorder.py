@@ -1,7 +1,7 @@
 """The recorder of a run. It passes the run's events to every sink: files, metrics, page, trackers, gRPC step feed and logs.
 
-The recorder makes one record per optimizer step for all sinks, adds up the run's totals, and writes the summary. It does not
-change the run. It is called on the trainer's event loop and never waits.
+It makes one record per optimizer step for all sinks, adds up the run's totals, and writes the summary. It is called on the
+trainer's event loop and never waits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 PAGE_STATE_EVERY_S = 1.0
 SAMPLES_READ = 256
-"""A resumed run reads this many of the first and of the last samples. The page chooses from them."""
+"""A resumed run reads this many of the first and of the last samples for the page."""
 
 
 class Recorder:
@@ -63,7 +63,7 @@ class Recorder:
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """The caller opens and closes the sinks. A sink that is None is off. Without a `tokenizer`, samples have no tokens."""
+        """A sink that is None is off. Without a `tokenizer`, samples have no tokens."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
         self._trackers = trackers or RunTrackers()
@@ -73,7 +73,7 @@ class Recorder:
         self._used_up: int | None = None
         self._warned_of_lag = False
         self._cut: deque[float] = deque(maxlen=CUT_STEPS)
-        """Fraction of tokens that the loss clipped in each recent step. Empty if the loss does not clip."""
+        """Fraction of tokens that the loss clipped in each recent step."""
         self._warned_of_range = False
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
@@ -90,7 +90,7 @@ class Recorder:
         )
 
     def watch(self, view: Callable[[], RunView]) -> None:
-        """Set `view`, which returns the run's current state. The page, scrapes and gRPC callers read it on demand."""
+        """Set `view`, which returns the run's current state."""
         self._view = view
         metrics, start = self.metrics, self._start
         metrics.checkpoints.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
@@ -99,7 +99,6 @@ class Recorder:
         metrics.watch(view, lambda: self._phase_of(view()))
 
     def to_state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON-compatible values."""
         return {"time_s": time.monotonic() - self._started_at, "totals": self.totals.to_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -117,7 +116,7 @@ class Recorder:
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
         """Record one optimizer step on `batch`: complete its record, pass it to every sink and return it. `figures`: from the
-        learner and the loop; its entry SAMPLED_WEIGHTS is used for samples only and left out of the record."""
+        learner and the loop."""
         record = self._complete(figures, batch, tokens_arrived)
         self._arrived = no_events()
         self.totals.add_step(record)
@@ -160,12 +159,10 @@ class Recorder:
         self.totals.add_events({"parity_failures": len(parity.problems), "logprob_mismatch": parity.mismatch})
 
     def commits_held(self, seconds: float) -> None:
-        """Record the end of a measurement (evaluation or probe) that held commits of later versions for `seconds`."""
         self._arrived["commits_held_s"] += seconds
         self.totals.add_events({"commits_held_s": seconds})
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
-        """Record the end of the run in every sink. Call this last."""
         shown = {"finished": finished, "steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]}
         log.info("run ended", extra=shown)
         self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
@@ -179,12 +176,11 @@ class Recorder:
     # --- its members and weight updates ------------------------------------------------------------------------------
 
     def actor_loads(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
-        """Record the actors' latest reported states. `measuring`: an evaluation or a probe is in progress."""
         self._loads.update(loads)
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Record that every member serves the version of `update`. Times per actor are recorded as the slowest actor's."""
+        """Times per actor are recorded as the slowest actor's."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,
@@ -200,13 +196,12 @@ class Recorder:
         self.metrics.membership.served(update)
 
     def joined(self, actor: str, update: UpdateRecord) -> None:
-        """Record that a side group has brought `actor` to the served version, in `update.round_trip_s` seconds."""
+        """Record that a side group has brought `actor` to the served version."""
         self._arrived["joins"].append({"actor": actor, "version": update.version, "join_s": update.round_trip_s})
         self.totals.join_s.append(update.round_trip_s)
         self.metrics.membership.join_seconds.observe(update.round_trip_s)
 
     def update_aborted(self) -> None:
-        """Record that a transfer was aborted, in an epoch or on a side group."""
         self.metrics.membership.updates.labels("aborted").inc()
 
     def member_changed(self, change: MemberChange) -> None:
@@ -230,13 +225,12 @@ class Recorder:
     # --- present state, for callers over gRPC, the page, and scrapes -----------------------------------------------------
 
     def _phase_of(self, run: RunView) -> trainer_pb2.TrainerPhase:
-        """Return the phase. Sending weights and waiting for actors to receive them count as training; alerts rely on this."""
+        """Sending weights and waiting for actors to receive them count as training; alerts rely on this."""
         if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and run.waiting_for.startswith("sequences"):
             return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return self._phase
 
     def status(self) -> trainer_pb2.TrainerStatus:
-        """Return the trainer's status for its gRPC service."""
         run = self._view()
         phase = self._phase_of(run)
         waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else run.waiting_for
@@ -254,7 +248,7 @@ class Recorder:
         )
 
     async def publish_state(self) -> None:
-        """Update the page's state about once a second, until cancelled. Return at once if there is no page."""
+        """Update the page's state about once a second, if there is a page."""
         while self._board is not None:
             self._tell_page(lambda board: board.state(self._page_state()))
             await asyncio.sleep(PAGE_STATE_EVERY_S)
@@ -276,7 +270,7 @@ class Recorder:
         }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
-        """Call `tell` with the page's board, if there is a page. Log any error, so that the page cannot end the run."""
+        """Log any error, so that the page cannot end the run."""
         if self._board is not None:
             try:
                 tell(self._board)
@@ -318,10 +312,8 @@ class Recorder:
 
     def _max_lag_too_small(self, record: StepRecord) -> bool:
         """Return whether the lag limit is below the recommended one and costs time or sequences: the trainer waits because the
-        limit holds back prompts, or more than `MOST_STALE` of the sequences were dropped as stale. Logged once.
-
-        Return False until the longest of the first sequences have ended: before that, only short lengths are known.
-        """
+        limit holds back prompts, or more than `MOST_STALE` of the sequences were stale. Logged once. False until the longest of
+        the first sequences have ended: before that, only short lengths are known."""
         problem, seconds = too_small_max_lag(self._recipe, record["largest_lag"]), record["step_s"]
         if problem is None or record["step"] <= record["largest_lag"]:
             return False
@@ -335,8 +327,7 @@ class Recorder:
         return True
 
     def _clip_range_cut(self, record: StepRecord) -> float | None:
-        """Return the fraction of tokens that the loss clipped in the last `CUT_STEPS` steps; None up to `MOST_CUT`. Logged
-        once."""
+        """Return the fraction of tokens that the loss clipped lately; None up to `MOST_CUT`. Logged once."""
         if self._recipe.algorithm.loss in CUTTING and not record["skipped"]:
             self._cut.append(record["clip_fraction"])
         share = sum(self._cut) / CUT_STEPS
@@ -348,14 +339,12 @@ class Recorder:
         return share
 
     def _sample(self, sample: Sample) -> None:
-        """Pass a sample to the file and the page. The page always gets its tokens. The file gets them only at some steps, to
-        limit its size."""
+        """The page always gets a sample's tokens. The file gets them only at some steps, to limit its size."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
         self._files.append(SAMPLES, sample if due else without_tokens(sample))
         self._tell_page(lambda board: board.sample(sample))
 
     def _actor_busy_fraction(self) -> float | None:
-        """Return the fraction of the engines' uptime in which they generated, over all actors."""
         uptime_s = sum(load.uptime_s for load in self._loads.values())
         return sum(load.busy_s for load in self._loads.values()) / uptime_s if uptime_s else None
 
@@ -364,7 +353,6 @@ class Recorder:
             self._context.policy_version = version
 
     def write_summary(self, *, finished: bool) -> dict[str, Any]:
-        """Write summary.json from the run so far, and return its content."""
         run, wall_s = self._view(), time.monotonic() - self._started_at
         summary = self.totals.summary(self._recipe, run.counts.as_dict())
         summary["membership"]["evictions"] = run.evictions

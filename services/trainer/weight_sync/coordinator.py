@@ -33,7 +33,7 @@ TRAINER = ""
 
 @dataclass(frozen=True)
 class Member:
-    """One actor process. `ranks`: its number of ranks in the group, which is the tensor-parallel size."""
+    """One actor process. `ranks`: its number of ranks in the group."""
 
     actor: str
     process: str
@@ -55,16 +55,15 @@ class MemberUp:
 
 @dataclass(frozen=True)
 class MembersDown:
-    """Actors removed their registrations, or their heartbeats expired. They share an event, so that one new epoch is enough."""
+    """Actors removed their registrations, or their heartbeats expired."""
 
     actors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class MembersLeaving:
-    """These processes are shutting down. `still_running`: they still take part in a running transfer for a while. The transfer
-    then continues, but does not wait for their answers; the remaining members are not affected. A second event, when the
-    processes are gone, ends a transfer that may hang on their ranks."""
+    """These processes are shutting down. `still_running`: they still take part in a running transfer, which then continues
+    without their answers. A second event, when the processes are gone, ends a transfer that may hang on their ranks."""
 
     members: tuple[Member, ...]
     reason: str
@@ -73,8 +72,7 @@ class MembersLeaving:
 
 @dataclass(frozen=True)
 class MemberReady:
-    """An actor serves a version that it got on a side group, and may be in the next epoch. `process`: distinguishes processes
-    with the same name."""
+    """An actor serves a version that it got on a side group, and may be in the next epoch."""
 
     actor: str
     process: str
@@ -158,8 +156,6 @@ class SendAbort:
 
 
 class EvictionCause(StrEnum):
-    """Why an actor was evicted from an epoch, by class. `Evicted.reason` has the details."""
-
     HEARTBEAT = "heartbeat"
     RESTARTED = "restarted"
     MISSING = "missing"
@@ -216,8 +212,6 @@ _WAITED_FOR: dict[Phase, type] = {Phase.FORMING: EpochJoined, Phase.SENDING: Sta
 
 @dataclass
 class _Round:
-    """Answers in the current epoch, while the group forms or one version is sent."""
-
     answered: dict[str, int] = field(default_factory=dict)
     """Actors that have answered in this phase, including the trainer, with the checksum of their staged bytes."""
     left: set[str] = field(default_factory=set)
@@ -225,8 +219,7 @@ class _Round:
 
 
 class Coordinator:
-    """State machine of one group. `epoch`: 0 before the first group is formed. `epochs`: numbers for further epochs, shared by
-    all coordinators of a run."""
+    """State machine of one group. `epochs`: numbers for further epochs, shared by all coordinators of a run."""
 
     def __init__(self, epochs: Iterator[int] | None = None) -> None:
         self._epochs = itertools.count(1) if epochs is None else epochs
@@ -241,14 +234,14 @@ class Coordinator:
         """Actors that came after the first version was offered. Until `MemberReady`, they are not in an epoch with others."""
         self._benched: dict[str, int] = {}
         """Failure order per actor. A failed actor rejoins through a side group. If nobody else is left, failed actors are tried
-        one at a time at their heartbeats, and the actor that failed longest ago is tried first."""
+        one at a time at their heartbeats, from the one that failed longest ago."""
         self._failures = itertools.count()
         self._group_stands = False
         self._round = _Round()
         self._restarts = 0
         """Failed attempts at the current version with the same members, none of whom could be blamed."""
         self._breaks = False
-        """True if the last group of several members broke repeatedly and was dissolved. The next group is then not retried."""
+        """True if the last group of several members was dissolved. The next group is then not retried."""
         self._held_above: int | None = None
         self._deadline_token = 0
 
@@ -258,7 +251,6 @@ class Coordinator:
 
     @property
     def held(self) -> bool:
-        """Return whether the version in transfer may be staged, but not committed yet."""
         return self._under_way and self._held_above is not None and self.version > self._held_above
 
     def step(self, event: Event) -> list[Action]:
@@ -409,8 +401,7 @@ class Coordinator:
         return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
 
     def _eligible(self) -> dict[str, Member]:
-        """Return the members of an epoch that begins now, in order of their ranks. Newcomers are included only if nobody else
-        is available."""
+        """Newcomers are included only if nobody else is available."""
         able = {actor: member for actor, member in sorted(self.present.items()) if actor not in self._benched}
         return {actor: member for actor, member in able.items() if actor not in self._newcomers} or able
 
@@ -435,7 +426,7 @@ class Coordinator:
         return evicted
 
     def _restart(self, reason: str) -> list[Action]:
-        """Form the group again after it broke without a member to blame. Dissolve a group that breaks repeatedly."""
+        """Form the group again. Dissolve a group that breaks repeatedly."""
         if self._round.left:
             return self._again(reason)
         self._restarts += 1
@@ -455,5 +446,4 @@ class Coordinator:
 
 
 def _of(processes: Mapping[str, str], members: Mapping[str, Member]) -> set[str]:
-    """Return the actors of `processes` that are in `members` with the same process. Pure."""
     return {actor for actor, process in processes.items() if actor in members and members[actor].process == process}
