@@ -16,7 +16,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pipelinerl.messages.sequences import Sequence
 from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, ess_by_lag, lag_bucket
 from pipelinerl.rl.packing import CostModel
-from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, all_branches, row_order
+from services.trainer.learn.batch import HostMicroBatch, TrainingGroup
 from services.trainer.learn.lora import has_adapters
 
 TRAINING_PASSES = 3
@@ -209,30 +209,22 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
-def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) -> dict[str, list[slice]]:
-    """Return, by sequence id, where the branches of the sampled sequences are in the step's values. `batches`: for each
-    micro-batch, its branches as positions in `all_branches(groups)`."""
-    branches = all_branches(groups)
+def tokens_of_samples(groups: list[TrainingGroup], token_branches: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    """Return, by sequence id, where the tokens of the sampled sequences are in the step's values, branch by branch.
+    `token_branches`: for each of the step's tokens, its branch as a position in `all_branches(groups)`."""
     owners = [sequence.sequence_id for group in groups for sequence in group.sequences for _ in sequence.all_branches]
-    places: dict[str, dict[int, slice]] = {sequence.sequence_id: {} for sequence in sampled_sequences(groups)}
-    begin = 0
-    for members in batches:
-        for index in row_order([branches[member] for member in members]):
-            member = members[index]
-            end = begin + branches[member].num_sampled_tokens
-            if owners[member] in places:
-                places[owners[member]][member] = slice(begin, end)
-            begin = end
-    return {name: [of_one[member] for member in sorted(of_one)] for name, of_one in places.items()}
+    by_branch = np.argsort(token_branches, kind="stable")
+    tokens = {}
+    for sequence in sampled_sequences(groups):
+        own = [branch for branch, owner in enumerate(owners) if owner == sequence.sequence_id]
+        tokens[sequence.sequence_id] = by_branch[np.isin(token_branches[by_branch], own)]
+    return tokens
 
 
-def sampled_weights(places: Mapping[str, list[slice]], log_weights: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-    """Return unclamped importance weights by sequence id, float64[sampled tokens], concatenated over branches."""
+def importance_weights(log_weights: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return unclamped importance weights. Those that overflow are infinite."""
     with np.errstate(over="ignore"):
-        return {
-            key: np.exp(np.concatenate([log_weights[place] for place in of_one]).astype(np.float64))
-            for key, of_one in places.items()
-        }
+        return np.exp(log_weights.astype(np.float64))
 
 
 LARGEST_LOG_WEIGHT = 80.0

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +49,7 @@ PROBE_PROMPT = 3
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, eq=False)
-class TokenScores:
+class TokenScores(NamedTuple):
     """Scores of C tokens at the sampling temperature, float32[C] each."""
 
     logprobs: Tensor
@@ -109,18 +108,20 @@ class Policy(nn.Module):
         """Return scores of `targets` (int64[C]), each predicted at the row position in `predictors` (int64[C], ascending).
         Ranks that share a row must call this together with the same row."""
         if self.part is None:
-            return TokenScores(*self(row, predictors, targets, temperature, entropy_grad))
+            scores: TokenScores = self(row, predictors, targets, temperature, entropy_grad)
+            return scores
         part, length = self.part, row.input_ids.shape[1]
         counts = part.counts(length, predictors, row.predictors)
         first, tokens = sum(counts[: part.index]), part.tokens(length)
         own = slice(first, first + counts[part.index])
         own_row = TokenRow(row.input_ids[:, tokens], row.position_ids[:, tokens], replace(row.layout, part=part))
         scores = self(own_row, predictors[own] - tokens.start, targets[own], temperature, entropy_grad)
-        return TokenScores(*Collected.apply(torch.stack(scores), counts, part.index, part.group))
+        there = torch.stack([one for one in scores if one is not None])
+        return TokenScores(*Collected.apply(there, counts, part.index, part.group))
 
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
-    ) -> tuple[Tensor, ...]:
+    ) -> TokenScores:
         arguments: dict[str, Any] = {
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
@@ -129,8 +130,7 @@ class Policy(nn.Module):
         }
         if self.own_logits:
             logits = self.model(**arguments, logits_to_keep=predictors).logits[0]
-            scores = token_scores(logits, targets, temperature, entropy_grad)
-            return scores.logprobs, scores.entropy
+            return token_scores(logits, targets, temperature, entropy_grad)
         hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
         head = self.model.get_output_embeddings()
         rounded = not self.float32_head
@@ -138,9 +138,9 @@ class Policy(nn.Module):
         how = (self.max_logits or usual, rounded, self.compiled_head)
         scores = head_scores(hidden, head, targets, temperature, entropy_grad, *how)
         if self.value_head is None:
-            return scores.logprobs, scores.entropy
+            return scores
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
-        return scores.logprobs, scores.entropy, values.float().sum(1)  # sum of one column: FSDP warns about views
+        return scores._replace(values=values.float().sum(1))  # sum of one column: FSDP warns about views
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
@@ -298,17 +298,16 @@ def chunked_scores(
 ) -> TokenScores:
     """Return `token_scores` of `head(hidden)`, with logits for at most `chunk_tokens` tokens at a time."""
 
-    def scores(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
-        result = token_scores(head(hidden_chunk), target_chunk, temperature, entropy_grad)
-        return result.logprobs, result.entropy
+    def scores(hidden_chunk: Tensor, target_chunk: Tensor) -> TokenScores:
+        return token_scores(head(hidden_chunk), target_chunk, temperature, entropy_grad)
 
     if len(targets) <= chunk_tokens:
-        return TokenScores(*scores(hidden, targets))
+        return scores(hidden, targets)
     parts = [
         checkpoint(scores, hidden_chunk, target_chunk, use_reentrant=False)
         for hidden_chunk, target_chunk in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
     ]
-    return TokenScores(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+    return TokenScores(torch.cat([part.logprobs for part in parts]), torch.cat([part.entropy for part in parts]))
 
 
 def linear_scores(
@@ -333,8 +332,7 @@ def linear_scores(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
         logprobs, entropy = _LinearScores.apply(hidden, weight, bias, head, entropy_grad)
         return logprobs, entropy
-    scan = _scan(replace(head, compiled=False))
-    return scan.logprobs, scan.entropy
+    return _scan(replace(head, compiled=False))[:2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,20 +383,12 @@ class _Head:
         return torch.where(inside, index, 0), inside
 
 
-@dataclass(frozen=True, eq=False)
-class _Scan:
-    """Results of one pass over the vocabulary, [C] each."""
+def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks.
 
-    logprobs: Tensor
-    entropy: Tensor
-    log_normaliser: Tensor
-    """A word's log p is its logit minus this. If logits are kept, use the entry of `kept` as the logit."""
-    kept: Tensor | None
-    """Logits [C, V] if there is only one block. `_block_sums` has subtracted each token's maximum; `_fused_sums` has not."""
-
-
-def _scan(head: _Head) -> _Scan:
-    """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks."""
+    Return log-probabilities, entropies and log-normalisers, [C] each; and if there is only one block, its logits [C, V]. A
+    word's log p is its logit minus the log-normaliser. `_block_sums` has subtracted each token's maximum from both.
+    """
     blocks = head.blocks()
     buffer = head.buffer()
     exponentials = None if head.compiled else head.buffer()
@@ -418,12 +408,9 @@ def _scan(head: _Head) -> _Scan:
     total = (scale * sums).sum(0)
     log_total = total.log()
     kept = head.view(buffer, blocks[0]) if len(blocks) == 1 else None
-    return _Scan(
-        logprobs=chosen - peak - log_total,
-        entropy=log_total - (scale * (weighted + shift * sums)).sum(0) / total,
-        log_normaliser=log_total if kept is not None and not head.compiled else peak + log_total,
-        kept=kept,
-    )
+    log_normaliser = log_total if kept is not None and not head.compiled else peak + log_total
+    entropy = log_total - (scale * (weighted + shift * sums)).sum(0) / total
+    return chosen - peak - log_total, entropy, log_normaliser, kept
 
 
 def _block_sums(logits: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -453,19 +440,22 @@ class _LinearScores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        scan = _scan(head)
+        logprobs, entropy, log_normaliser, kept = _scan(head)
         ctx.options, ctx.entropy_grad = (head.temperature, head.max_logits, head.rounded, head.compiled), entropy_grad
-        ctx.save_for_backward(hidden, weight, bias, head.targets, scan.log_normaliser, scan.entropy, scan.kept)
+        ctx.save_for_backward(hidden, weight, bias, head.targets, log_normaliser, entropy, kept)
         if not entropy_grad:
-            ctx.mark_non_differentiable(scan.entropy)
-        return scan.logprobs, scan.entropy
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy, kept = ctx.saved_tensors
         head = _Head(hidden, weight, bias, targets, *ctx.options)
-        gradients = _Gradients(head, *ctx.needs_input_grad[:3])
+        wanted = ctx.needs_input_grad
+        summed = torch.zeros_like(hidden, dtype=head.dtype) if wanted[0] else None  # over blocks, in float32
+        of_weight = torch.empty_like(weight) if wanted[1] else None
+        of_bias = torch.empty_like(bias) if wanted[2] else None
         g, h = (grad / head.temperature for grad in (grad_logprobs, grad_entropy))
         buffer = head.buffer()
         for words in head.blocks():
@@ -475,12 +465,20 @@ class _LinearScores(torch.autograd.Function):
             if head.compiled:
                 spread = (h, entropy) if ctx.entropy_grad else None
                 fused = _compiled(_fused_gradient)
-                gradients.add(words, fused(logits, log_normaliser, g, index, of_target, spread, hidden.dtype))
-                continue
-            log_p = torch.sub(logits, log_normaliser[:, None], out=head.view(buffer, words))
-            of_logits = _spread(log_p, g, h, entropy) if ctx.entropy_grad else log_p.exp_().mul_(-g[:, None])
-            gradients.add(words, of_logits.scatter_add_(1, index[:, None], of_target[:, None]).to(hidden.dtype))
-        return gradients.of_hidden(), gradients.weight, gradients.bias, None, None
+                of_logits = fused(logits, log_normaliser, g, index, of_target, spread, hidden.dtype)
+            else:
+                log_p = torch.sub(logits, log_normaliser[:, None], out=head.view(buffer, words))
+                wide = _spread(log_p, g, h, entropy) if ctx.entropy_grad else log_p.exp_().mul_(-g[:, None])
+                of_logits = wide.scatter_add_(1, index[:, None], of_target[:, None]).to(hidden.dtype)
+            if summed is not None and summed.dtype == of_logits.dtype:
+                summed.addmm_(of_logits, weight[words])
+            elif summed is not None:
+                summed.add_(of_logits @ weight[words])
+            if of_weight is not None:
+                torch.mm(of_logits.t(), hidden, out=of_weight[words])
+            if of_bias is not None:
+                torch.sum(of_logits, 0, out=of_bias[words])
+        return None if summed is None else summed.to(hidden.dtype), of_weight, of_bias, None, None
 
 
 def _fused_gradient(
@@ -503,27 +501,3 @@ def _spread(log_p: Tensor, g: Tensor, h: Tensor, entropy: Tensor) -> Tensor:
     """Replace log_p [C, words] by −p · (g + h · (log p + entropy)); the others are [C]."""
     p = log_p.exp()
     return log_p.add_(entropy[:, None]).mul_(-h[:, None]).sub_(g[:, None]).mul_(p)
-
-
-class _Gradients:
-    """Requested gradients of the head's inputs, accumulated over blocks of logits."""
-
-    def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool) -> None:
-        self._head = head
-        self._hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if hidden else None
-        """In float32, because it is summed over blocks."""
-        self.weight = torch.empty_like(head.weight) if weight else None
-        self.bias = torch.empty_like(head.bias) if bias and head.bias is not None else None
-
-    def add(self, words: slice, of_logits: Tensor) -> None:
-        if self._hidden is not None and self._hidden.dtype == of_logits.dtype:
-            self._hidden.addmm_(of_logits, self._head.weight[words])
-        elif self._hidden is not None:
-            self._hidden.add_(of_logits @ self._head.weight[words])
-        if self.weight is not None:
-            torch.mm(of_logits.t(), self._head.hidden, out=self.weight[words])
-        if self.bias is not None:
-            torch.sum(of_logits, 0, out=self.bias[words])
-
-    def of_hidden(self) -> Tensor | None:
-        return None if self._hidden is None else self._hidden.to(self._head.hidden.dtype)

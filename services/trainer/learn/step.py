@@ -41,12 +41,12 @@ from services.trainer.learn.meter import (
     TRAINING_PASSES,
     PhaseTimer,
     cost_model_of,
+    importance_weights,
     mark_for,
     mfu,
-    sampled_places,
-    sampled_weights,
     take_memory_peak,
     token_figures,
+    tokens_of_samples,
 )
 from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import PolicyOptimizer
@@ -89,8 +89,8 @@ class PreparedStep:
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
-    sampled: Mapping[str, list[slice]] = field(default_factory=dict)
-    """Slices of the sampled sequences' tokens among all tokens of `batches`, by sequence id."""
+    sampled: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Positions of the sampled sequences' tokens among all tokens of `batches`, by sequence id."""
     actors: tuple[str, ...] = ()
     token_actors: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """int64[C], over all `batches` in order: each token's actor's index in `actors`."""
@@ -143,14 +143,15 @@ def prepare_step(
     members_of = [plan.of_rank(rank) for rank in range(data_ranks)]
     with timer.measure("build"):
         shares = tuple(tuple(packed(members, slot >= num_forward) for slot, members in enumerate(own)) for own in members_of)
-    actors = {actor: place for place, actor in enumerate(dict.fromkeys(sequence.actor for sequence in sequences))}
-    of_branch = np.array([actors[sequence.actor] for sequence in sequences])[owners]
-    token_actors = [
-        of_branch[np.array(members)[row_order([branches[member] for member in members])][batch.branch_index]]
-        for own, share in zip(members_of, shares, strict=True)
-        for members, batch in zip(own, share, strict=True)
-        if members
-    ]
+    token_branches = np.concatenate(
+        [
+            np.array(members)[row_order([branches[member] for member in members])][batch.branch_index]
+            for own, share in zip(members_of, shares, strict=True)
+            for members, batch in zip(own, share, strict=True)
+            if members
+        ]
+    )
+    actors, of_sequence = np.unique([sequence.actor for sequence in sequences], return_inverse=True)
     return PreparedStep(
         version=version,
         shares=shares,
@@ -158,9 +159,9 @@ def prepare_step(
         figures={"advantage_abs_mean": float(np.abs(of_sequences).mean()), "imbalance": plan.imbalance},
         flops=TRAINING_PASSES * sum(map(sum, plan.costs)),
         phases_s=timer.take(),
-        sampled=sampled_places(groups, (members for own in members_of for members in own)),
-        actors=tuple(actors),
-        token_actors=np.concatenate(token_actors),
+        sampled=tokens_of_samples(groups, token_branches),
+        actors=tuple(actors.tolist()),
+        token_actors=of_sequence[owners[token_branches]],
     )
 
 
@@ -275,7 +276,7 @@ class Learner:
         seconds = time.perf_counter() - began_at
         figures["tokens_per_s"] = {kind: figures[f"tokens_{kind}"] / seconds for kind in ("trained", "computed")}
         figures["mfu"] = mfu(prepared.flops, seconds, layout.size, self.peak_flops)
-        figures[SAMPLED_WEIGHTS] = sampled_weights(prepared.sampled, of_all[0])
+        figures[SAMPLED_WEIGHTS] = {name: importance_weights(of_all[0][own]) for name, own in prepared.sampled.items()}
         figures[LOG_WEIGHTS] = of_all[0]
         return figures
 

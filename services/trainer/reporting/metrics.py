@@ -52,27 +52,6 @@ STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
 
-class FigureMetrics:
-    def __init__(self, metrics: MetricSet) -> None:
-        self._readings, self._counters = list[tuple[Figure, Reading]](), list[tuple[Figure, Counter]]()
-        for figure in FIGURES:
-            text = plain(figure.help or figure.text)
-            if figure.metric.endswith("_total"):
-                self._counters.append((figure, metrics.counter(figure.metric, text, unit=figure.unit)))
-            elif figure.metric:
-                reading = metrics.reading(figure.metric, text, figure.labels, unit=figure.unit)
-                self._readings.append((figure, reading))
-
-    def observe(self, record: StepRecord) -> None:
-        for figure, reading in self._readings:
-            value = record.get(figure.key)
-            if value is not None or not figure.stays:
-                reading.set(value)
-        for figure, counter in self._counters:
-            value = record[figure.key]
-            counter.inc(bool(value) if isinstance(value, str) else value or 0)
-
-
 class TaskMetrics:
     """Step figures by task, and evaluation figures by problem set."""
 
@@ -110,7 +89,15 @@ class TaskMetrics:
 
 class StepMetrics:
     def __init__(self, metrics: MetricSet) -> None:
-        self._figures, self._tasks = FigureMetrics(metrics), TaskMetrics(metrics)
+        self._readings, self._counters = list[tuple[Figure, Reading]](), list[tuple[Figure, Counter]]()
+        for figure in FIGURES:
+            text = plain(figure.help or figure.text)
+            if figure.metric.endswith("_total"):
+                self._counters.append((figure, metrics.counter(figure.metric, text, unit=figure.unit)))
+            elif figure.metric:
+                reading = metrics.reading(figure.metric, text, figure.labels, unit=figure.unit)
+                self._readings.append((figure, reading))
+        self._tasks = TaskMetrics(metrics)
         self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
         text = "algorithm.max_lag; no series without one, or if it bounds a mean."
@@ -126,7 +113,13 @@ class StepMetrics:
         self._memory = metrics.reading("memory_peak_bytes", text)
 
     def observe(self, record: StepRecord) -> None:
-        self._figures.observe(record)
+        for figure, reading in self._readings:
+            value = record.get(figure.key)
+            if value is not None or not figure.stays:
+                reading.set(value)
+        for figure, counter in self._counters:
+            value = record[figure.key]
+            counter.inc(bool(value) if isinstance(value, str) else value or 0)
         self._tasks.observe(record)
         self._lags.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
         self._lag_max.set(record.get("lag", {}).get("max"))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 from pipelinerl.messages.control import Abort, EpochJoined, Serving, Staged
@@ -210,14 +210,6 @@ class Phase(Enum):
 _WAITED_FOR: dict[Phase, type] = {Phase.FORMING: EpochJoined, Phase.SENDING: Staged, Phase.COMMITTING: Serving}
 
 
-@dataclass
-class _Round:
-    answered: dict[str, int] = field(default_factory=dict)
-    """Actors that have answered in this phase, including the trainer, with the checksum of their staged bytes."""
-    left: set[str] = field(default_factory=set)
-    """Processes that left while their ranks were in the group. If the group then breaks or hangs, no other member is blamed."""
-
-
 class Coordinator:
     """State machine of one group. `epochs`: numbers for further epochs, shared by all coordinators of a run."""
 
@@ -237,7 +229,10 @@ class Coordinator:
         one at a time at their heartbeats, from the one that failed longest ago."""
         self._failures = itertools.count()
         self._group_stands = False
-        self._round = _Round()
+        self._answered: dict[str, int] = {}
+        """Actors that have answered in this phase, including the trainer, with the checksum of their staged bytes."""
+        self._left: set[str] = set()
+        """Processes that left while their ranks were in the group. If it then breaks or hangs, no other member is blamed."""
         self._restarts = 0
         """Failed attempts at the current version with the same members, none of whom could be blamed."""
         self._breaks = False
@@ -313,14 +308,14 @@ class Coordinator:
         self._forget(_of(processes, self.present))
         leaving = _of(processes, self.members)
         if not leaving:
-            hangs = self.phase is Phase.SENDING and TRAINER not in self._round.answered
-            gone = not still_running and not self._round.left.isdisjoint(processes.values())
+            hangs = self.phase is Phase.SENDING and TRAINER not in self._answered
+            gone = not still_running and not self._left.isdisjoint(processes.values())
             return self._again(reason) if hangs and gone else []
         if not still_running or self.phase is not Phase.SENDING or len(leaving) == len(self.members):
             return self._lose(leaving, reason, None)
         for actor in leaving:
-            self._round.left.add(self.members.pop(actor).process)
-            self._round.answered.pop(actor, None)
+            self._left.add(self.members.pop(actor).process)
+            self._answered.pop(actor, None)
         self._group_stands = False
         return [Evicted(actor, self.epoch, reason, None) for actor in sorted(leaving)] + self._advance()
 
@@ -340,10 +335,10 @@ class Coordinator:
     def _deadline(self, token: int) -> list[Action]:
         if token != self._deadline_token or not self._under_way:
             return []
-        late = set(self.members) - self._round.answered.keys()
-        if not late and TRAINER in self._round.answered:
+        late = set(self.members) - self._answered.keys()
+        if not late and TRAINER in self._answered:
             return [self._new_deadline()]  # complete everywhere; only the commit is held
-        if not late or self._round.left:
+        if not late or self._left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)
 
@@ -359,7 +354,7 @@ class Coordinator:
             return
         known = answer.actor in self.members or answer.actor == TRAINER
         if known and isinstance(answer, _WAITED_FOR.get(self.phase, ())):
-            self._round.answered[answer.actor] = answer.checksum if isinstance(answer, Staged) else 0
+            self._answered[answer.actor] = answer.checksum if isinstance(answer, Staged) else 0
 
     # --- phases --------------------------------------------------------------------------------------------------
 
@@ -368,7 +363,7 @@ class Coordinator:
         return self.phase in (Phase.FORMING, Phase.SENDING, Phase.COMMITTING)
 
     def _advance(self) -> list[Action]:
-        answered = self._round.answered
+        answered = self._answered
         complete = answered.keys() >= self.members.keys()
         if self.phase is Phase.FORMING and TRAINER in answered and complete:
             self._group_stands = True
@@ -378,7 +373,7 @@ class Coordinator:
             if wrong:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             if complete and not self.held:
-                self.phase, self._round.answered = Phase.COMMITTING, {}
+                self.phase, self._answered = Phase.COMMITTING, {}
                 return [SendCommit(self.epoch, self.version), self._new_deadline()]
         if self.phase is Phase.COMMITTING and complete:
             self.phase = Phase.IDLE
@@ -393,7 +388,7 @@ class Coordinator:
             self._restarts = 0
         self.members = members
         self._newcomers -= set(self.members)
-        self._round = _Round()
+        self._answered, self._left = {}, set()
         if not self.members:
             self.phase = Phase.WAITING
             return [WaitingForMembers(self.version)]
@@ -406,8 +401,7 @@ class Coordinator:
         return {actor: member for actor, member in able.items() if actor not in self._newcomers} or able
 
     def _send(self) -> list[Action]:
-        self.phase = Phase.SENDING
-        self._round = _Round()
+        self.phase, self._answered, self._left = Phase.SENDING, {}, set()
         return [SendVersion(self.epoch, self.version), self._new_deadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
@@ -427,7 +421,7 @@ class Coordinator:
 
     def _restart(self, reason: str) -> list[Action]:
         """Form the group again. Dissolve a group that breaks repeatedly."""
-        if self._round.left:
+        if self._left:
             return self._again(reason)
         self._restarts += 1
         if self._restarts > (0 if self._breaks else MOST_RESTARTS):
