@@ -141,6 +141,17 @@ def is_right(outcome: VerifyResult, correct_reward: float) -> bool:
     return outcome.status == VERIFY_STATUS_OK and earned is not None and earned >= correct_reward * (1 - 1e-9)
 
 
+def reason_left_out(completion: actor_pb2.GenerateResult | None, verdict: VerifyResult | None) -> str:
+    """Return why an answer does not count in the accuracy; empty if it counts."""
+    if completion is None:
+        return "no completion"
+    if completion.failure:
+        return "" if (reason := short_reason(completion.failure)) == EMPTY_COMPLETION else reason
+    if verdict is None:
+        return "not judged"
+    return "" if verdict.status == VERIFY_STATUS_OK else f"reward_{status_name(verdict.status)}"
+
+
 async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: float) -> dict[str, VerifyResult]:
     """Return the verifier's outcomes that arrive before `deadline` (the event loop's clock, seconds), by sequence id."""
     verdicts: dict[str, VerifyResult] = {}
@@ -291,8 +302,8 @@ class Evaluator:
     def _result(
         self, version: int, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
     ) -> HeldoutResult:
-        reasons = dict(self._without_verdict(completions, verdicts))
-        told = dict(Counter(reasons.values()))
+        reasons = {answer: reason_left_out(completions.get(answer), verdicts.get(answer)) for answer in self._problems}
+        told = dict(Counter(filter(None, reasons.values())))
         by_set: dict[str, list[list[bool | None]]] = {}
         known = {answer: self._sequence(completion, verdicts.get(answer)) for answer, completion in completions.items()}
         reported: dict[str, list[dict[str, float]]] = {}
@@ -302,8 +313,8 @@ class Evaluator:
                 of_set.append([])
             verdict = verdicts.get(answer)
             right = verdict is not None and is_right(verdict, problem.share.reward.correct)
-            of_set[-1].append(None if answer in reasons else right)
-            if verdict is not None and answer not in reasons:
+            of_set[-1].append(None if reasons[answer] else right)
+            if verdict is not None and not reasons[answer]:
                 reported.setdefault(problem.share.name, []).append(known[answer].reported)
         overall = accuracy_of(problem for name in self._recipe.mixture for problem in by_set.get(name, ()))
         if overall is None:
@@ -329,21 +340,6 @@ class Evaluator:
         by_set = self._by_task(sorted(completions))
         in_turn = [answer for answers in zip_longest(*by_set) for answer in answers if answer is not None]
         return in_turn[: max(4, len(by_set))]
-
-    def _without_verdict(
-        self, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
-    ) -> Iterator[tuple[str, str]]:
-        for answer in self._problems:
-            completion, verdict = completions.get(answer), verdicts.get(answer)
-            if completion is None:
-                yield answer, "no completion"
-            elif completion.failure:
-                if short_reason(completion.failure) != EMPTY_COMPLETION:
-                    yield answer, short_reason(completion.failure)
-            elif verdict is None:
-                yield answer, "not judged"
-            elif verdict.status != VERIFY_STATUS_OK:
-                yield answer, f"reward_{status_name(verdict.status)}"
 
     def _sequence(self, completion: actor_pb2.GenerateResult, verdict: VerifyResult | None) -> Sequence:
         problem, (first, *others) = self._problems[completion.id], branches_of(completion)

@@ -25,17 +25,7 @@ from pipelinerl.bus.protocol import LogEntry
 from pipelinerl.errors import MessageError, UserError
 from pipelinerl.messages.sequences import FinishReason, Sequence, decode_sequence, remains_of_sequence
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.groups import (
-    FIRST_INCARNATION,
-    Lineage,
-    equally_right,
-    group_advantages,
-    groups_before_step,
-    groups_per_step,
-    smallest_group,
-    stale_reason,
-    untrainable_reason,
-)
+from pipelinerl.rl import groups
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
@@ -106,7 +96,7 @@ class Intake:
         feeder: Feeder,
         *,
         vocab_size: int,
-        lineage: Lineage = FIRST_INCARNATION,
+        lineage: groups.Lineage = groups.FIRST_INCARNATION,
     ) -> None:
         self._bus, self._recipe, self._feeder = bus, recipe, feeder
         self._tracker, self._traces = tracker, traces
@@ -151,13 +141,13 @@ class Intake:
     async def take_batch(self, version: int) -> list[TrainingGroup]:
         """Return exactly `groups_per_step` groups that are fresh enough for `version`; in conventional mode, the next part of a
         shuffled phase."""
-        num_groups, grown = groups_before_step(self._recipe, version), False
+        num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))
             grown = True
         if grown and self._recipe.mode == "conventional":
             random.Random(f"{self._recipe.seed}/{version}").shuffle(self._phase)  # the same order after a restart
-        per_step = groups_per_step(self._recipe)
+        per_step = groups.groups_per_step(self._recipe)
         self._handed_out, self._phase = self._phase[:per_step], self._phase[per_step:]
         return self._handed_out
 
@@ -212,7 +202,7 @@ class Intake:
             what = f"actor {sequence.actor!r:.100} was not handed group {sequence.group_id!r:.100}"
             # The message id is used up: NATS would drop the right sequence as a repetition.
             return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
-        reason = untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
+        reason = groups.untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
         reason = reason or ("" if sequence.failure else self.quarantine.failure_of(sequence))
         return replace(sequence, failure=reason) if reason else sequence
 
@@ -254,10 +244,10 @@ class Intake:
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
         """Return the trainable samples of a complete group; empty if the group is lost. Raises `UserError`."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
-        if len(good) < smallest_group(algorithm.advantage):
+        if len(good) < groups.smallest_group(algorithm.advantage):
             self._lose(good, Outcome.FAILED, "group incomplete")
             self._lost_reasons.update(short_reason(sample.failure) for sample in samples if sample.failure)
-        elif algorithm.filter_equal_rewards and equally_right(good):
+        elif algorithm.filter_equal_rewards and groups.equally_right(good):
             self._lose(good, Outcome.DROPPED_FILTERED, "equal rewards")
             self._lost_reasons["equal rewards"] += 1
         else:
@@ -265,7 +255,7 @@ class Intake:
             self._lost_reasons.clear()
             return good
         self._lost_in_a_row += 1
-        by_steps = max(STEPS_IN_A_ROW * groups_per_step(self._recipe), FEWEST_IN_A_ROW)
+        by_steps = max(STEPS_IN_A_ROW * groups.groups_per_step(self._recipe), FEWEST_IN_A_ROW)
         if self._lost_in_a_row >= (self._recipe.trainer.give_up_after_groups or by_steps):
             raise UserError(lost_groups_message(self._lost_in_a_row, self._lost_reasons, self.failures))
         return ()
@@ -284,17 +274,17 @@ class Intake:
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)
             sequences = tuple(sequence for sequence in sequences if sequence not in refused)
-            if len(sequences) < smallest_group(algorithm.advantage):
+            if len(sequences) < groups.smallest_group(algorithm.advantage):
                 self._lose(sequences, Outcome.FAILED, "group incomplete")
                 return None
         rewards = [sequence.reward for sequence in sequences]
-        advantages = group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
+        advantages = groups.group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
         if sequences[0].task in self._masked:  # the others' baseline includes its reward, but it gets no gradient
             advantages[[sequence.finish_reason is FinishReason.LENGTH for sequence in sequences]] = 0.0
         kept = []
         for index, sequence in enumerate(sequences):
             spans = tuple(span for branch in sequence.all_branches for span in branch.spans)
-            reason = stale_reason(spans, version, algorithm, self._lineage)
+            reason = groups.stale_reason(spans, version, algorithm, self._lineage)
             if reason is None:
                 kept.append(index)
             else:

@@ -133,10 +133,13 @@ class Policy(nn.Module):
             return token_scores(logits, targets, temperature, entropy_grad)
         hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
         head = self.model.get_output_embeddings()
-        rounded = not self.float32_head
-        usual = MAX_LOGITS_ON_GPU if self.device.type == "cuda" else MAX_LOGITS
-        how = (self.max_logits or usual, rounded, self.compiled_head)
-        scores = head_scores(hidden, head, targets, temperature, entropy_grad, *how)
+        max_logits = self.max_logits or (MAX_LOGITS_ON_GPU if self.device.type == "cuda" else MAX_LOGITS)
+        if is_plain_linear(head):
+            how = (temperature, entropy_grad, max_logits, not self.float32_head, self.compiled_head)
+            scores = TokenScores(*linear_scores(hidden, head.weight, head.bias, targets, *how))
+        else:
+            chunk_tokens = max(1, max_logits // self.vocab_size)
+            scores = chunked_scores(hidden, head, targets, temperature, chunk_tokens, entropy_grad)
         if self.value_head is None:
             return scores
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
@@ -213,27 +216,6 @@ def _plain_logprobs(policy: Policy, tokens: np.ndarray) -> Tensor:
     finally:
         policy.model.set_attn_implementation(policy.attention)
     return token_scores(logits, ids[0, 1:], temperature=1.0).logprobs
-
-
-def head_scores(
-    hidden: Tensor,
-    head: nn.Module,
-    targets: Tensor,
-    temperature: float,
-    entropy_grad: bool = False,
-    max_logits: int = MAX_LOGITS,
-    rounded: bool = False,
-    compiled: bool = False,
-) -> TokenScores:
-    """Return `token_scores` of `head(hidden)` for hidden [C, width], with at most `max_logits` logits at a time. `head`: has a
-    `weight` [vocabulary, width]; if it is not a plain linear layer, its forward is called."""
-    assert isinstance(head.weight, Tensor)
-    if is_plain_linear(head):
-        bias = head.bias if isinstance(head.bias, Tensor) else None
-        arguments = (hidden, head.weight, bias, targets, temperature, entropy_grad, max_logits, rounded, compiled)
-        return TokenScores(*linear_scores(*arguments))
-    chunk_tokens = max(1, max_logits // head.weight.shape[0])
-    return chunked_scores(hidden, head, targets, temperature, chunk_tokens, entropy_grad)
 
 
 def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:

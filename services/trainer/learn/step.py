@@ -8,9 +8,9 @@ as orders, which `worker.py` executes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,12 @@ from torch import Tensor
 from pipelinerl.messages.sequences import Branch, Logprobs, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.memory import peak_flops
-from pipelinerl.rl.packing import UNIT_COST, CostModel, StepPlan, plan_step
+from pipelinerl.rl.packing import StepPlan, plan_step
 from services.trainer.distributed.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
+from services.trainer.learn import meter
 from services.trainer.learn.batch import (
     HostMicroBatch,
     MicroBatch,
-    Normalization,
     TrainingGroup,
     all_branches,
     host_microbatch,
@@ -35,19 +35,6 @@ from services.trainer.learn.batch import (
 )
 from services.trainer.learn.lora import adapter_weights, adapters_off, has_adapters, served_weights, whole
 from services.trainer.learn.loss import compute_loss
-from services.trainer.learn.meter import (
-    LOG_WEIGHTS,
-    SAMPLED_WEIGHTS,
-    TRAINING_PASSES,
-    PhaseTimer,
-    cost_model_of,
-    importance_weights,
-    mark_for,
-    mfu,
-    take_memory_peak,
-    token_figures,
-    tokens_of_samples,
-)
 from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy, add_value_head
@@ -89,10 +76,10 @@ class PreparedStep:
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
-    sampled: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    sampled: Mapping[str, NDArray[np.int64]]
     """Positions of the sampled sequences' tokens among all tokens of `batches`, by sequence id."""
-    actors: tuple[str, ...] = ()
-    token_actors: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    actors: tuple[str, ...]
+    token_actors: NDArray[np.int64]
     """int64[C], over all `batches` in order: each token's actor's index in `actors`."""
 
     @property
@@ -102,93 +89,6 @@ class PreparedStep:
     def of_lag_0(self, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
         fresh = np.concatenate([batch.lags for batch in self.batches]) == 0
         return {actor: values[fresh & (self.token_actors == place)] for place, actor in enumerate(self.actors)}
-
-
-def prepare_step(
-    groups: list[TrainingGroup],
-    version: int,
-    normalization: Normalization,
-    budget: int,
-    *,
-    data_ranks: int = 1,
-    pad_multiple: int = 1,
-    cost_model: CostModel = UNIT_COST,
-    share_prompts: bool = False,
-    skip_zero_advantages: bool = False,
-) -> PreparedStep:
-    """Plan and pack one optimizer step on `groups` at policy version `version`, for `data_ranks` rows at a time.
-
-    Every branch of a sequence is packed separately, with the sequence's advantage and weight. `budget`: maximum tokens of a
-    micro-batch. `skip_zero_advantages`: put branches with advantage 0 into separate micro-batches without a backward pass; set
-    this only if their gradient is 0. Raises `FieldError` if a branch exceeds the budget.
-    """
-    sequences = [sequence for group in groups for sequence in group.sequences]
-    branches = all_branches(groups)
-    owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
-    of_sequences = np.concatenate([group.advantages for group in groups])
-    sampled_tokens = np.bincount(owners, weights=[branch.num_sampled_tokens for branch in branches]).astype(np.int64)
-    advantages, weights = of_sequences[owners], sequence_weights(sampled_tokens, normalization)[owners]
-
-    def planned(members: NDArray[np.int64]) -> StepPlan:
-        return _planned(branches, members, budget, data_ranks, cost_model, share_prompts)
-
-    def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
-        of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version, pad_multiple)
-        return host_microbatch(*of_chosen, share_prompts=share_prompts, has_gradient=has_gradient)
-
-    timer = PhaseTimer()
-    with timer.measure("plan"):
-        silent = advantages == 0
-        plan, num_forward = _with_forward_passes(planned, silent if skip_zero_advantages else np.zeros_like(silent), data_ranks)
-    members_of = [plan.of_rank(rank) for rank in range(data_ranks)]
-    with timer.measure("build"):
-        shares = tuple(tuple(packed(members, slot >= num_forward) for slot, members in enumerate(own)) for own in members_of)
-    token_branches = np.concatenate(
-        [
-            np.array(members)[row_order([branches[member] for member in members])][batch.branch_index]
-            for own, share in zip(members_of, shares, strict=True)
-            for members, batch in zip(own, share, strict=True)
-            if members
-        ]
-    )
-    actors, of_sequence = np.unique([sequence.actor for sequence in sequences], return_inverse=True)
-    return PreparedStep(
-        version=version,
-        shares=shares,
-        sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
-        figures={"advantage_abs_mean": float(np.abs(of_sequences).mean()), "imbalance": plan.imbalance},
-        flops=TRAINING_PASSES * sum(map(sum, plan.costs)),
-        phases_s=timer.take(),
-        sampled=tokens_of_samples(groups, token_branches),
-        actors=tuple(actors.tolist()),
-        token_actors=of_sequence[owners[token_branches]],
-    )
-
-
-def _planned(
-    branches: list[Branch], members: NDArray[np.int64], budget: int, ranks: int, cost_model: CostModel, share_prompts: bool
-) -> StepPlan:
-    chosen = [branches[index] for index in members]
-    lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
-    outputs = np.array([branch.num_sampled_tokens for branch in chosen])
-    texts = [branch.prompt_token_ids for branch in chosen]
-    prompts = [(text.tobytes(), len(text)) for text in texts] if share_prompts else None
-    plan = plan_step(lengths, budget, ranks, cost_model, outputs, prompts)
-    return StepPlan([[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots], plan.costs)
-
-
-def _with_forward_passes(
-    planned: Callable[[NDArray[np.int64]], StepPlan], silent: NDArray[np.bool_], data_ranks: int
-) -> tuple[StepPlan, int]:
-    """Return a plan for all branches, and the number of its first slots that need no backward pass."""
-    plan = planned(np.arange(len(silent)))
-    if silent.any() and not silent.all():
-        forward, both = planned(np.flatnonzero(silent)), planned(np.flatnonzero(~silent))
-        # With more slots, several ranks would gather all weights more often.
-        if data_ranks == 1 or len(forward.slots) + len(both.slots) <= len(plan.slots):
-            forward_costs = [[cost / TRAINING_PASSES for cost in costs] for costs in forward.costs]
-            return StepPlan(forward.slots + both.slots, forward_costs + both.costs), len(forward.slots)
-    return plan, 0
 
 
 class Learner:
@@ -220,28 +120,80 @@ class Learner:
             reference = policy if has_adapters(policy.model) else frozen_copy(policy)
         self.reference = reference if algorithm.kl_coefficient > 0 else None
         self.optimizer = PolicyOptimizer(policy.model.parameters(), trainer, policy.value_head)
-        self.cost_model = cost_model_of(policy.model)
+        self.cost_model = meter.cost_model_of(policy.model)
         device_name = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else ""
         self.peak_flops = peak_flops(device_name, str(compute_dtype or policy.model.dtype).removeprefix("torch."))
         """Peak FLOP/s of the device; None if unknown, for example for a CPU."""
-        self._phases = PhaseTimer(mark_for(policy.device))
+        self._phases = meter.PhaseTimer(meter.mark_for(policy.device))
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
         self._only_advantages = algorithm.advantage != "value" and not other_terms
         """True if a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plan one optimizer step for all ranks. May run on any thread, even while another step is computed."""
-        return prepare_step(
-            groups,
-            version,
-            self.algorithm.normalization,
-            self.trainer.tokens_per_microbatch,
-            data_ranks=self.world.layout.data_ranks,
-            pad_multiple=self.pad_multiple,
-            cost_model=self.cost_model,
-            share_prompts=self.policy.shares_prompts,
-            skip_zero_advantages=self._only_advantages,
+        """Plan and pack one optimizer step on `groups` at policy version `version`, for all ranks. May run on any thread, even
+        while another step is computed. Every branch of a sequence is packed separately, with the sequence's advantage and
+        weight. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`."""
+        sequences = [sequence for group in groups for sequence in group.sequences]
+        branches, data_ranks = all_branches(groups), self.world.layout.data_ranks
+        owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
+        of_sequences = np.concatenate([group.advantages for group in groups])
+        sampled_tokens = np.bincount(owners, weights=[branch.num_sampled_tokens for branch in branches]).astype(np.int64)
+        weights = sequence_weights(sampled_tokens, self.algorithm.normalization)[owners]
+        advantages, share_prompts = of_sequences[owners], self.policy.shares_prompts
+
+        def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
+            of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version)
+            return host_microbatch(*of_chosen, self.pad_multiple, share_prompts=share_prompts, has_gradient=has_gradient)
+
+        timer = meter.PhaseTimer()
+        with timer.measure("plan"):
+            plan, num_forward = self._plan_passes(branches, (advantages == 0) & self._only_advantages)
+        members_of = [plan.of_rank(rank) for rank in range(data_ranks)]
+        with timer.measure("build"):
+            shares = tuple(tuple(packed(members, at >= num_forward) for at, members in enumerate(own)) for own in members_of)
+        token_branches = np.concatenate(
+            [
+                np.array(members)[row_order([branches[member] for member in members])][batch.branch_index]
+                for own, share in zip(members_of, shares, strict=True)
+                for members, batch in zip(own, share, strict=True)
+                if members
+            ]
         )
+        actors, of_sequence = np.unique([sequence.actor for sequence in sequences], return_inverse=True)
+        return PreparedStep(
+            version=version,
+            shares=shares,
+            sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
+            figures={"advantage_abs_mean": float(np.abs(of_sequences).mean()), "imbalance": plan.imbalance},
+            flops=meter.TRAINING_PASSES * sum(map(sum, plan.costs)),
+            phases_s=timer.take(),
+            sampled=meter.tokens_of_samples(groups, token_branches),
+            actors=tuple(actors.tolist()),
+            token_actors=of_sequence[owners[token_branches]],
+        )
+
+    def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
+        """Return a plan for all branches, and the number of its first slots that need no backward pass: those of the `silent`
+        branches, if they get their own slots."""
+        plan = self._plan(branches, np.arange(len(silent)))
+        if silent.any() and not silent.all():
+            forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
+            # With more slots, several ranks would gather all weights more often.
+            if self.world.layout.data_ranks == 1 or len(forward.slots) + len(both.slots) <= len(plan.slots):
+                forward_costs = [[cost / meter.TRAINING_PASSES for cost in costs] for costs in forward.costs]
+                return StepPlan(forward.slots + both.slots, forward_costs + both.costs), len(forward.slots)
+        return plan, 0
+
+    def _plan(self, branches: list[Branch], members: NDArray[np.int64]) -> StepPlan:
+        """Return a plan for the branches at positions `members`. The plan also refers to branches by position."""
+        chosen = [branches[index] for index in members]
+        lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
+        outputs = np.array([branch.num_sampled_tokens for branch in chosen])
+        texts = [branch.prompt_token_ids for branch in chosen]
+        prompts = [(text.tobytes(), len(text)) for text in texts] if self.policy.shares_prompts else None
+        budget, ranks = self.trainer.tokens_per_microbatch, self.world.layout.data_ranks
+        plan = plan_step(lengths, budget, ranks, self.cost_model, outputs, prompts)
+        return StepPlan([[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots], plan.costs)
 
     def order(self, kind: str, **arrays: Any) -> None:
         if self.world.is_first and self.world.links is not None:
@@ -267,7 +219,7 @@ class Learner:
                 values.append(report.arrays["values"])
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
         of_all, budget = np.concatenate(values, axis=1), self.trainer.tokens_per_microbatch
-        figures |= token_figures(of_all, totals, prepared.batches, budget, applied=not figures["skipped"])
+        figures |= meter.token_figures(of_all, totals, prepared.batches, budget, applied=not figures["skipped"])
         figures["sequences_trained"] = 0 if figures["skipped"] else len(prepared.sequence_ids)
         figures |= prepared.figures
         if self.reference is None:
@@ -275,9 +227,11 @@ class Learner:
         figures["compute_s"] = {**prepared.phases_s, **figures["compute_s"]}
         seconds = time.perf_counter() - began_at
         figures["tokens_per_s"] = {kind: figures[f"tokens_{kind}"] / seconds for kind in ("trained", "computed")}
-        figures["mfu"] = mfu(prepared.flops, seconds, layout.size, self.peak_flops)
-        figures[SAMPLED_WEIGHTS] = {name: importance_weights(of_all[0][own]) for name, own in prepared.sampled.items()}
-        figures[LOG_WEIGHTS] = of_all[0]
+        figures["mfu"] = meter.mfu(prepared.flops, seconds, layout.size, self.peak_flops)
+        figures[meter.SAMPLED_WEIGHTS] = {
+            name: meter.importance_weights(of_all[0][own]) for name, own in prepared.sampled.items()
+        }
+        figures[meter.LOG_WEIGHTS] = of_all[0]
         return figures
 
     def compute(self, share: Share) -> tuple[NDArray[np.float32], NDArray[np.float64], dict[str, Any]]:
@@ -301,7 +255,7 @@ class Learner:
         with self._phases.measure("optimizer"):
             figures = self.optimizer.step(loss=float(totals[0]), total_weight=float(totals[3]))
         there = torch.cat(values, dim=1).cpu().numpy()  # this waits for the device to finish the step
-        figures["memory_peak_gib"] = take_memory_peak(self.policy.device) / 1024**3
+        figures["memory_peak_gib"] = meter.take_memory_peak(self.policy.device) / 1024**3
         figures["compute_s"] = self._phases.take()
         return there, totals, figures
 

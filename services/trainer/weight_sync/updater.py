@@ -21,18 +21,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import MessageError, ServiceError, TransferError
 from pipelinerl.kube.client import PodEnd
-from pipelinerl.messages.control import (
-    Abort,
-    Announce,
-    Commit,
-    EpochJoined,
-    EpochMember,
-    EpochStart,
-    Registration,
-    Serving,
-    Staged,
-    decode_control,
-)
+from pipelinerl.messages import control
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
@@ -46,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ANSWER_TYPES = {"joined": EpochJoined, "staged": Staged, "serving": Serving, "failed": Abort}
+ANSWER_TYPES = {"joined": control.EpochJoined, "staged": control.Staged, "serving": control.Serving, "failed": control.Abort}
 MEETING_SHARE = 0.8
 """Share of the phase's deadline in which a group's members must meet, so that only missing members are blamed."""
 PATIENCE_S = 3.0
@@ -91,11 +80,11 @@ class TransferSession:
         self._end_spans("given up")
 
     def _note(self, event: c.Event) -> None:
-        if not isinstance(event, Staged | Serving) or event.actor == c.TRAINER:
+        if not isinstance(event, control.Staged | control.Serving) or event.actor == c.TRAINER:
             return
         if (event.epoch, event.version) != (self.coordinator.epoch, self.record.version):
             return
-        if isinstance(event, Staged):
+        if isinstance(event, control.Staged):
             self.record.receive_s[event.actor], self.record.prepare_s[event.actor] = event.receive_s, event.prepare_s
             self._span.add_event("staged", {a.ACTOR: event.actor, a.BYTES: event.bytes})
         else:
@@ -108,7 +97,7 @@ class TransferSession:
             case c.FormGroup(epoch, members):
                 await self._form_group(epoch, members)
             case c.SendVersion(epoch, version):
-                announce = Announce(
+                announce = control.Announce(
                     incarnation=incarnation,
                     epoch=epoch,
                     version=version,
@@ -122,13 +111,13 @@ class TransferSession:
                 self._task = updater.tasks.create_task(self._broadcast(self._group, self._snapshot, epoch, version))
             case c.SendCommit(epoch, version):
                 self._commit_span = self._order_span("commit", epoch)
-                commit = Commit(incarnation=incarnation, epoch=epoch, version=version)
+                commit = control.Commit(incarnation=incarnation, epoch=epoch, version=version)
                 await self._say("commit", commit, self._commit_span)
             case c.SendAbort(epoch, version, reason):
                 log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
                 self._span.add_event("aborted", {a.REASON: reason})
                 self._end_spans(reason, of_commit_only=True)
-                abort = Abort(incarnation=incarnation, epoch=epoch, version=version, reason=reason, actor="")
+                abort = control.Abort(incarnation=incarnation, epoch=epoch, version=version, reason=reason, actor="")
                 await self._say("abort", abort)
                 await self._stop_transfer()
             case c.SetDeadline(token):
@@ -155,7 +144,7 @@ class TransferSession:
         patience_s = PATIENCE_S if updater.roster.have_met(members) else None
         group = updater.sender.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
         self._group = group
-        start = EpochStart(
+        start = control.EpochStart(
             incarnation=updater.incarnation,
             epoch=epoch,
             store_address=group.store_address,
@@ -176,7 +165,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error), missing))
         else:
             self._updater.roster.met(members)
-            self._updater.post(self, EpochJoined(actor=c.TRAINER, epoch=epoch))
+            self._updater.post(self, control.EpochJoined(actor=c.TRAINER, epoch=epoch))
 
     async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
         try:
@@ -186,7 +175,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return
         self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
-        self._updater.post(self, Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
+        self._updater.post(self, control.Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
 
     async def _stop_transfer(self) -> None:
         task, group = self._task, self._group
@@ -198,7 +187,12 @@ class TransferSession:
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _say(self, kind: str, order: EpochStart | Announce | Commit | Abort, span: Span = INVALID_SPAN) -> None:
+    async def _say(
+        self,
+        kind: str,
+        order: control.EpochStart | control.Announce | control.Commit | control.Abort,
+        span: Span = INVALID_SPAN,
+    ) -> None:
         payload, actor = order.SerializeToString(), self.joiner.actor if self.joiner else ""
         headers, bus = headers_of(trace_of(span)), self._updater.bus
         await retry_forever(lambda: bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
@@ -352,7 +346,7 @@ class WeightUpdater:
                     self.post(None, c.MembersDown((event.actor,)))
                     continue
                 try:
-                    said = decode_control(event.payload, Registration)
+                    said = control.decode_control(event.payload, control.Registration)
                 except MessageError as error:
                     self.bad_messages += 1
                     log.error("registration of %s is set aside: %s", event.actor, error, extra=AGGREGATED)
@@ -369,7 +363,7 @@ class WeightUpdater:
         async with self.bus.watch_control(tuple(ANSWER_TYPES)) as messages:
             async for message in messages:
                 try:
-                    answer: c.Answer = decode_control(message.payload, ANSWER_TYPES[message.kind])
+                    answer: c.Answer = control.decode_control(message.payload, ANSWER_TYPES[message.kind])
                 except MessageError as error:
                     self.bad_messages += 1
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error, extra=AGGREGATED)
@@ -382,12 +376,12 @@ class WeightUpdater:
     def _hear(self, answer: c.Answer) -> None:
         """Post an answer for this incarnation to its epoch's session. The main session ignores past epochs."""
         ours = answer.incarnation == self.incarnation
-        if isinstance(answer, Abort) and (ours or not answer.incarnation):
+        if isinstance(answer, control.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
             self._note_reason(answer.actor, answer.reason)
         if not ours:
             return
-        if isinstance(answer, EpochJoined):
+        if isinstance(answer, control.EpochJoined):
             self._reasons.pop(answer.actor, None)
         sides = (session for session in self._sides.values() if session.coordinator.epoch == answer.epoch)
         self.post(next(sides, self._main), answer)
@@ -520,11 +514,11 @@ def coalesce_departures(events: list[tuple[TransferSession | None, c.Event]]) ->
     return merged
 
 
-def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:
+def epoch_members(members: tuple[c.Member, ...]) -> tuple[control.EpochMember, ...]:
     """Return the rank layout: the trainer is rank 0, followed by each actor's ranks in the members' order. Pure."""
     first_ranks = accumulate((member.ranks for member in members), initial=1)
     return tuple(
-        EpochMember(actor=member.actor, process=member.process, first_rank=first_rank, ranks=member.ranks)
+        control.EpochMember(actor=member.actor, process=member.process, first_rank=first_rank, ranks=member.ranks)
         for member, first_rank in zip(members, first_ranks, strict=False)  # the last number is not used
     )
 
