@@ -97,8 +97,7 @@ class OptimizerLoop:
         """Writes the record of the last computed step, unless it is already written."""
         self._batch_at = time.monotonic()
         self._base: Logprobs | None = None
-        """Log-probabilities of the probe from which the policy's change is measured: by the base weights, or without adapters
-        by this process's first version."""
+        """Log-probabilities of the probe before training, from which the policy's change is measured."""
         self._carried_s: dict[str, float] = {}
         """Seconds spent after the last step. They count in the next step's record."""
         self._passed_over = False
@@ -169,8 +168,7 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Send heartbeats to the other ranks, if any, since this rank may wait long for sequences. Raises `RuntimeError` if one
-        of them is gone."""
+        """Send heartbeats to any other ranks, since this rank may wait long. Raises `RuntimeError` if one is gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.heartbeat)
             await asyncio.sleep(HEARTBEAT_S)

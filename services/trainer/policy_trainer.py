@@ -271,8 +271,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
 
 
 def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
-    """Raise `FieldError` if this rank's device cannot hold its part of weights, gradients and optimizer state. Warn if they
-    leave little for activations."""
+    """Raise `FieldError` if this rank's device cannot hold its part. Warn if it leaves little for activations."""
     if world.device.type != "cuda":
         return
     parameters = sum(parameter.numel() for parameter in whole.parameters())

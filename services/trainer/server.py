@@ -21,8 +21,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """Yield all files of the initial policy in folder `source`, each as at least one chunk. Raises `ServiceError` if `asked` is
-    another model, or the run built none."""
+    """Yield the files of folder `source`, each as at least one chunk. Raises `ServiceError` if another model is `asked` for."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")

@@ -40,8 +40,7 @@ class StreamUpkeep:
         """For each group that left PROMPTS: when that was first noticed, and the end of the log at that time."""
 
     async def run(self) -> None:
-        """Work until cancelled. Raises `UserError` as `Intake` does, and `BusError` if a stream is gone, which the next trainer
-        creates again."""
+        """Work until cancelled. Raises `UserError` as `Intake` does, and `BusError` if a stream is gone."""
         while True:
             try:
                 prompts, sequences = await self._bus.prompts_info(), await self._bus.sequences_info()

@@ -135,9 +135,8 @@ class Checkpointer:
                 raise
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError`. `anew`:
-        write even if this version is already written, to include sequences that arrived since. `last`: let no further step
-        begin."""
+        """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError`. `anew`: even
+        if this version is already written, to include newer sequences. `last`: let no further step begin."""
         while True:
             async with self._boundary:
                 if self._interrupted:
@@ -251,8 +250,7 @@ def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def load_value_head(policy: Policy, folder: Path) -> bool:
-    """Load a value head from a checkpoint's `folder`, and return whether there is one. Raises `FieldError` for another
-    shape."""
+    """Load a value head from a checkpoint's `folder`, if there is one. Raises `FieldError` for another shape."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return False
     try:

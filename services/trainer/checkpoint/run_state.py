@@ -205,8 +205,7 @@ class Start:
     positions: Mapping[int, int] = field(default_factory=dict)
     """Position in SEQUENCES of each existing checkpoint by version, oldest first."""
     saved_at_s: float | None = None
-    """Unix time at which the checkpoint was written; without a checkpoint, at which the run's first trainer began to train.
-    None if none has."""
+    """Unix time at which the checkpoint was written; without one, at which training began. None if it has not."""
 
     @property
     def version(self) -> int:

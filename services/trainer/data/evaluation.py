@@ -270,8 +270,7 @@ class Evaluator:
         return list(found.values())
 
     def _sampling(self, problem: EncodedProblem) -> SamplingParams:
-        """Return the sampling settings of training, but with the evaluation's temperature and the task's `max_tokens`. The
-        actor truncates a completion that has less room."""
+        """Return the settings of training, but with the evaluation's temperature and the task's `max_tokens`."""
         as_trained = sampling_of(self._recipe, problem)
         temperature = self._recipe.evaluation.temperature
         return replace(as_trained, temperature=temperature, max_tokens=problem.share.max_tokens)
@@ -449,8 +448,7 @@ def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
     """Compare the actors' answers, by name, with the trainer's. Log each problem as an error. `of_median`: apply the tolerance
-    to the median token. `base`: the trainer's log-probabilities before training; actors must serve the whole change since
-    then."""
+    to the median token. `base`: log-probabilities before training; actors must serve the whole change since."""
     differences: list[float] = []
     problems: list[str] = []
     for name, scored in served.items():

@@ -105,9 +105,8 @@ class GroupTokens:
 
 
 class Feeder:
-    """Issues prompt groups. `updater`: knows the actors and the version that all serve. `journal`: records on disk which group
-    numbers may be published. `next_group`: the only state needed to resume, because group i holds problem i in every
-    incarnation."""
+    """Issues prompt groups. `updater`: knows the actors and the version that all serve. `journal`: records which group numbers
+    may be published. `next_group`: the only state needed to resume, because group i always holds problem i."""
 
     def __init__(
         self,
@@ -160,8 +159,7 @@ class Feeder:
         return self.tracker.issued_groups - self.tracker.lost_groups
 
     def begin_step(self, wait_share: float, *, for_max_lag: bool) -> None:
-        """Record that a step has its batch. `wait_share`: share of the time since the last step spent waiting for it.
-        `for_max_lag`: whether `max_lag` caused the wait."""
+        """Record that a step has its batch, for which it waited `wait_share` of the time since the last step."""
         open_groups = self.tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
@@ -323,8 +321,7 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:
-    """Return the held-out problems of each task, and those of `evaluation.sets`. Problems with too long a prompt get no
-    verdict."""
+    """Return the held-out problems of each task, and of `evaluation.sets`. Too long prompts get no verdict."""
     found = list[EncodedProblem]()
     for name, share in recipe.problem_sets.items():
         source = make_source(share.task, recipe.seed, is_trained_on=name in recipe.mixture)

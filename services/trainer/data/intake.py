@@ -139,8 +139,7 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return exactly `groups_per_step` groups that are fresh enough for `version`; in conventional mode, the next part of a
-        shuffled phase."""
+        """Return the `groups_per_step` groups of a step, fresh enough for `version`; or the next part of a shuffled phase."""
         num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))
@@ -333,8 +332,7 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Count one step's log π − log μ of tokens of lag 0. Return the newly quarantined actors, with their share of wrong
-        tokens."""
+        """Count one step's log π − log μ of tokens of lag 0. Return newly quarantined actors, with their share that is off."""
         found = {}
         for actor, of_actor in log_weights.items():
             self._seen[actor] += len(of_actor)

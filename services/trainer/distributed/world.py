@@ -81,8 +81,7 @@ class Message:
 
 
 ORDER_TIMEOUT = timedelta(minutes=30)
-"""Maximum wait of a rank for rank 0's next order or heartbeat. It ends only ranks whose rank 0 vanished without closing its
-connections."""
+"""Maximum wait of a rank for rank 0's next message. It ends ranks whose rank 0 vanished without closing connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """Maximum time of a tensor collective, in which ranks may wait for a rank that still computes."""
 

@@ -57,8 +57,7 @@ class Slots:
     first: Tensor
     """int64[T]: for each token, one of its slots."""
     shared: tuple[Tensor, Tensor] | None
-    """(int64[slots without padding]: the slots, ordered by token; int64[T]: where each token's slots begin in that order). None
-    if each token has one slot."""
+    """(int64[slots without padding]: slots by token; int64[T]: where each token's slots begin); None if each has one slot."""
 
 
 class _AllToAll(torch.autograd.Function):
@@ -151,8 +150,7 @@ class PackedLayout:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Return (number of sequences, length of the longest) for each run of sequences with similar lengths: a padded
-        batch."""
+        """Return (number of sequences, length of the longest) for each run of similar lengths, which is a padded batch."""
         return tuple((end - first, int(self.lengths[first:end].max())) for first, end in _similar_runs(self.lengths))
 
     @cached_property

@@ -166,8 +166,7 @@ def host_microbatch(
     has_gradient: bool = True,
 ) -> HostMicroBatch:
     """Pack `branches`, in `row_order`, with their `advantages` and `weights` [S], for the gradient at policy version `version`.
-    `share_prompts`: put a common prompt into the row once. Without branches, the row is only padding: a rank may run out of
-    them."""
+    `share_prompts`: put a common prompt into the row once. Without branches, the row is only padding."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]

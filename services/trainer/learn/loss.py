@@ -59,8 +59,7 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ, float32[C], to bool[C]: True excludes the token. NaN is never excluded, and causes a skipped
-step."""
+"""Functions from log π − log μ, float32[C], to bool[C]: True excludes the token. NaN is never excluded: the step is skipped."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,8 +125,7 @@ def take_memory_peak(device: torch.device) -> int:
 
 
 def process_memory_peak() -> int:
-    """Return the peak resident memory of this process, in bytes. `getrusage` would include a large parent's memory before
-    exec."""
+    """Return the process's peak resident memory in bytes. `getrusage` includes a large parent's memory before exec."""
     if PROCESS_STATUS.is_file():
         for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -135,17 +134,9 @@ def process_memory_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class Mark(Protocol):
-    """A point in time in a device's work, such as a `torch.cuda.Event`."""
-
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def elapsed_time(self, end: Any, /) -> float:
-        """Return milliseconds from this mark to `end`, both passed."""
-        ...
-
-
 class HostMark:
+    """A point in time on the host, with the methods of a `torch.cuda.Event`: a point in the device's work."""
+
     def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._clock_s, self._at_s = clock_s, 0.0
 
@@ -158,6 +149,9 @@ class HostMark:
     def elapsed_time(self, end: Any, /) -> float:
         assert isinstance(end, HostMark)
         return 1000 * (end._at_s - self._at_s)
+
+
+Mark = HostMark | torch.cuda.Event
 
 
 def mark_for(device: torch.device) -> Callable[[], Mark]:
@@ -173,7 +167,7 @@ class PhaseTimer:
 
     def __init__(self, new_mark: Callable[[], Mark] = HostMark) -> None:
         self._new_mark = new_mark
-        self._spans: list[tuple[str, Mark, Mark]] = []
+        self._spans: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:

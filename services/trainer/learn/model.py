@@ -77,8 +77,8 @@ def blank_policy(
 def wrap_model(
     model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
-    """Return a policy for a model in memory. `auto` is this project's attention if it reproduces the model's own
-    log-probabilities, otherwise eager."""
+    """Return a policy of `model`. `auto`: this project's attention if it reproduces the model's log-probabilities, else
+    eager."""
     register()
     _disable_dropout(model.config)
     _prepare(model, gradient_checkpointing)

@@ -23,9 +23,8 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
     """Return the learning rate of the step that turns policy version `step` into `step + 1`.
 
     The rate rises linearly to the peak over `warmup_steps`, then follows `schedule`; the final rate is `final_learning_rate` ·
-    peak. `linear` and `cosine` fall to it at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) is constant, then falls linearly to it
-    over the last `decay_steps`. `inverse_sqrt` is peak · √(warmup_steps / step) (arXiv 1706.03762, section 5.3), but at least
-    the final rate.
+    peak. `linear` and `cosine` fall to it at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) falls linearly to it over the last
+    `decay_steps`. `inverse_sqrt` is peak · √(warmup_steps / step) (arXiv 1706.03762, section 5.3), but at least the final rate.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -166,8 +165,7 @@ class PolicyOptimizer:
                 live.copy_(stepped)
 
     def trained(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield (parameter of the model, float32 parameter that the optimizer updates), which are the same in a float32
-        model."""
+        """Yield (parameter of the model, float32 parameter that the optimizer updates): the same in a float32 model."""
         return zip(self._live, self._stepped, strict=True)
 
     def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:
@@ -175,8 +173,7 @@ class PolicyOptimizer:
         return {name: state[name] for name in MOMENTS}
 
     def begin_moments(self) -> None:
-        """Create zero moments for parameters without moments, and clear all gradients. AdamW creates them in its own format, by
-        a step at a learning rate of 0."""
+        """Create zero moments in AdamW's own format, by a step at a learning rate of 0. Clear all gradients."""
         adamw = self._adamw
         new = [parameter for parameter in self._stepped if not adamw.state.get(parameter)]
         adamw.zero_grad(set_to_none=True)

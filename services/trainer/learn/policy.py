@@ -61,11 +61,8 @@ class TokenScores(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A model on its device, ready to score packed rows. Call `scores`, not `forward`.
-
-    `own_logits`: the model computes its logits itself. `float32_head`: do not round a 16-bit model's logits to 16 bits.
-    `value_head`: a linear layer with one output, or None.
-    """
+    """A model on its device, ready to score packed rows. Call `scores`, not `forward`. `own_logits`: the model computes its
+    logits itself. `float32_head`: do not round a 16-bit model's logits to 16 bits."""
 
     def __init__(self, model: PreTrainedModel, attention: str, *, own_logits: bool = False, float32_head: bool = True) -> None:
         super().__init__()
@@ -358,19 +355,16 @@ class _Head:
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def place(self, words: slice) -> tuple[Tensor, Tensor]:
-        """Return for each token the index of its target within the block, and whether it is there (else the index is
-        arbitrary)."""
+        """Return for each token the index of its target within the block, or any index, and whether the target is there."""
         index = self.targets - words.start
         inside = (index >= 0) & (index < words.stop - words.start)
         return torch.where(inside, index, 0), inside
 
 
 def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks.
-
-    Return log-probabilities, entropies and log-normalisers, [C] each; and if there is only one block, its logits [C, V]. A
-    word's log p is its logit minus the log-normaliser. `_block_sums` has subtracted each token's maximum from both.
-    """
+    """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks. Return
+    log-probabilities, entropies and log-normalisers, [C] each; and if there is only one block, its logits [C, V]. A word's log
+    p is its logit minus the log-normaliser. `_block_sums` has subtracted each token's maximum from both."""
     blocks = head.blocks()
     buffer = head.buffer()
     exponentials = None if head.compiled else head.buffer()

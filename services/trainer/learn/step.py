@@ -92,8 +92,7 @@ class PreparedStep:
 
 
 class Learner:
-    """A policy and its optimizer on one rank of `world`. All ranks must call the same methods in the same order: rank 0
-    decides, and the others execute its orders."""
+    """A policy and its optimizer on one rank. Rank 0 decides; the others call the same methods on its orders."""
 
     def __init__(
         self,
@@ -173,8 +172,7 @@ class Learner:
         )
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
-        """Return a plan for all branches, and the number of its first slots that need no backward pass: those of the `silent`
-        branches, if they get their own slots."""
+        """Return a plan, and how many of its first slots need no backward pass, since they hold `silent` branches."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
@@ -203,8 +201,7 @@ class Learner:
         return self.step(self.prepare(groups, version))
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        """Rank 0: take one optimizer step on all ranks. Return its figures (docs/run-directory.md), `SAMPLED_WEIGHTS` and
-        `LOG_WEIGHTS`."""
+        """Rank 0: take one step on all ranks. Return figures (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""
         began_at = time.perf_counter()
         layout, links = self.world.layout, self.world.links
         per_row = layout.sequence_ranks
@@ -288,11 +285,8 @@ class Learner:
             return self.policy.sequence_logprobs(token_ids)
 
     def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole parameters by their checkpoint names, one after the other. All ranks must iterate to the end.
-
-        `WEIGHTS`: the weights that actors serve, with adapters merged in. `VALUE_HEAD`: the value head, if there is one.
-        `ADAPTER`: A and B of each adapted layer, if there are adapters.
-        """
+        """Yield whole parameters by their checkpoint names, one after the other. All ranks must iterate to the end. `WEIGHTS`:
+        the weights that actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer."""
         self.order(kind)
         if kind == WEIGHTS:
             return served_weights(self.policy.model)

@@ -394,8 +394,7 @@ class TrainerMetrics:
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
-    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler. It has no value until enough is measured; until then the
-    autoscaler keeps the current replicas."""
+    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler. It has no value until enough is measured."""
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )

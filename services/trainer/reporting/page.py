@@ -135,8 +135,7 @@ MOST_MEMBERS = 256
 
 
 def member_rows(states: Mapping[str, str], served_version: int | None, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
-    """Return each registered actor with its state, ordered by name. A serving actor's version is `served_version`; any other's
-    is the last that it reported."""
+    """Return each registered actor, ordered by name, with its state and the last version known of it."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)

@@ -115,8 +115,7 @@ class Recorder:
         self.metrics.checkpoints.training_begins()
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
-        """Record one optimizer step on `batch`: complete its record, pass it to every sink and return it. `figures`: from the
-        learner and the loop."""
+        """Complete the record of one optimizer step on `batch`, pass it to every sink and return it."""
         record = self._complete(figures, batch, tokens_arrived)
         self._arrived = no_events()
         self.totals.add_step(record)

@@ -29,8 +29,7 @@ MOST_WITH_TOKENS = 500
 
 
 def has_tokens(step: int, steps: int) -> bool:
-    """Return whether the samples of `step` are written with tokens and weights: at about `MOST_WITH_TOKENS` steps, including
-    the first and the last. Pure."""
+    """Return whether samples of `step` have tokens: at about `MOST_WITH_TOKENS` steps, with the first and the last. Pure."""
     return step <= 1 or step == steps or step % -(-steps // MOST_WITH_TOKENS) == 0
 
 

@@ -22,8 +22,7 @@ Kind = Literal["joined", "left", "evicted"]
 
 @dataclass(frozen=True)
 class MemberChange:
-    """One arrival or departure. `left`: in order, because it had to end. `evicted`: removed from `epoch` for a `cause`, or its
-    heartbeats stopped."""
+    """One arrival or departure. `left`: in order. `evicted`: from `epoch` for a `cause`, or its heartbeats stopped."""
 
     kind: Kind
     member: Member

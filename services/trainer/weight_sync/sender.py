@@ -51,8 +51,7 @@ def as_in_files(
 
 
 def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Return the parameters whose names or shapes differ in the files of `model`. transformers takes 10 to 50 µs to check each;
-    call this once for all versions."""
+    """Return the parameters that differ in the files of `model`. It takes 10 to 50 µs for each; call this once."""
     shapes = _shapes(model)
     return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
@@ -99,8 +98,7 @@ class Snapshot:
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
         """Return the chunk's bytes at the `placement` of the sending group, and their checksum, computed there once. On a
-        device, the checksum is queued behind the copy into `stream` and waited for, so a chunk that has a checksum is also
-        fully copied."""
+        device, the checksum waits for the copy into `stream`, so a chunk that has a checksum is also fully copied."""
         with placement.scope(), self._placement.scope():
             raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
             if chunk.index not in self._checksums:
@@ -148,8 +146,7 @@ class WeightSender:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
-        """Start meeting the other ranks of `epoch`, as rank 0. Epoch numbers are never reused. `patience_s`: maximum wait for
-        each further rank once one has connected."""
+        """Start meeting the ranks of a new `epoch`. `patience_s`: maximum wait for each further rank after one."""
         assert self._store is not None
         spec = GroupSpec(self._store.own_address, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), on_device(self.group_placement.device)
@@ -160,8 +157,7 @@ class WeightSender:
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
-        """Start sending on `group`, on a separate thread. If sending fails, the group is closed. Setting `given_up` makes it
-        fail within the stall timeout."""
+        """Start sending on `group`, on a separate thread. A failure, or setting `given_up`, closes the group."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         chunks = snapshot.manifest.chunks
         ready: Generator[tuple[Tensor, int], None, None] = (snapshot.ready(chunk, placement) for chunk in chunks)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
+from google.protobuf.message import Message
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 
 from pipelinerl.bus.jetstream import Bus
@@ -187,12 +188,7 @@ class TransferSession:
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _say(
-        self,
-        kind: str,
-        order: control.EpochStart | control.Announce | control.Commit | control.Abort,
-        span: Span = INVALID_SPAN,
-    ) -> None:
+    async def _say(self, kind: str, order: Message, span: Span = INVALID_SPAN) -> None:
         payload, actor = order.SerializeToString(), self.joiner.actor if self.joiner else ""
         headers, bus = headers_of(trace_of(span)), self._updater.bus
         await retry_forever(lambda: bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
