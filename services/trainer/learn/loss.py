@@ -31,10 +31,6 @@ def branch_means(values: Tensor, batch: MicroBatch) -> Tensor:
     return (sums / counts)[batch.branch_index]
 
 
-def no_mask(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    return torch.zeros_like(log_weights, dtype=torch.bool)
-
-
 def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
     """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855). In that paper an unmasked token's loss
     is also multiplied by π / μ; here that depends on `algorithm.loss`."""
@@ -54,7 +50,7 @@ def off_policy_sequence(log_weights: Tensor, batch: MicroBatch, config: Algorith
 
 
 MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
-    "none": no_mask,
+    "none": lambda log_weights, batch, config: torch.zeros_like(log_weights, dtype=torch.bool),
     "icepop": icepop,
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,

@@ -243,7 +243,7 @@ def token_figures(
     loads = [batch.num_tokens for batch in batches if batch.num_branches]
     usable = bool(np.isfinite(log_weights).all())
     by_lag = ess_by_lag(log_weights, lags) if usable else {}
-    buckets = lag_bucket(lags)
+    buckets, fresh = lag_bucket(lags), log_weights[lags == 0]
     found, counts = np.unique(lags, return_counts=True)
     return {
         "loss": loss,
@@ -253,7 +253,7 @@ def token_figures(
         "clip_fraction": float(clipped.mean()),
         "clip_fraction_by_lag": {label: float(clipped[buckets == LAG_BUCKETS.index(label)].mean()) for label in by_lag},
         "mask_fraction": float(masked.mean()),
-        "mismatch_kl": _mean(_k3(log_weights[lags == 0])) if usable else None,
+        "mismatch_kl": _mean(np.expm1(np.minimum(fresh, LARGEST_LOG_WEIGHT)) - fresh) if usable else None,
         "reference_kl": reference_kl,
         "value_loss": value_loss if baseline else None,
         "explained_variance": explained_variance(baseline[0], returns) if baseline else None,
@@ -274,8 +274,3 @@ def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floati
 
 def _mean(values: NDArray[np.float64]) -> float | None:
     return float(values.mean()) if values.size else None
-
-
-def _k3(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return w − 1 − log w per token sampled from μ: an estimate of KL(μ ‖ π) that is never negative."""
-    return np.expm1(np.minimum(log_weights, LARGEST_LOG_WEIGHT)) - log_weights

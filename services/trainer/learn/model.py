@@ -33,7 +33,11 @@ def load_policy(
     """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`.
     `lora`: insert new adapters, and freeze everything else. Raises `FieldError` if the model does not load or suit the
     recipe."""
-    _check_folder(source, config)
+    if Path(source).is_dir():
+        if not (Path(source) / "config.json").is_file():
+            raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
+    elif config.source != "hub" or Path(source).is_absolute():
+        raise FieldError("model.name", source, "there is no such folder")
     hub = hub_arguments(source, config)
     hf_config = _load_config(source, hub)
     longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
@@ -160,15 +164,6 @@ def _with_attention(model: PreTrainedModel, attention: str, float32_head: bool) 
 def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:
     hub: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     return {**hub, "revision": config.revision} if config.revision and not Path(source).is_dir() else hub
-
-
-def _check_folder(source: str, config: ModelConfig) -> None:
-    if Path(source).is_dir():
-        if not (Path(source) / "config.json").is_file():
-            raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
-        return
-    if config.source != "hub" or Path(source).is_absolute():
-        raise FieldError("model.name", source, "there is no such folder")
 
 
 def _load_config(source: str, hub: dict[str, Any]) -> PretrainedConfig:

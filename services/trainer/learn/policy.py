@@ -45,7 +45,6 @@ MAX_LOGITS_ON_GPU = 2**27
 ALIGNED_WORDS = 128
 """Block sizes are multiples of this, for faster GPU kernels."""
 PROBE_LENGTHS = (7, 5)
-PROBE_PROMPT = 3
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
@@ -184,7 +183,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = 
                 f"{type(model).__name__} scores packed sequences {error:.2g} nats off its scores of each alone; "
                 "try sdpa or eager, or another architecture",
             )
-    policy.may_share_prompts = attention == VARLEN and _packing_error(policy, PROBE_PROMPT) <= tolerance
+    policy.may_share_prompts = attention == VARLEN and _packing_error(policy, shared=3) <= tolerance
     return policy
 
 

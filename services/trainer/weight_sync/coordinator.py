@@ -260,9 +260,15 @@ class Coordinator:
             case MembersLeaving(members, reason, still_running):
                 return self._members_leaving(members, reason, still_running)
             case MemberReady(actor, process):
-                return self._member_ready(actor, process)
+                if actor not in self.present or self.present[actor].process != process:
+                    return []
+                self._benched.pop(actor, None)
+                self._newcomers.discard(actor)
+                return self._form() if self.phase is Phase.WAITING else []
             case VersionReady(version):
-                return self._version_ready(version)
+                assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
+                self.version, self._restarts = version, 0
+                return self._send() if self._group_stands and self.members == self._eligible() else self._form()
             case HoldCommits(above):
                 self._held_above = above
                 return self._advance()
@@ -296,13 +302,6 @@ class Coordinator:
             return self._form()
         return []
 
-    def _member_ready(self, actor: str, process: str) -> list[Action]:
-        if actor not in self.present or self.present[actor].process != process:
-            return []
-        self._benched.pop(actor, None)
-        self._newcomers.discard(actor)
-        return self._form() if self.phase is Phase.WAITING else []
-
     def _members_leaving(self, members: tuple[Member, ...], reason: str, still_running: bool) -> list[Action]:
         processes = {member.actor: member.process for member in members}
         self._forget(_of(processes, self.present))
@@ -324,13 +323,6 @@ class Coordinator:
             self.present.pop(actor, None)
             self._benched.pop(actor, None)
             self._newcomers.discard(actor)
-
-    def _version_ready(self, version: int) -> list[Action]:
-        assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
-        self.version, self._restarts = version, 0
-        if self._group_stands and self.members == self._eligible():
-            return self._send()
-        return self._form()
 
     def _deadline(self, token: int) -> list[Action]:
         if token != self._deadline_token or not self._under_way:
