@@ -210,13 +210,7 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path 
     for name in ("context_parallel", "shard_ranks"):
         if (value := getattr(recipe.trainer, name)) > 1:
             raise FieldError(f"trainer.{name}", value, "needs as many ranks; raise trainer.nproc, or use 1")
-    policy = load_policy(
-        source,
-        recipe.model,
-        device=device,
-        gradient_checkpointing=recipe.trainer.gradient_checkpointing,
-        lora=recipe.trainer.lora,
-    )
+    policy = load_policy(source, recipe.model, recipe.trainer, device)
     return _learner(policy, recipe, source, World(RankLayout(), device), resume)
 
 
@@ -224,15 +218,14 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: P
     """Return this rank's learner. All ranks must have joined before; see `load_learner`."""
     world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
     assert world.links is not None
-    recompute, lora = recipe.trainer.gradient_checkpointing, recipe.trainer.lora
     if world.is_first:  # the model in host memory, checked
-        policy = load_policy(source, recipe.model, gradient_checkpointing=recompute, lora=lora)
+        policy = load_policy(source, recipe.model, recipe.trainer)
         facts = {"attention": policy.attention, "own_logits": policy.own_logits, "resume": str(resume or "")}
         world.links.tell_all(Message("model", facts))
     else:  # its shape, and rank 0's resume folder
         found = world.links.hear().fields
         attention, own_logits = found["attention"], found["own_logits"]
-        policy = blank_policy(source, recipe.model, attention, own_logits, gradient_checkpointing=recompute, lora=lora)
+        policy = blank_policy(source, recipe.model, recipe.trainer, attention, own_logits)
         resume = Path(found["resume"]) if found["resume"] else None
     return _learner(policy, recipe, source, world, resume)
 

@@ -91,20 +91,8 @@ class TrainingRun:
         run_dir, updater = settings.run_dir, self.updater
         self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder.metrics.uploads)
         self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client)
-        self.loop = OptimizerLoop(
-            recipe,
-            run_dir,
-            start,
-            journal,
-            bus,
-            policy,
-            self.intake,
-            self.feeder,
-            updater,
-            self.evaluator,
-            recorder,
-            self.uploads,
-        )
+        parts = (self.intake, self.feeder, updater, self.evaluator, recorder, self.uploads)
+        self.loop = OptimizerLoop(recipe, run_dir, start, journal, bus, policy, *parts)
         self.upkeep = StreamUpkeep(bus, tracker, self.intake, recorder, self.loop.checkpoints)
         recorder.watch(self.view)
 

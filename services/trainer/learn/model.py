@@ -14,25 +14,20 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl.errors import FieldError, first_line
-from pipelinerl.recipe.fields import LoraConfig, ModelConfig
+from pipelinerl.recipe.fields import ModelConfig, TrainerConfig
 from services.trainer.learn.attention import VARLEN, register, varlen_attention
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.policy import Policy, checked_policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NO_ADAPTERS = TrainerConfig(gradient_checkpointing=False)
 
 
 def load_policy(
-    source: str,
-    config: ModelConfig,
-    *,
-    gradient_checkpointing: bool = False,
-    device: torch.device | str = "cpu",
-    lora: LoraConfig | None = None,
+    source: str, config: ModelConfig, trainer: TrainerConfig = NO_ADAPTERS, device: torch.device | str = "cpu"
 ) -> Policy:
-    """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`.
-    `lora`: insert new adapters, and freeze everything else. Raises `FieldError` if the model does not load or suit the
-    recipe."""
+    """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`. If
+    `trainer` has adapters, insert new ones. Raises `FieldError` if the model does not load or suit the recipe."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
@@ -45,23 +40,14 @@ def load_policy(
         raise FieldError("model.max_context", config.max_context, f"the model's context is {longest} tokens at most")
     _disable_dropout(hf_config)
     model: Any = _load_weights(source, hf_config, config, hub)
-    if lora is not None:
-        add_adapters(model, lora, source)
+    if trainer.lora is not None:
+        add_adapters(model, trainer.lora, source)
     model.to(device)
-    return wrap_model(
-        model, config.attention, gradient_checkpointing=gradient_checkpointing, float32_head=_has_float32_head(config)
-    )
+    how = {"gradient_checkpointing": trainer.gradient_checkpointing, "float32_head": _has_float32_head(config)}
+    return wrap_model(model, config.attention, **how)
 
 
-def blank_policy(
-    source: str,
-    config: ModelConfig,
-    attention: str,
-    own_logits: bool,
-    *,
-    gradient_checkpointing: bool = False,
-    lora: LoraConfig | None = None,
-) -> Policy:
+def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, attention: str, own_logits: bool) -> Policy:
     """Return a policy on the meta device. `attention`, `own_logits`: found by the rank that loaded and checked the policy.
     Raises `FieldError` if the model's configuration does not load."""
     register()
@@ -71,9 +57,9 @@ def blank_policy(
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
         )
-        if lora is not None:
-            add_adapters(model, lora, source)
-    _prepare(model, gradient_checkpointing)
+        if trainer.lora is not None:
+            add_adapters(model, trainer.lora, source)
+    _prepare(model, trainer.gradient_checkpointing)
     model.set_attn_implementation(attention)
     return Policy(model, attention, own_logits=own_logits, float32_head=_has_float32_head(config))
 
