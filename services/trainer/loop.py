@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipelinerl.audit.journal import JOURNAL, Journal, reserved_groups
 from pipelinerl.bus.jetstream import Bus
@@ -39,11 +39,9 @@ from services.trainer.data.feeder import Feeder, scan_in_flight
 from services.trainer.data.intake import Intake
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LOG_WEIGHTS
+from services.trainer.policy_trainer import PolicyTrainer
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.weight_sync.updater import WeightUpdater
-
-if TYPE_CHECKING:
-    from services.trainer.policy_trainer import PolicyTrainer
 
 log = logging.getLogger(__name__)
 

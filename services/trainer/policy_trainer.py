@@ -16,12 +16,12 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from pipelinerl import __version__
@@ -70,9 +70,6 @@ from services.trainer.weight_sync.sender import (
     converted_parameters,
     whole_weights,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -183,8 +180,6 @@ def sends_adapter(recipe: Recipe) -> bool:
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
     """Return the tokenizer of folder (or hub id) `source`, at the recipe's revision, with its template. Raises `FieldError`."""
-    from transformers import AutoTokenizer
-
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
     except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpc import aio
 
@@ -37,14 +37,12 @@ from services.trainer.data.feeder import Feeder, heldout_problems, training_prob
 from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.loop import OptimizerLoop
+from services.trainer.policy_trainer import PolicyTrainer
 from services.trainer.reporting.metrics import RunView
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.server import TrainerService
 from services.trainer.stream_upkeep import StreamUpkeep
 from services.trainer.weight_sync.updater import WeightUpdater
-
-if TYPE_CHECKING:
-    from services.trainer.policy_trainer import PolicyTrainer
 
 log = logging.getLogger(__name__)
 

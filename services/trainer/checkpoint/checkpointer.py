@@ -23,11 +23,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipelinerl.audit.journal import Journal
 from pipelinerl.errors import FieldError, ServiceError
@@ -38,11 +39,7 @@ from services.trainer.checkpoint.run_state import RESUME, RunState, Start
 from services.trainer.distributed.world import ADAPTER, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.lora import has_adapters, peft_config
 from services.trainer.learn.policy import Policy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from services.trainer.learn.step import Learner
+from services.trainer.learn.step import Learner
 
 log = logging.getLogger(__name__)
 

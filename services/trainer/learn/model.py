@@ -20,11 +20,11 @@ from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.policy import Policy, checked_policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NO_ADAPTERS = TrainerConfig(gradient_checkpointing=False)
+DEFAULTS = TrainerConfig()
 
 
 def load_policy(
-    source: str, config: ModelConfig, trainer: TrainerConfig = NO_ADAPTERS, device: torch.device | str = "cpu"
+    source: str, config: ModelConfig, trainer: TrainerConfig = DEFAULTS, device: torch.device | str = "cpu"
 ) -> Policy:
     """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`. If
     `trainer` has adapters, insert new ones. Raises `FieldError` if the model does not load or suit the recipe."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,13 +29,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError
 from services.trainer.learn.attention import VARLEN, Collected, RowPart, forward_arguments, on_device
 from services.trainer.learn.batch import TokenRow, token_row
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MAX_LOGITS = 2**25
 """Logits (tokens × words) of one block. A block takes 128 MiB in float32, and two exist at a time. This is enough for matrix

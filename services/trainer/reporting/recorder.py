@@ -282,12 +282,11 @@ class Recorder:
         now = time.monotonic()
         since_last_s, self._last_step_at = now - self._last_step_at, now
         sequences = [sequence for group in batch for sequence in group.sequences]
-        rewards = np.array([sequence.reward for sequence in sequences])
         return {
             **{key: value for key, value in figures.items() if key not in (SAMPLED_WEIGHTS, LOG_WEIGHTS)},
             "time_s": now - self._started_at,
-            "reward_mean": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
+            **sequence_figures(sequences),
+            "reward_std": float(np.std([sequence.reward for sequence in sequences])),
             **group_figures(batch),
             **episode_figures(sequences),
             **({"tasks": task_figures(sequences)} if self._recipe.tasks else {}),
@@ -295,9 +294,7 @@ class Recorder:
             "tokens_generated": tokens_arrived,
             "tokens_generated_per_s": (tokens_arrived - self.totals.tokens_generated) / since_last_s,
             "tokens_trained_per_s": figures["tokens_trained"] / since_last_s,
-            "completion_tokens_mean": float(np.mean([s.num_episode_tokens for s in sequences])),
             "multi_version_fraction": float(np.mean([s.num_versions > 1 for s in sequences])),
-            "truncated_fraction": float(np.mean([s.finish_reason is FinishReason.LENGTH for s in sequences])),
             **self._arrived,
             "actor_busy_fraction": self._actor_busy_fraction(),
             "trainer_busy_fraction": (self.totals.compute_s + figures["step_s"]["compute"]) / (now - self._started_at),
@@ -381,17 +378,18 @@ def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
     }
 
 
+def sequence_figures(sequences: list[Sequence]) -> dict[str, float]:
+    """Return the figures that a step has for all sequences and for each task (`OF_TASK`). Pure."""
+    return {
+        "reward_mean": float(np.mean([one.reward for one in sequences])),
+        "completion_tokens_mean": float(np.mean([one.num_episode_tokens for one in sequences])),
+        "truncated_fraction": float(np.mean([one.finish_reason is FinishReason.LENGTH for one in sequences])),
+    }
+
+
 def task_figures(sequences: list[Sequence]) -> dict[str, dict[str, float]]:
     """Return a step's figures by task, with the names of metrics.jsonl. Tasks without sequences are left out. Pure."""
-    return {
-        name: {
-            "sequences": len(own),
-            "reward_mean": float(np.mean([sequence.reward for sequence in own])),
-            "completion_tokens_mean": float(np.mean([sequence.num_episode_tokens for sequence in own])),
-            "truncated_fraction": float(np.mean([one.finish_reason is FinishReason.LENGTH for one in own])),
-        }
-        for name, own in _by_task(sequences).items()
-    }
+    return {name: {"sequences": len(own), **sequence_figures(own)} for name, own in _by_task(sequences).items()}
 
 
 def _by_task(sequences: list[Sequence]) -> dict[str, list[Sequence]]:
