@@ -49,6 +49,7 @@ class RankLayout:
 
     @property
     def data_ranks(self) -> int:
+        """Return the number of rows computed at the same time."""
         return self.size // self.sequence_ranks
 
     @property

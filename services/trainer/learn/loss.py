@@ -25,6 +25,7 @@ from services.trainer.learn.policy import TokenScores
 
 
 def branch_means(values: Tensor, batch: MicroBatch) -> Tensor:
+    """Return [C]: for each token, the mean of `values` [C] over the sampled tokens of its branch."""
     zeros = values.new_zeros(batch.num_branches)
     sums = zeros.index_add(0, batch.branch_index, values)
     counts = zeros.index_add(0, batch.branch_index, torch.ones_like(values))

@@ -253,6 +253,7 @@ def token_figures(
         "clip_fraction": float(clipped.mean()),
         "clip_fraction_by_lag": {label: float(clipped[buckets == LAG_BUCKETS.index(label)].mean()) for label in by_lag},
         "mask_fraction": float(masked.mean()),
+        # k3: w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π), and is never negative.
         "mismatch_kl": _mean(np.expm1(np.minimum(fresh, LARGEST_LOG_WEIGHT)) - fresh) if usable else None,
         "reference_kl": reference_kl,
         "value_loss": value_loss if baseline else None,
