@@ -6,13 +6,14 @@ import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipelinerl.commands import Command, add_recipe_arguments
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
+    from pipelinerl.rl.placement import Placement
     from pipelinerl.run_dir import RunDir
 
 
@@ -31,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", metavar="DIR", type=Path,
         help="continue the run in DIR with its own recipe; RECIPE and --set may change some fields",
+    )  # fmt: skip
+    parser.add_argument(
+        "--placement", metavar="JSON|FILE", default="",
+        help="GPUs of each trainer rank and each actor, by UUID or position; a run's placement.json is an example",
     )  # fmt: skip
     parser.add_argument(
         "--metrics-port", metavar="PORT", type=int, default=0,
@@ -53,12 +58,12 @@ def execute(args: argparse.Namespace) -> int:
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
-        recipe, run_dir, notes = make(args, overrides, stack)
+        recipe, run_dir, placement, notes = make(args, overrides, stack)
         with open_display() as display:
             configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
             with suppress(OSError):  # if the output is closed, the run notices as well and stops cleanly
                 display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
-            local = LocalRun(recipe, run_dir, display, page_port=page_port, metrics_port=metrics_port)
+            local = LocalRun(recipe, run_dir, display, placement=placement, page_port=page_port, metrics_port=metrics_port)
             ending = asyncio.run(local.run())
         return finish(recipe, run_dir, ending)
 
@@ -84,9 +89,13 @@ def free_port(option: str, port: int) -> int:
     return port
 
 
-def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
+_Prepared: TypeAlias = "tuple[Recipe, RunDir, Placement | None, list[str]]"
+
+
+def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> _Prepared:
     from datetime import datetime
 
+    from pipelinerl.local.placing import placed_here, write_placement
     from pipelinerl.recipe.loading import load_recipe, understood
     from pipelinerl.recipe.model_folder import known_parameters
     from pipelinerl.recipe.preflight import check_environment, doubts
@@ -97,14 +106,18 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
         raise FieldError("RECIPE", "", "name a recipe, or continue a run with --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
     doubtful = [*doubts(recipe, check_environment(recipe, args.reward_rows))]
+    numbered, placement, gpus = placed_here(recipe, args.placement)
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)
     stack.enter_context(locked(run_dir))
+    write_placement(run_dir, recipe, placement)
     warnings = [f"warning: {doubt}" for doubt in filter(None, (*doubtful, open_to_others(run_dir)))]
-    return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}", *understood(overrides), *warnings]
+    title = f"{run_dir.name}: {recipe.description or recipe.name}"
+    return numbered, run_dir, placement, [title, *understood(overrides), *warnings, *gpus]
 
 
-def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
+def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> _Prepared:
+    from pipelinerl.local.placing import placed_here, write_placement
     from pipelinerl.local.resume import find_run, resume
     from pipelinerl.run_dir import locked
 
@@ -114,7 +127,9 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
     run_dir = find_run(args.resume)
     stack.enter_context(locked(run_dir))
     recipe, notes = resume(run_dir, args.recipe, overrides, args.reward_rows)
-    return recipe, run_dir, notes
+    numbered, placement, gpus = placed_here(recipe, args.placement)
+    write_placement(run_dir, recipe, placement)
+    return numbered, run_dir, placement, [*notes, *gpus]
 
 
 COMMAND = Command("run", "train a recipe on this machine", add_arguments, execute)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import living
@@ -40,7 +41,7 @@ def resume(
     Raises, with nothing changed, `FieldError` (the run is running or finished), `ChangedRecipe`, and what `load_recipe`
     and `check_environment` raise.
     """
-    old = read_recipe(run_dir.recipe)
+    old = _with_auto(read_recipe(run_dir.recipe), read_json(run_dir.placement).get("automatic", []))
     if not recipe:
         recipe_of_run(run_dir.recipe)  # whose problems come before those of the overrides
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
@@ -61,6 +62,17 @@ def resume(
     if asked or any(change.field == "actor.count" for change in changes):
         run_dir.scale.unlink(missing_ok=True)  # the number that `scale` set before
     return new, [*_notes(run_dir.name, new, changes, version), *warnings]
+
+
+def _with_auto(data: dict[str, Any], fields: list[str]) -> dict[str, Any]:
+    """Return the recipe's data as it was before numbers replaced `auto` in these fields."""
+    for field in fields:
+        *sections, name = field.split(".")
+        inside = data
+        for section in sections:
+            inside = inside[section]
+        inside[name] = "auto"
+    return data
 
 
 def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | None) -> Iterator[str]:

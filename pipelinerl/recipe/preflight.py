@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
+from pipelinerl.recipe.devices import find_devices
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
 from pipelinerl.recipe.model_folder import known_parameters, longest_context, model_folder, problems_in
 from pipelinerl.recipe.rehearsal import Call, Preview, misread, preview, rehearse, template_doubts, unearned
 from pipelinerl.recipe.rules import unreached_learning_rate
+from pipelinerl.rl.placement import place as place_processes
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 from pipelinerl.run_dir import free_bytes
 
@@ -105,9 +107,6 @@ def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
     raise UserError(why)
 
 
-_DEVICES = Path("/dev")
-
-
 @dataclasses.dataclass
 class Examination:
     """The results of a recipe's checks."""
@@ -152,7 +151,7 @@ def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> E
 
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     """Yield warnings about settings that are probably wrong but may be intended."""
-    found = unreached_learning_rate(recipe), too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count))
+    found = unreached_learning_rate(recipe), too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.number))
     yield from filter(None, found)
     for place, share in recipe.sets_by_place.items():
         calls = [call for call in examined.calls if call.place == place]
@@ -176,11 +175,6 @@ def files_in(sources: dict[str, Source]) -> Iterator[tuple[str, FileSource]]:
     from pipelinerl.tasks.source import FileSource
 
     yield from ((place, source) for place, source in sources.items() if isinstance(source, FileSource))
-
-
-def has_gpu() -> bool:
-    """Return whether an NVIDIA GPU seems to exist, without using CUDA's libraries."""
-    return any(_DEVICES.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
 def _model(recipe: Recipe) -> Iterator[FieldError]:
@@ -212,26 +206,29 @@ def _cache(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _gpu(recipe: Recipe) -> Iterator[FieldError]:
-    if has_gpu():
+    """Check that there is a GPU for a recipe that needs one, and that its ranks and actors fit the GPUs of this machine."""
+    found = find_devices()
+    if found.devices:
+        try:
+            place_processes(recipe, found.devices, known_parameters(recipe.model))
+        except FieldError as problem:
+            yield Lacking(problem.field, problem.value, problem.fix)
         return
-    where = "no NVIDIA GPU is here (no /dev/nvidia0, no nvidia-smi); run it where there is one, or use"
     if recipe.model.dtype != "float32":
-        yield Lacking("model.dtype", recipe.model.dtype, f"{where} float32 and a small model")
-    if recipe.weights.backend == "nccl":
-        yield Lacking("weights.backend", recipe.weights.backend, f"{where} auto or gloo")
+        fix = f"needs a GPU, and {found.problem}; without one, run repeated-addition, or smollm2 after make smollm2"
+        yield Lacking("model.dtype", recipe.model.dtype, fix)
+    elif recipe.weights.backend == "nccl":
+        yield Lacking("weights.backend", recipe.weights.backend, f"needs a GPU, and {found.problem}; use auto or gloo")
 
 
 def _ranks(recipe: Recipe) -> Iterator[FieldError]:
     """Check the ranks of a local run; a cluster may have more than the recipe says."""
-    trainer, num_gpus = recipe.trainer, len([*_DEVICES.glob("nvidia[0-9]*")])
+    trainer = recipe.trainer
     for name in ("context_parallel", "shard_ranks"):
         value = getattr(trainer, name)
-        if value and trainer.nproc % value:
-            fix = f"does not divide trainer.nproc = {trainer.nproc}, the ranks of a run here; change one of them"
+        if value and trainer.ranks % value:
+            fix = f"does not divide trainer.nproc = {trainer.ranks}, the ranks of a run here; change one of them"
             yield Lacking(f"trainer.{name}", value, fix)
-    if 0 < num_gpus < trainer.nproc:
-        fix = f"each rank needs its own GPU, and this machine has {num_gpus}; use at most that"
-        yield Lacking("trainer.nproc", trainer.nproc, fix)
 
 
 def _packages(recipe: Recipe) -> Iterator[FieldError]:
@@ -255,7 +252,7 @@ def _trackers(recipe: Recipe) -> Iterator[FieldError]:
 def _compiler(recipe: Recipe) -> Iterator[FieldError]:
     """Check the C++ compiler for the CPU, by the name that torch uses. For a GPU, torch brings its compiler."""
     name = os.environ.get("CXX", "g++")
-    if recipe.trainer.compile and not has_gpu() and shutil.which(name) is None:
+    if recipe.trainer.compile and not find_devices().devices and shutil.which(name) is None:
         fix = f"this machine has no C++ compiler ({name}); install g++, name another one with CXX, or set false"
         yield Lacking("trainer.compile", True, fix)
 
@@ -317,5 +314,5 @@ def find_program(name: str) -> str | None:
 
 
 def _actors(recipe: Recipe) -> Iterator[FieldError]:
-    if recipe.actor.count < 1:
+    if recipe.actor.number < 1:
         yield Lacking("actor.count", recipe.actor.count, "a run on one machine needs at least 1")
