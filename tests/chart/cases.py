@@ -19,10 +19,7 @@ EVERYWHERE: dict[str, Any] = {
         },
         "podAffinity": {
             "preferredDuringSchedulingIgnoredDuringExecution": [
-                {
-                    "weight": 1,
-                    "podAffinityTerm": {"topologyKey": "zone", "labelSelector": {"matchLabels": {"team": "a"}}},
-                }
+                {"weight": 1, "podAffinityTerm": {"topologyKey": "zone", "labelSelector": {"matchLabels": {"team": "a"}}}}
             ]
         },
     },

@@ -80,8 +80,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "env/transfer-test NCCL_SOCKET_IFNAME": "net1",
         "env/transfer-test NCCL_DEBUG": "INFO",
         "pod/verifier spec runtimeClassName": EVERYWHERE["runtimeClassName"],
-        "pod/actor spec affinity": EVERYWHERE["affinity"]
-        | {"podAffinity": {**TOGETHER, REQUIRED: [scheduled("1")]}},
+        "pod/actor spec affinity": EVERYWHERE["affinity"] | {"podAffinity": {**TOGETHER, REQUIRED: [scheduled("1")]}},
     },
     "two-nodes": {
         # Nodes of a trainer start and change over together under one name: a rolling update waits for the new pod to be ready,

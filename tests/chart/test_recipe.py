@@ -196,7 +196,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "actor.affinity: a required podAffinity cannot be combined with actor.scheduleAfterTrainer": {
         "actor": {
             "affinity": {
-                "podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone", "labelSelector": {}}]}
+                "podAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone", "labelSelector": {}}]
+                }
             }
         }
     },
