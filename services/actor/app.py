@@ -2,7 +2,7 @@
 
 Order of start: servers (so that probes answer while vLLM loads), engine, membership, then generation once a version is
 served. Order of stop: take no new groups, leave, interrupt generation, let the finisher store finished sequences (for at most
-`DRAIN_S`), hand the rest over to another actor, end. The end of the run does not stop actors; the runner or cluster does.
+`DRAIN_S`), hand the rest over to another actor, end. The end of the run does not stop actors.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, StartEngine, start_of
-from services.actor.episodes.endpoint import episode_app
+from services.actor.episodes.endpoint import Rendering, episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import chat_format_of
-from services.actor.episodes.rendering import Rendering
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups, hand_over
@@ -222,8 +221,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
-    # The gRPC service. Bad input is INVALID_ARGUMENT with the name of the field. This includes token ids outside the
-    # vocabulary, on which an engine would fail, or which it would take for other tokens.
+    # The gRPC service. Bad input is INVALID_ARGUMENT with the name of the field. An engine would fail on token ids outside the
+    # vocabulary, or take them for other tokens.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self.gate.served
@@ -286,7 +285,6 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         )
 
     async def _answer(self, prompt_id: str, group: PromptGroup, trace: Trace) -> actor_pb2.GenerateResult:
-        """Sample a held-out completion or episode while training continues."""
         async with self._heldout_samples:
             try:
                 sequence = await self._heldout.sample(group, start_of(group, 0), trace)
@@ -356,11 +354,9 @@ LEAVE_WITHIN_S = 2.0
 
 
 class Heartbeat:
-    """One entry of the membership bucket, refreshed three times per TTL with the current version and phase.
-
-    A process that dies or freezes stops refreshing, so the trainer notices its loss. `me`: the fixed fields; `process` differs
-    at every start, so that a restarted actor is a new member. `manifest_id()` is called at each refresh.
-    """
+    """One entry of the membership bucket, refreshed three times per TTL with the current version and phase, so that the trainer
+    notices the loss of a process that dies or freezes. `me`: the fixed fields; `process` differs at every start, so that a
+    restarted actor is a new member. `manifest_id()` is called at each refresh."""
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
         self._bus, self._gate, self._manifest_id, self._me = bus, gate, manifest_id, me
@@ -379,10 +375,8 @@ class Heartbeat:
             await asyncio.sleep(self._bus.limits.member_ttl_s / 3)
 
     async def leave(self) -> None:
-        """End the heartbeat and remove the registration within `LEAVE_WITHIN_S`; if that fails, it expires.
-
-        An actor that drains first registers as draining, so that the trainer can tell an orderly stop from a failure.
-        """
+        """End the heartbeat and remove the registration, or let it expire. An actor that drains first registers as draining, so
+        that the trainer can tell an orderly stop from a failure."""
         if self._left:
             return
         self._left = True

@@ -34,11 +34,8 @@ VERIFY = "pipelinerl.v1.VerifierService/Verify"
 
 
 async def keep_dead_letter(bus: Bus, delivery: PromptDelivery, reason: str, actor: str) -> bool:
-    """Store a message of PROMPTS that `actor` gives up, so that people can inspect it (`pipelinerl dead-letters`).
-
-    If the letter is too large, it is stored without the message. Return False if it could not be stored; the caller must then
-    not give up the message, which will be delivered again.
-    """
+    """Store a message of PROMPTS that `actor` gives up, so that people can inspect it (`pipelinerl dead-letters`); one that is
+    too large only with its reason. Return False if that failed; the caller must then not give up the message."""
     letter = DeadLetter(
         run=bus.run,
         msg_id=delivery.msg_id,
@@ -79,12 +76,9 @@ class FinishedSample:
 
 
 class Finisher:
-    """Gets a reward from the verifier for each finished sample, then publishes it as one message.
-
-    Consumes finished samples from a bounded buffer, produces messages on SEQUENCES, waits for the verifier and the stream. If
-    either is unavailable, the buffer fills, generation slots stay taken, and nothing is dropped. The trainer (by reading) and
-    the verifier (by answering) unblock it. `on_published(group, sample_index)` is called once per stored sequence.
-    """
+    """Gets a reward from the verifier for each finished sample, then publishes it on SEQUENCES and calls `on_published(group,
+    sample_index)`. If verifier or stream are unavailable, the bounded buffer fills, generation slots stay taken, and nothing is
+    dropped."""
 
     def __init__(
         self,
@@ -103,11 +97,9 @@ class Finisher:
         self._buffer: asyncio.Queue[FinishedSample] = asyncio.Queue(maxsize=buffer_size)
 
     async def put(self, sample: FinishedSample) -> None:
-        """Add a sample, waiting while the buffer is full."""
         await self._buffer.put(sample)
 
     async def run(self) -> None:
-        """Process samples until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(WORKERS):
                 tasks.create_task(self._work())
@@ -144,7 +136,6 @@ class Finisher:
             return [*done, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
 
     async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
-        """Return samples with the verifier's rewards. Raises `ServiceError`, `MessageError`."""
         if not samples:
             return []
         started = time.monotonic()
@@ -173,18 +164,18 @@ class Finisher:
         await self._on_published(sample.group, sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
-        """Publish until the stream has stored the sequence. Return the sequence's failure; empty for a good sequence.
-
-        A sequence that is invalid or larger than max_payload is stored as a failure without arrays and texts.
-        """
+        """Publish until the stream has stored the sequence. Return the sequence's failure; empty for a good sequence. A
+        sequence that is invalid or larger than max_payload is stored as a failure without arrays and texts."""
+        name = sequence.sequence_id
         try:
-            await self._publish_until_stored(sequence, headers)
+            payload = encode_sequence(sequence)
+            await retry_forever(lambda: self._bus.publish_sequence(payload, name, headers), f"publish {name}")
             return sequence.failure
         except MessageError as error:
             failure = f"invalid: {error}"[:500]
         except PayloadTooLarge as error:
             failure = f"too_large: {error}"
-        log.error("sequence %s cannot be stored as it is: %s", sequence.sequence_id, failure)
+        log.error("sequence %s cannot be stored as it is: %s", name, failure)
         bare = replace(
             without_arrays(sequence, failure),
             prompt_token_ids=np.empty(0, dtype=np.int32),
@@ -196,13 +187,9 @@ class Finisher:
             prompt_text="",
             reference_json="",
         )
-        await self._publish_until_stored(bare, headers)
-        return failure
-
-    async def _publish_until_stored(self, sequence: Sequence, headers: Headers) -> None:
-        """Publish a sequence, with retries. Raises `MessageError`, `PayloadTooLarge`."""
-        payload, name = encode_sequence(sequence), sequence.sequence_id
+        payload = encode_sequence(bare)
         await retry_forever(lambda: self._bus.publish_sequence(payload, name, headers), f"publish {name}")
+        return failure
 
 
 def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:

@@ -1,14 +1,11 @@
-"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor.
-
-This module neither generates nor stops generation.
-"""
+"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,25 +47,23 @@ class HeldGroup:
 
 
 class HeldGroups:
-    """Keeps groups alive and acknowledges them when all their sequences are published.
+    """Keeps groups alive and acknowledges them when all their sequences are published. Bounded by H, since every group has a
+    sample in progress.
 
     A group arrives in several messages if it was handed over in parts, or if its first actor died after handing it over and
     before acknowledging it. Each sample is still generated once, and each message is acknowledged when its samples are stored.
-    Consumes published sample indices, produces acknowledgements. Bounded by H, since every group has a sample in progress.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, HeldGroup] = {}
 
     def __len__(self) -> int:
-        """Return the number of groups. May be called on any thread."""
         return len(self._held)
 
     def __getitem__(self, group_id: str) -> HeldGroup:
         return self._held[group_id]
 
     def unfinished(self) -> list[HeldGroup]:
-        """Return the groups with samples that are not stored yet."""
         return [held for held in self._held.values() if held.missing]
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
@@ -90,21 +85,15 @@ class HeldGroups:
 
     def keep(self, group: PromptGroup, sample: PartialSequence) -> None:
         """Keep the tokens of a sample that is not published yet, for a hand-over."""
-        held = self._held[group.group_id]
-        held.partials[sample.sample_index] = sample
+        self._held[group.group_id].partials[sample.sample_index] = sample
 
     async def published(self, group: PromptGroup, sample_index: int) -> None:
-        """Mark a sequence as stored in SEQUENCES, and acknowledge messages whose samples are all stored."""
-        await self.done_with(group.group_id, [sample_index])
-
-    async def done_with(self, group_id: str, samples: Iterable[int]) -> None:
-        """Mark samples as stored or handed over, and acknowledge messages that wait for no other sample."""
-        if held := self._held.get(group_id):
-            for sample_index in samples:
-                held.partials.pop(sample_index, None)
-                for message in held.messages.values():
-                    message.missing.discard(sample_index)
-            await self.acknowledge(group_id)
+        """Mark a sample as stored or given back, and acknowledge messages that wait for no other sample."""
+        if held := self._held.get(group.group_id):
+            held.partials.pop(sample_index, None)
+            for message in held.messages.values():
+                message.missing.discard(sample_index)
+            await self.acknowledge(group.group_id)
 
     async def acknowledge(self, group_id: str) -> None:
         """Acknowledge this group's messages that are done. If that fails, `keep_alive` tries again."""
@@ -128,7 +117,6 @@ class HeldGroups:
             await self.acknowledge(group_id)
 
     def forget(self, group_id: str) -> None:
-        """Drop a group that was handed over or given back."""
         del self._held[group_id]
 
     async def keep_alive(self, every_s: float) -> None:
@@ -151,12 +139,9 @@ ANSWER_WITHIN_S = 1.0
 
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
-    """Return a leaving actor's unfinished groups to PROMPTS, with their generated tokens, so that another actor continues them.
-
-    Consumes held groups, produces new messages on PROMPTS and then acknowledges the old ones, so that no group is lost. Waits
-    for the stream for little more than `timeout_s`. A group that cannot be stored in time is given back or redelivered without
-    its tokens, and the loss is logged. `instance`: name of the leaving actor.
-    """
+    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens, then acknowledge
+    the old messages. Waits for the stream for little more than `timeout_s`. A group that cannot be stored in time is given back
+    or redelivered without its tokens, and the loss is logged."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:
@@ -184,12 +169,12 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
 
 
 async def hand_back(bus: Bus, held: HeldGroups, group_id: str, samples: Sequence[int], *, instance: str) -> None:
-    """Give `samples`, which this actor has not begun, back to PROMPTS for another actor.
-
-    Waits for the stream. Raises `MessageError`, `PayloadTooLarge`; the samples then stay here.
-    """
-    await _publish(bus, held[group_id], samples, instance)
-    await held.done_with(group_id, samples)
+    """Give `samples`, which this actor has not begun, back to PROMPTS for another actor. Waits for the stream. Raises
+    `MessageError`, `PayloadTooLarge`; the samples then stay here."""
+    given = held[group_id]
+    await _publish(bus, given, samples, instance)
+    for sample_index in samples:
+        await held.published(given.group, sample_index)
 
 
 async def _publish(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:
@@ -221,11 +206,9 @@ async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
 def messages_of(
     group: PromptGroup, missing: Sequence[int], partials: Collection[PartialSequence], max_bytes: int
 ) -> tuple[list[bytes], int]:
-    """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence.
-
-    A message of more than `max_bytes` is split in half. A single sample that is still too long starts again from the prompt;
-    the second value counts the tokens that are dropped for this. Raises `MessageError`. Pure.
-    """
+    """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence. A
+    message of more than `max_bytes` is split in half. A single sample that is still too long starts again from the prompt; the
+    second value counts the tokens that are dropped for this. Raises `MessageError`. Pure."""
     others = tuple(sorted(set(range(group.num_samples)) - set(missing)))
     mine = tuple(sample for sample in partials if sample.sample_index in missing)
     payload = encode_group(replace(group, partials=mine, done_samples=others))

@@ -81,10 +81,7 @@ class ActorMetrics:
         self.ready.set(0)  # so that an engine that never starts is visible
         self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups taken and not acknowledged yet.")
         self.bad_messages = metrics.counter(
-            "bad_messages_total",
-            "Messages that were invalid and ignored.",
-            {"kind": ("prompt_group", "control")},
-            unit="messages",
+            "bad_messages_total", "Messages that were invalid and ignored.", {"kind": ("prompt_group", "control")}
         )
         self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups given up.", unit="groups")
 
@@ -97,8 +94,8 @@ class ActorMetrics:
         self.generated_tokens = metrics.counter(
             "generated_tokens_total", "Completion tokens sampled here, of finished and unfinished sequences."
         )
-        self._busy_seconds = metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.")
-        self._busy_seconds.read(lambda: self.busy.total_s)
+        busy = metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.")
+        busy.read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
             "One engine step with sequences in progress, measured on the event loop, including the stall of a swap.",

@@ -1,8 +1,7 @@
 """vLLM's AsyncLLM behind the `InferenceEngine` protocol. In the actor, only this file and `weight_sync/` use vLLM.
 
-The engine takes and returns tokens. It neither tokenises prompts nor detokenises completions while it decodes, unless it has to
-look for stop strings. Text is made once per finished sequence, for rewards and people. Log-probabilities are those of the
-sampling distribution (`processed_logprobs`), and token versions come from vLLM itself (`weight_versions`).
+The engine takes and returns tokens; it detokenises while it decodes only to look for stop strings. Log-probabilities are those
+of the sampling distribution (`processed_logprobs`), and token versions come from vLLM itself (`weight_versions`).
 """
 
 from __future__ import annotations
@@ -51,12 +50,9 @@ async def build_off_loop(
     stop: asyncio.Event,
     children: Callable[[], Sequence[BaseProcess]] = multiprocessing.active_children,
 ) -> _Built:
-    """Call `build()` on a thread, so that probes are answered and a stop takes effect at once.
-
-    A stop terminates the processes that `build` has started, listed by `children()`. `build` then fails; its thread is awaited.
-    Raises the errors of `build` or, if `stop` is set, `StartStopped`. If `build` succeeds nevertheless, its result is returned
-    and the caller must end it.
-    """
+    """Call `build()` on a thread, so that probes are answered. A stop terminates the processes that it has started, listed by
+    `children()`; `build` then fails, and its thread is awaited. Raises its errors or, if `stop` is set, `StartStopped`. If it
+    succeeds nevertheless, its result is returned and the caller must end it."""
     building = asyncio.ensure_future(asyncio.to_thread(build))
     stopping = asyncio.ensure_future(stop.wait())
     try:
@@ -111,8 +107,7 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
         arguments["block_size"] = 32
         if engine.tensor_parallel_size == 1:
             # Run model and scheduler in one process. On CPU, vLLM replaces "uni" by a worker process to set its OpenMP
-            # threads, which our environment already sets. The engine then waits for the worker in a busy loop, which takes
-            # more time than the model on two cores.
+            # threads, which our environment already sets, and waits for it in a busy loop that costs more than the model.
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
@@ -139,16 +134,13 @@ async def start_engine(
     bind_host: str | None = None,
 ) -> AsyncIterator[VllmEngine]:
     """Start vLLM on a thread (for tens of seconds, while the event loop runs), warm it up, and shut it down at the end.
-
     `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the other ranks
-    of a transfer group reach this pod.
-
-    Raises `EngineError` if vLLM cannot serve the model (its own log says why), and `StartStopped` if `stop` is set first.
-    """
-    stop, warm = stop or asyncio.Event(), asyncio.Event()
+    of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model, and `StartStopped` if `stop` is set
+    first."""
+    stop, is_warm = stop or asyncio.Event(), False
 
     def step(decode_s: float | None, kv_cache_usage: float) -> None:
-        if on_step is not None and warm.is_set():
+        if on_step is not None and is_warm:
             on_step(decode_s, kv_cache_usage)
 
     with _private_folder() as sockets:
@@ -165,7 +157,7 @@ async def start_engine(
             llm._run_output_handler()  # built outside the loop, it would only start with the first request
             engine = VllmEngine(llm, weights)
             await unless_stopped(engine.warm_up(recipe), stop)
-            warm.set()
+            is_warm = True
             yield engine
         finally:
             warnings.setLevel(logging.ERROR)
@@ -218,10 +210,8 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger for vLLM that only calls `on_step`.
-
-    Its class is a Prometheus logger's, because vLLM otherwise adds a logger of that class, with a hundred metrics.
-    """
+    """Return a stat logger that only calls `on_step`. If its class were not a Prometheus logger's, vLLM would add one of that
+    class, with a hundred metrics."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
@@ -236,14 +226,10 @@ def step_logger(on_step: OnStep) -> StatLoggerFactory:
                 on_step(now_s - self._at_s if self._running else None, scheduler_stats.kv_cache_usage)
             self._running, self._at_s = running, now_s
 
-        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        def ignore(self, *args: Any, **kwargs: Any) -> None:
             return
 
-        def record_admission_rejection(self, reason: str) -> None:
-            return
-
-        def log_engine_initialized(self) -> None:
-            return
+        record_sleep_state = record_admission_rejection = log_engine_initialized = ignore
 
     return StepLogger
 
@@ -265,11 +251,8 @@ class VllmEngine:
         self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:
-        """Generate two tokens for each of H prompts of one token, and drop them.
-
-        vLLM compiles functions of its sampler at their first use and imports TorchInductor for that, which took 2.5 s in a
-        run's first batch, four times as long as the batch itself. No cached KV is left. Raises `EngineError`.
-        """
+        """Generate two tokens for each of H prompts of one token, because vLLM compiles functions of its sampler at their first
+        use, which took 2.5 s. No cached KV is left. Raises `EngineError`."""
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]

@@ -157,10 +157,7 @@ def renew_cpu_limit(timeout_s: float) -> None:
 
 
 def clear_leftover_children() -> bool:
-    """Kill and reap every process that this one started or adopted. Return False if new ones appear faster than they end.
-
-    Takes one system call if none exists.
-    """
+    """Kill and reap every process that this one started or adopted. Return False if new ones appear faster than they end."""
     for _ in range(_CLEARING_PASSES):
         try:
             os.waitpid(-1, os.WNOHANG)
@@ -183,10 +180,8 @@ def children(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to the process, to its descendants in any process group, and to its own group. Reaps nothing.
-
-    All of them get SIGSTOP first, repeatedly until no new one is found, so that none can start another process meanwhile.
-    """
+    """Send SIGKILL to the process, to its descendants in any process group, and to its own group. Reaps nothing. All of them
+    get SIGSTOP first, repeatedly until no new one is found, so that none can start another process meanwhile."""
     stopped: set[int] = set()
     while found := {pid, *descendants(pid)} - stopped:
         for process in found:

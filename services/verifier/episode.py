@@ -1,7 +1,7 @@
 """Run one episode: an environment, tools or an agent talks to the actor that samples the policy's turns.
 
-An episode has its own process, and the verifier enforces its deadlines (`episode_pool`). An error of users' code becomes the
-result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns 0.
+An error of users' code becomes the result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns
+0. The verifier enforces the deadlines (`episode_pool`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,11 +56,7 @@ _ROW_IN_ENVIRONMENT_BYTES = 100_000
 
 
 class PolicyFault(Exception):
-    """The actor refuses further turns of this episode. Attribute: `code`, one of `POLICY_FAULTS`."""
-
-    def __init__(self, code: str, message: str) -> None:
-        self.code = code
-        super().__init__(message)
+    """The actor refuses further turns of this episode; the text begins with one of `POLICY_FAULTS`."""
 
 
 class EpisodeFailed(Exception):
@@ -69,11 +64,9 @@ class EpisodeFailed(Exception):
 
 
 class Policy:
-    """A client of the episode's endpoint, which samples the policy's turns.
-
-    Each request opens a new connection, because the server would close an idle one while the environment works.
-    `on_wait` is called with True before a turn is requested and with False when it has arrived.
-    """
+    """A client of the episode's endpoint, which samples the policy's turns. Each request opens a new connection, because the
+    server would close an idle one while the environment works. `on_wait` is called with True before a turn is requested and
+    with False when it has arrived."""
 
     def __init__(self, base_url: str, on_wait: Callable[[bool], None]) -> None:
         self.base_url, self._on_wait = base_url, on_wait
@@ -118,22 +111,14 @@ class Policy:
             return answer
         refusal = answer.get("error") or {}
         if refusal.get("code") in POLICY_FAULTS:
-            raise PolicyFault(refusal["code"], str(refusal.get("message", "")))
+            raise PolicyFault(f"{refusal['code']}: {refusal.get('message', '')}")
         raise EpisodeFailed(f"the actor answers HTTP {response.status}: {text[:300].decode(errors='replace')}")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The content of `EpisodeRequest.reference_json`."""
-
-    row: Mapping[str, Any]
-    answer: str
-    """The reference answer; empty if the task has none."""
-
-    @classmethod
-    def of(cls, request: EpisodeRequest) -> Problem:
-        reference = json.loads(request.reference_json)
-        return cls(reference.get("row") or {}, str(reference.get("answer", "")))
+def row_of(request: EpisodeRequest) -> dict[str, Any]:
+    """Return the problem's row."""
+    row: dict[str, Any] = json.loads(request.reference_json).get("row") or {}
+    return row
 
 
 Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
@@ -150,11 +135,8 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: fl
         if wrong := wrong_number((result.reward, *result.components.values()), max_abs):
             result = failed(VERIFY_STATUS_BAD_REWARD, f"{wrong}: {result.reward}")
     except PolicyFault as fault:
-        result = VerifyResult(
-            status=VERIFY_STATUS_OK,
-            components={"answer": 0.0},
-            message=as_unicode(f"{fault.code}: {fault}")[:MESSAGE_CHARACTERS],
-        )
+        message = as_unicode(str(fault))[:MESSAGE_CHARACTERS]
+        result = VerifyResult(status=VERIFY_STATUS_OK, components={"answer": 0.0}, message=message)
     except MemoryError:  # the traceback holds the memory and is freed at the end of this block
         result = failed(VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
     except EpisodeFailed as failure:
@@ -171,7 +153,7 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
     """Return the function that runs an environment's episodes. `correct`: the reward of a right answer."""
 
     def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
-        done, turn = converse(make(), Problem.of(request).row, request.seed, policy)
+        done, turn = converse(make(), row_of(request), request.seed, policy)
         reward = float(done.reward)
         metrics = {str(name): float(value) for name, value in done.metrics.items()}
         if not all(map(math.isfinite, metrics.values())):
@@ -188,13 +170,14 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
 def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy: Policy) -> tuple[Done, Turn]:
     """Alternate turns and replies until the environment is done; return its result and the last turn."""
     offered = getattr(environment, "tools", ())
+
+    async def wait_for(value: Any) -> Any:
+        return await value
+
     with asyncio.Runner() as loop:
 
         def awaited(value: Any) -> Any:
-            async def wait() -> Any:
-                return await value
-
-            return loop.run(wait()) if inspect.isawaitable(value) else value
+            return loop.run(wait_for(value)) if inspect.isawaitable(value) else value
 
         messages = _messages(awaited(environment.start(row, seed)), "start")
         while True:
@@ -206,7 +189,6 @@ def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy
 
 
 def _messages(given: Any, method: str) -> Messages:
-    """Return messages that an environment gave as a text or a list. Raises `TypeError` for anything else."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if isinstance(given, list) and given and all(isinstance(each, dict) and "role" in each for each in given):
@@ -232,9 +214,13 @@ class ToolUse:
         """Return the results of the turn's calls. A turn without calls ends the episode; a scorer gives the reward later."""
         if not turn.tool_calls:
             return Done(0.0)
-        most = _MOST_RESULT_CHARACTERS // len(turn.tool_calls)
-        answers = [(call.id, await self._answer(call)) for call in turn.tool_calls]
-        return [{"role": "tool", "tool_call_id": id_, "content": _shortened(answer, most)} for id_, answer in answers]
+        most, messages = _MOST_RESULT_CHARACTERS // len(turn.tool_calls), list[dict[str, Any]]()
+        for call in turn.tool_calls:
+            answer = await self._answer(call)
+            if len(answer) > most:  # else it may leave no room for another turn, and the episode would earn nothing
+                answer = f"{answer[:most]}\n[cut: these are {most} of {len(answer)} characters]"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
+        return messages
 
     async def _answer(self, call: ToolCall) -> str:
         """Return the function's result, or a message about what is wrong with the call. The policy sees either."""
@@ -259,18 +245,11 @@ class ToolUse:
             return f"error: {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
 
-def _shortened(answer: str, most: int) -> str:
-    """Cut a result. If a long one left no room for another turn, the episode would end without a reward."""
-    return answer if len(answer) <= most else f"{answer[:most]}\n[cut: these are {most} of {len(answer)} characters]"
-
-
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
-    """Run an agent's program and return its output. Raises `EpisodeFailed` if it fails or prints too much.
-
-    The program gets the problem's row on standard input and, up to `_ROW_IN_ENVIRONMENT_BYTES`, in PIPELINERL_ROW. Its standard
-    error goes to the verifier's log; the last line is the reason of a failure. `search_path`: its PYTHONPATH.
-    """
-    row = json.dumps(Problem.of(request).row)
+    """Run an agent's program and return its output. Raises `EpisodeFailed` if it fails or prints too much; the reason is the
+    last line of its standard error, which goes to the verifier's log. The program gets the problem's row on standard input and,
+    if it is short, in PIPELINERL_ROW. `search_path`: its PYTHONPATH."""
+    row = json.dumps(row_of(request))
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
     if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:
         own["PIPELINERL_ROW"] = row
@@ -306,9 +285,11 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
             os.set_blocking(descriptor, descriptor == ended)
         while True:
             found = {key.fd for key, _ in ready.select()}
-            has_ended = ended in found
             if not program.stdin.closed and program.stdin.fileno() in found:
-                given = _left(program.stdin.fileno(), given)
+                try:
+                    given = given[os.write(program.stdin.fileno(), given) :]
+                except BrokenPipeError:  # no process reads it
+                    given = b""
                 if not given:
                     ready.unregister(program.stdin)
                     program.stdin.close()
@@ -323,19 +304,11 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
                         raise EpisodeFailed(f"the agent printed more than {_MOST_ANSWER_BYTES} bytes")
                 if chunk == b"" and descriptor in ready.get_map():
                     ready.unregister(descriptor)
-            if has_ended:
+            if ended in found:
                 break
     program.wait()
     os.close(ended)
     return printed.decode(errors="replace"), complained.decode(errors="replace")
-
-
-def _left(descriptor: int, given: bytes) -> bytes:
-    """Write as much as fits into a pipe and return the rest."""
-    try:
-        return given[os.write(descriptor, given) :]
-    except BrokenPipeError:  # no process reads it
-        return b""
 
 
 def _read_now(descriptor: int) -> bytes | None:
@@ -379,20 +352,17 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
 
     if task.source == "agent":
         return lambda request, policy: scored(request, run_agent(task.command, request, search_path))
-    tools = {tool.name: tool for tool in map(_tool, task.tools)}
+    tools = {}
+    for path in task.tools:
+        try:
+            tool = tool_of(imported("task.tools", path))
+        except UserError as error:
+            raise error if isinstance(error, FieldError) else FieldError("task.tools", path, str(error)) from error
+        tools[tool.name] = tool
 
     def play_tools(request: EpisodeRequest, policy: Policy) -> VerifyResult | VerifyItem:
         environment = ToolUse(tools, task.system_prompt, task.instruction, task.prompt_field)
-        _, turn = converse(environment, Problem.of(request).row, request.seed, policy)
+        _, turn = converse(environment, row_of(request), request.seed, policy)
         return scored(request, turn.text, turn, policy.completion_tokens)
 
     return play_tools
-
-
-def _tool(path: str) -> Tool:
-    try:
-        return tool_of(imported("task.tools", path))
-    except FieldError:
-        raise
-    except UserError as error:
-        raise FieldError("task.tools", path, str(error)) from error

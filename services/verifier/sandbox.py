@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _STREAM, _SEQPACKET, _MSG_FASTOPEN = 1, 5, 0x20000000
 _ALLOW, _ASK, _REFUSE = 0x7FFF0000, 0x7FC00000, 0x00050000
-_NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
+_EQUAL, _MASKED_EQUAL = 4, 7
 _CLONE_THREAD = 0x10000
 _CLONE_ASIDE = 0x7E02_8000
 """CLONE_PARENT, which would make the new process a sibling of the calling one, and the flags of all namespaces."""
@@ -279,7 +279,6 @@ def _beside_private(path: str) -> Iterator[tuple[str, int]]:
 
 
 def _forbid_privileges() -> None:
-    """Prevent the process from gaining privileges by starting a program."""
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
 
@@ -308,7 +307,6 @@ def _restrict_calls(program: bytes, flags: int = 0) -> int:
 
 
 def _python_paths() -> list[str]:
-    """Return the paths that a Python program reads: interpreter, libraries, packages."""
     paths = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", sys.base_prefix, sys.prefix)
     return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
 
@@ -332,11 +330,9 @@ class _Running:
 
 
 def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits, means: Means) -> Ended:
-    """Run `program` to its end, in a folder with `files`, whose names have no slash.
-
-    The calling process must have one thread, since the new process sets its limits between fork and exec. Raises `OSError` or
-    `subprocess.SubprocessError` if the sandbox, not the program, fails.
-    """
+    """Run `program` to its end, in a folder with `files`, whose names have no slash. The calling process must have one thread,
+    since the new process sets its limits between fork and exec. Raises `OSError` or `subprocess.SubprocessError` if the
+    sandbox, not the program, fails."""
     with ExitStack() as stack:
         given, printed = (stack.enter_context(_in_memory(content)) for content in (stdin, b""))
         return _ended(stack, [_start(stack, program, files, given, printed, limits, means)], limits)[0]
@@ -363,7 +359,7 @@ def _start(
     stack: ExitStack, program: Sequence[str], files: Mapping[str, bytes], given: Any, printed: Any, limits: Limits, means: Means
 ) -> _Running:
     complained = stack.enter_context(_in_memory())
-    folder, prefix, confined, descriptors, status = None, [], _nothing, [], None
+    folder, prefix, calls, descriptors, status = None, [], b"", [], None
     if means is Means.BUBBLEWRAP:
         status = stack.enter_context(_in_memory())
         contents = [stack.enter_context(_in_memory(content)) for content in (_filter(signals=True), *files.values())]
@@ -374,8 +370,7 @@ def _start(
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
         if means is Means.LANDLOCK:
-            readable, calls = [*_python_paths(), folder], _filter(signals=landlock_version() >= _SCOPED)
-            confined = _confinement(readable, calls)
+            calls = _filter(signals=landlock_version() >= _SCOPED)
     outside, inside = map(stack.enter_context, socket.socketpair())
     is_asked = means is not Means.NONE and not _listener_refusal()
 
@@ -395,7 +390,9 @@ def _start(
         if is_asked:
             _forbid_privileges()
             socket.send_fds(inside, [b"."], [_restrict_calls(_ASKS_ABOUT_THREADS, _LISTENER)])
-        confined()
+        if calls:
+            _restrict_files([*_python_paths(), str(folder)], None)
+            _restrict_calls(calls)
 
     process = subprocess.Popen(
         [*prefix, *program],
@@ -473,9 +470,8 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
 
 @cache
 def confinement_missing() -> str:
-    """Return what `confine` needs and this machine lacks; empty if nothing. A confined process must be able to signal only its
-    own processes, which Landlock supports from Linux 6.12 on. A container runtime must not already listen to its calls, since
-    Linux allows one listener per process."""
+    """Return what `confine` needs and this machine lacks; empty if nothing. Linux allows one listener per process, so that a
+    container runtime must not already listen to its calls."""
     if landlock_version() < _SCOPED:
         return f"Landlock of Linux 6.12 or later is needed; its version here is {landlock_version()}, of {_SCOPED}"
     try:
@@ -490,26 +486,13 @@ def confinement_missing() -> str:
 @cache
 def _listener_refusal() -> str:
     """Return why a filter here cannot have a listener; empty if it can."""
+
+    def listen() -> None:
+        _give_up_privileges()
+        os.close(_restrict_calls(_ADMITS_ALL, _LISTENER))
+
     with ThreadPoolExecutor(1) as thread:  # a filter only applies to its thread, and ends with it
-        return str(thread.submit(_listen).exception() or "")
-
-
-def _listen() -> None:
-    """Try to add a listener for this thread's calls. Raises `OSError` if that is impossible, or if it already has one."""
-    _give_up_privileges()
-    os.close(_restrict_calls(_ADMITS_ALL, _LISTENER))
-
-
-def _nothing() -> None:
-    pass
-
-
-def _confinement(readable: Iterable[str | Path], calls: bytes) -> Callable[[], None]:
-    def confined() -> None:
-        _restrict_files(readable, None)
-        _restrict_calls(calls)
-
-    return confined
+        return str(thread.submit(listen).exception() or "")
 
 
 def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits) -> list[str]:
@@ -530,7 +513,6 @@ def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits
 
 
 def _in_memory(content: bytes = b"") -> Any:
-    """Return an open, anonymous file, at its beginning."""
     file = os.fdopen(os.memfd_create("sandbox"), "r+b", buffering=0)
     file.write(content)
     file.seek(0)

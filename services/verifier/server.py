@@ -1,7 +1,4 @@
-"""The verifier's process: the gRPC service, its workers, its health, and the spans of its calls.
-
-This process imports and runs no reward itself, but it fetches judges' answers.
-"""
+"""The verifier's process: the gRPC service, its workers, its health, and the spans of its calls. It runs no reward itself."""
 
 from __future__ import annotations
 
@@ -92,7 +89,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
     async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:
-        """Score items. RESOURCE_EXHAUSTED means that the queue is too full, INVALID_ARGUMENT that the items can never fit."""
+        """Score items. The status is RESOURCE_EXHAUSTED if the queue is too full, INVALID_ARGUMENT if they can never fit."""
         started_s, spans, pool = time.perf_counter(), CallSpans(request.items), self._pool
         try:
             async with self._answering(context, spans.end):
@@ -127,7 +124,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return result
 
     async def _run(self, episodes: EpisodePool, request: verifier_pb2.EpisodeRequest) -> verifier_pb2.VerifyResult:
-        """Run an episode. If a judge must score its answer, have it scored."""
         started_s = time.perf_counter()
         ended = await episodes.run(request)
         if isinstance(ended, verifier_pb2.VerifyResult):
@@ -174,7 +170,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 async def _servicer(
     recipe: Recipe, settings: VerifierSettings, registry: RunRegistry, readiness: Readiness
 ) -> AsyncIterator[VerifierServicer]:
-    """Start the processes that the recipe's tasks need and yield the servicer."""
     metrics, episodes = VerifierMetrics(registry, recipe.problem_sets), None
     pool: RewardPool | JudgedPool | None = None
     workers, max_queue = settings.workers, settings.max_queue

@@ -1,8 +1,8 @@
 """Run episodes of the package `verifiers` (0.4, v1 environments) with its own loop, in which the policy is the agents' model.
 
 An agent's program calls an interception server, which the package runs in the episode's process and which forwards requests
-unchanged to the actor. The actor renders and records tokens, so the package's client for tokens is not needed. Programs run
-within the limits of the episode's process, unless the environment's configuration names another runtime.
+unchanged to the actor. Programs run within the limits of the episode's process, unless the environment's configuration names
+another runtime.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipelinerl.recipe.fields import TaskConfig
 from pipelinerl.recipe.preflight import VERIFIERS, VERIFIERS_MISSING
 from pipelinerl.tasks.source import Division, Split
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, EpisodeRequest, VerifyResult
-from services.verifier.episode import EpisodeFailed, Play, Policy, Problem
+from services.verifier.episode import EpisodeFailed, Play, Policy, row_of
 
 if TYPE_CHECKING:
     from verifiers.v1 import Env, Episode, ModelContext, Task, Trace
@@ -62,7 +62,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     division = Division(len(tasks), task, seed, is_trained_on=is_trained_on, where=task.name)
 
     def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
-        row = Problem.of(request).row
+        row = row_of(request)
         number = division.number(Split(row["split"]), row["index"])
         client = vf.EvalClientConfig(base_url=policy.base_url, api_key_var="OPENAI_API_KEY")
         episode = asyncio.run(_played(env, tasks[number], vf.ModelContext(model="policy", client=client)))
@@ -104,7 +104,6 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
 
 
 def _told_by(trace: Trace) -> list[tuple[str, float]]:
-    """Return a run's metrics and weighted rewards, by name."""
     rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     named = {**trace.metrics, **rewards}
     return [(name, float(value)) for name, value in named.items() if value is not None and math.isfinite(value)]

@@ -25,7 +25,7 @@ from pipelinerl.recipe.fields import ModelConfig
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-"""A message of OpenAI's chat completions, as `rendering.read_messages` returns it: content is text, and no field is empty."""
+"""A message of OpenAI's chat completions, as `endpoint.read_messages` returns it: content is text, and no field is empty."""
 Tools = list[dict[str, Any]]
 
 
@@ -79,19 +79,15 @@ class ChatFormat(Protocol):
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model. A chat template in the recipe, or values of its variables, override the format of
-    the model's name."""
+    """Return the format of a recipe's model. A changed chat template overrides the format of the model's name."""
     is_changed = bool(model.chat_template or model.chat_template_kwargs)
     return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
 
 
 def chat_format(tokenizer: Any, model: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatFormat:
-    """Return the format of a Hugging Face tokenizer. `model`: the recipe's name of the model. `variables`: values that override
-    the chat template's defaults.
-
-    A known model name selects its family's renderer. Other names, such as folders and fine-tuned models, get the first renderer
-    that writes the chat template's tokens for all `PROBES`, or else the template.
-    """
+    """Return the format of a Hugging Face tokenizer. A known `model` name selects its family's renderer. Other names, such as
+    folders and fine-tuned models, get the first renderer that writes the chat template's tokens for all `PROBES`, or else the
+    template. `variables`: values that override the chat template's defaults."""
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
     from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
@@ -150,8 +146,8 @@ def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
 
 
 class RendererTokenizer:
-    """The part of a tokenizer that renderers need. Renderers write the whole conversation again for each turn, so the tokens of
-    its texts are cached. Without `__call__`, renderers do not compute character offsets, which are slow and not used here."""
+    """The part of a tokenizer that renderers need, with a cache, as they write the whole conversation again for each turn.
+    Without `__call__`, they do not compute character offsets, which are slow and not used here."""
 
     def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
         self.name_or_path: str = tokenizer.name_or_path
@@ -171,12 +167,9 @@ class RendererTokenizer:
 
 
 class FamilyFormat:
-    """A hand-written renderer of one model family, by its name in the package `renderers`.
-
-    If a template drops a turn's thoughts before a user's message, its renderer does not extend the turn by that message. A turn
-    without thoughts is extended nevertheless, since its text stays the same except for white space. Some renderers take
-    `variables` of the chat template as settings.
-    """
+    """A hand-written renderer of one model family, by its name in the package `renderers`. Some take `variables` of the chat
+    template as settings. If a template drops a turn's thoughts before a user's message, its renderer does not extend the turn
+    by it. A turn without thoughts is extended nevertheless, since its text stays the same except for white space."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -313,7 +306,6 @@ class TemplateFormat:
             return False
 
     def _knows_tools(self) -> bool:
-        """Return whether the template writes tools, and writes calls in the form of Hermes models."""
         try:
             with_tools, called = (written(self._tokenizer, messages, [_TOOL]) for messages in (_ASK, _CALLED))
         except Exception:  # noqa: BLE001 - the template does not know the role, or a call's fields

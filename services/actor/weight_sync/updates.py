@@ -44,8 +44,7 @@ class UpdateListener:
 
     A separate task receives weights, so that an abort can be handled during a transfer; generation goes on until a commit.
     Messages of another incarnation, of an epoch without this process, or out of order are ignored. During an outage of NATS the
-    listener waits. If the model cannot take the manifest's weights, it reports this to the trainer and ends the process.
-    `serving` is locked during a commit; lock it to keep one version for a while.
+    listener waits. `serving` is locked during a commit; lock it to keep one version for a while.
     """
 
     def __init__(
@@ -78,10 +77,8 @@ class UpdateListener:
         return "receiving" if receiving is not None and not receiving.done() else "idle"
 
     async def run(self) -> None:
-        """Handle control messages until cancelled. Waits until the trainer has made the streams.
-
-        Raises `UserError` if the served model does not fit the trainer's, and `CommitFailed` if a swap failed half-way.
-        """
+        """Handle control messages until cancelled. Waits until the trainer has made the streams. Raises `UserError` if the
+        served model does not fit the trainer's, and `CommitFailed` if a swap failed half-way."""
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
             stack.push_async_callback(self._end)
             kinds = ("manifest", *CONTROL_TYPES)
@@ -108,7 +105,7 @@ class UpdateListener:
             case Commit():
                 await self._on_commit(decoded, trace_in(message.headers))
             case Abort():
-                if self._in_epoch(decoded.incarnation, decoded.epoch):
+                if self._in_epoch(decoded):
                     log.warning("version %d of epoch %d is aborted: %s", decoded.version, decoded.epoch, decoded.reason)
                     await self._stop_receiving()
             case RunEnd():
@@ -169,7 +166,7 @@ class UpdateListener:
     async def _on_announce(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         self._gate.announce(version)
-        if not self._in_epoch(announce.incarnation, announce.epoch) or version == self._expected:
+        if not self._in_epoch(announce) or version == self._expected:
             return
         await self._stop_receiving()
         if self._gate.served is not None and newer(self._gate.served, version):
@@ -209,7 +206,7 @@ class UpdateListener:
 
     async def _on_commit(self, commit: Commit, trace: Trace) -> None:
         version = PolicyVersion(commit.incarnation, commit.version)
-        if not self._in_epoch(commit.incarnation, commit.epoch) or self._staged != version:
+        if not self._in_epoch(commit) or self._staged != version:
             return
         self._staged, self._gate.swapping = None, True
         try:
@@ -252,9 +249,9 @@ class UpdateListener:
         except TransferError as error:
             log.warning("cannot discard the received weights: %s", error)
 
-    def _in_epoch(self, incarnation: int, epoch: int) -> bool:
+    def _in_epoch(self, order: Announce | Commit | Abort) -> bool:
         mine = self.epoch
-        return mine is not None and (mine.incarnation, mine.epoch) == (incarnation, epoch)
+        return mine is not None and (mine.incarnation, mine.epoch) == (order.incarnation, order.epoch)
 
     async def _fail(self, about: EpochStart | Announce | Commit, version: int, error: TransferError) -> None:
         log.error("weight update failed here: %s", error)
@@ -263,7 +260,6 @@ class UpdateListener:
         await self._answer("failed", Abort(**self._of(about), version=version, reason=reason, group_broke=group_broke))
 
     def _of(self, order: EpochStart | Announce | Commit) -> dict[str, Any]:
-        """Return the fields of every answer: this actor and the order's epoch."""
         return {"actor": self._instance, "incarnation": order.incarnation, "epoch": order.epoch}
 
     async def _answer(self, kind: str, message: EpochJoined | Staged | Serving | Abort, headers: Headers = NO_HEADERS) -> None:

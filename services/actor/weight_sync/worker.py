@@ -54,13 +54,12 @@ class StagingMemory:
 
 
 class Receiver:
-    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete.
+    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. The group is in
+    use until `tensors()` is closed, which takes at most the stall timeout.
 
-    Iterate `tensors()` to the end, close it in any case, then call `staged`. The group is in use until it is closed, which
-    takes at most the stall timeout.
-    `buffers`: chunks held at a time, including the one being loaded. With one, receiving and loading alternate; with more, a
-    thread receives the next chunks while the caller checks and loads earlier ones. A tensor of several chunks is held as a
-    whole. `memory`: reusable memory to receive into; None = new memory.
+    `buffers`: chunks held at a time, including the one being loaded. With more than one, a thread receives the next chunks
+    while the caller checks and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to
+    receive into; None = new memory.
     """
 
     def __init__(
@@ -113,7 +112,6 @@ class Receiver:
         )
 
     def _take(self, chunk: Chunk, unpacker: Unpacker) -> tuple[Tensor, int]:
-        """Receive one chunk and return its bytes with the expected checksum."""
         started, placement = time.monotonic(), self._group.placement
         with placement.scope():
             header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
@@ -148,11 +146,7 @@ class Receiver:
 
 
 class TransferWorker:
-    """Performs the actor's orders in one vLLM worker. `device`: the model's.
-
-    `stall_timeout_s`: time limit of one chunk, which also bounds a discard. `staging_buffers`: chunks held at a time,
-    including the one being loaded.
-    """
+    """Performs the actor's orders in one vLLM worker, as in `WeightUpdateClient`. `device`: the model's."""
 
     def __init__(
         self,
@@ -184,7 +178,7 @@ class TransferWorker:
         for target in (self._read, self._work):
             threading.Thread(target=target, name=f"weights-{target.__name__}", daemon=True).start()
 
-    # --- called by vLLM on the worker's main thread ----------------------------------------------------------------
+    # vLLM calls the next three methods on the worker's main thread.
 
     def check_staged(self, version: PolicyVersion) -> None:
         """Raise NothingStaged if `version` is not the one staged."""
@@ -212,8 +206,6 @@ class TransferWorker:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    # --- threads ---------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         try:

@@ -53,7 +53,6 @@ _MALFORMED = (
     *(LookupError, TypeError, ValueError, SyntaxError, AttributeError, RecursionError, EOFError),
     *(zlib.error, pickle.PickleError),
 )
-"""Exceptions that mean that tests have none of the known forms."""
 _BUDGET = 0.8
 """Share of `reward.timeout_s` that programs may take, so that the verifier's deadline, which fails the item, is not reached."""
 
@@ -108,8 +107,8 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """Return the program and a description of its place: the last fenced block marked as Python, even if cut; else the last
-    block without a mark; else the whole answer."""
+    """Return the program and its place: the last fenced block marked as Python, even if cut; else the last block without a
+    mark; else the whole answer."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:
@@ -118,7 +117,6 @@ def program_in(answer: str) -> tuple[str, str]:
 
 
 def _blocks(answer: str) -> Iterator[tuple[str, str]]:
-    """Yield language and content of each fenced block."""
     fence, language, depth, body = "", "", 0, list[str]()
     for line in answer.replace("\r\n", "\n").split("\n"):
         indent, opens = len(line) - len(line.lstrip()), _FENCE.match(line)
@@ -271,14 +269,12 @@ def _does_something(node: ast.stmt) -> bool:
 
 
 def _text(given: Any) -> str:
-    """Return a text that may be given as a list of lines."""
     if given is None or isinstance(given, dict) or (isinstance(given, list) and any(isinstance(each, list) for each in given)):
         raise TypeError(f"{given!r:.80} where a text is needed")
     return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
-    """Run a test and return what is wrong; empty if the program passes."""
     if test.statements or test.call:
         program, files = python(Path(harness.__file__).read_text())
         served = program, {**files, "program.py": source.encode("utf-8", "replace")}

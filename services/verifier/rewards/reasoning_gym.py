@@ -1,11 +1,8 @@
 """Score answers with reasoning-gym's scorers, by family, on entries that have been through JSON.
 
-Many families give a little credit to wrong answers; `reward.binary` decides whether that counts.
-
 Some families' scorers call `eval` on text that a model wrote, directly or through SymPy's parser. Such an answer is only scored
-if its family's guard accepts it: a function `answer -> bool` that parses the text with Python's parser and runs nothing.
-Accepted answers call only known mathematical functions and access no attribute. The worker's deadline limits the time of their
-evaluation.
+if its family's guard accepts it, a function that parses the text with Python's parser and runs nothing. Accepted answers call
+only known mathematical functions and access no attribute. The worker's deadline limits the time of their evaluation.
 """
 
 from __future__ import annotations
@@ -53,10 +50,8 @@ def is_arithmetic(answer: str) -> bool:
 
 
 def is_formula(answer: str) -> bool:
-    """Accept arithmetic with variables of one letter, pi, and the usual functions.
-
-    `Integral(...)`, an unevaluated integral, is refused, because it would be a right answer to every integration problem.
-    """
+    """Accept arithmetic with variables of one letter, pi, and the usual functions. `Integral(...)` is refused, because an
+    unevaluated integral would be a right answer to every integration problem."""
     return _every_node(answer, _is_of_a_formula)
 
 
@@ -105,10 +100,8 @@ def _is_of_a_formula(node: ast.AST) -> bool:
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
-    """Return a scorer that takes the family from each reference. Imports reasoning-gym (about a second).
-
-    Raises `FieldError` if reasoning-gym has no `family`, the recipe's task.
-    """
+    """Return a scorer that takes the family from each reference. Imports reasoning-gym (about a second). Raises `FieldError` if
+    that has no `family`, the recipe's task."""
     check_family(family)
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.factory import DATASETS
@@ -150,18 +143,15 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _judge(score_answer: AnswerScorer, answer: str, entry: dict[str, Any]) -> Score:
-    """Score an answer. It is wrong if its form makes the family's scorer raise (prime_factorization on a word).
-
-    If the scorer also raises on the entry's own answer, the entry is at fault.
-    """
+    """Score an answer. It is wrong if its form makes the family's scorer raise (prime_factorization on a word). If the scorer
+    also raises on the entry's own answer, the entry is at fault."""
     try:
         return Score(float(score_answer(answer=answer, entry=entry)))
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - third-party code on untrusted text
-        raised = error
-    try:
-        score_answer(answer=entry["answer"], entry=entry)
-    except Exception as error:
-        raise BadReference("entry", f"its own answer cannot be scored: {error!r}"[:200]) from error
-    return Score(0.0, f"not an answer of this family's form ({type(raised).__name__})")
+    except Exception as raised:  # noqa: BLE001 - third-party code on untrusted text
+        try:
+            score_answer(answer=entry["answer"], entry=entry)
+        except Exception as error:
+            raise BadReference("entry", f"its own answer cannot be scored: {error!r}"[:200]) from error
+        return Score(0.0, f"not an answer of this family's form ({type(raised).__name__})")
