@@ -70,12 +70,10 @@ log = logging.getLogger(__name__)
 
 SERVICE = "pipelinerl.v1.ActorService"
 MAX_PROMPTS = 100_000
-"""Maximum prompts of one request for held-out generation."""
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
 """Time for the engine to return unfinished sequences. It needs milliseconds, unless a weight update is being committed."""
 DRAIN_S = 2.5
-"""Time to verify and store finished sequences after a stop."""
 HAND_OVER_S = 3.0
 """Time to publish the rest on PROMPTS. A whole stop, including vLLM's end, normally takes a fraction of a second. If nothing
 answers, it takes about 9 s of the 15 s that a user waits."""
@@ -183,17 +181,12 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             pod_uid=settings.pod_uid,
         )
         heartbeat = Heartbeat(self._bus, self.gate, lambda: self._updates.manifest_id, me)
-        producing = [self._finisher.run(), self._generation.run()]
-        beside = [
-            self._updates.run(),
-            self._held.keep_alive(self._bus.limits.ack_wait_s / 3),
-            heartbeat.run(),
-            self._show_state(readiness),
-        ]
         try:
             async with asyncio.TaskGroup() as tasks:
-                producers = [tasks.create_task(part) for part in producing]
-                others = [tasks.create_task(part) for part in beside]
+                producers = [tasks.create_task(part) for part in (self._finisher.run(), self._generation.run())]
+                beside = self._updates.run(), heartbeat.run(), self._show_state(readiness)
+                keeping = self._held.keep_alive(self._bus.limits.ack_wait_s / 3)
+                others = [tasks.create_task(part) for part in (*beside, keeping)]
                 await self._stop.wait()
                 self.gate.drain()
                 readiness.reason = "draining"

@@ -64,27 +64,22 @@ class InferenceEngine(Protocol):
     async def generate(self, request: GenerationRequest) -> Completion:
         """Generate a completion, up to its end or an abort. Raises `EngineError` if the request is refused (prompt too long) or
         the engine died."""
-        ...
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Make the `generate` calls of these requests return at once, with their tokens so far. Ids that the engine does not
         hold are ignored. Raises `EngineError` if the engine is dead."""
-        ...
 
     async def score(self, token_ids: TokenIds) -> Logprobs:
         """Return log π(token[i] | token[:i]) for i >= 1, float32[tokens - 1], nats, at temperature 1, without cached KV."""
-        ...
 
     @property
     def tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer."""
-        ...
 
     def decode(self, token_ids: abc.Sequence[int] | TokenIds) -> str: ...
 
     async def check_health(self) -> None:
         """Raise `EngineError` if the engine is dead."""
-        ...
 
 
 OnStep = Callable[[float | None, float], None]

@@ -1,4 +1,4 @@
-"""Get rewards for finished samples and store their sequences; keep dead letters of prompt groups that are given up."""
+"""Get rewards for finished samples and store their sequences."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from opentelemetry.trace import SpanKind
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import Headers, Subjects
-from pipelinerl.bus.reader import PromptDelivery
-from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
-from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, DeadLetter, PromptGroup, Sequence, encode_sequence
+from pipelinerl.errors import MessageError, PayloadTooLarge, ServiceError
+from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, PromptGroup, Sequence, encode_sequence
 from pipelinerl.messages.validation import building
 from pipelinerl.messages.verification import VerifierClient, judged, status_name
 from pipelinerl.service.retry import retry_forever
@@ -29,34 +28,7 @@ from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
 
-REASON_CHARACTERS = 1000
 VERIFY = "pipelinerl.v1.VerifierService/Verify"
-
-
-async def keep_dead_letter(bus: Bus, delivery: PromptDelivery, reason: str, actor: str) -> bool:
-    """Store a message of PROMPTS that `actor` gives up, so that people can inspect it (`pipelinerl dead-letters`); one that is
-    too large only with its reason. Return False if that failed; the caller must then not give up the message."""
-    letter = DeadLetter(
-        run=bus.run,
-        msg_id=delivery.msg_id,
-        prompt_group=delivery.payload,
-        reason=reason[:REASON_CHARACTERS],
-        deliveries=delivery.num_deliveries,
-        actor=actor,
-        at_s=time.time(),
-    )
-    msg_id = f"position-{delivery.position}"
-    try:
-        try:
-            await bus.publish_dead_letter(letter.SerializeToString(), msg_id)
-        except PayloadTooLarge:
-            letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be stored)"
-            letter.ClearField("prompt_group")
-            await bus.publish_dead_letter(letter.SerializeToString(), msg_id)
-    except BusError as error:
-        log.warning("a prompt group is not given up yet, because its dead letter cannot be stored: %s", error)
-        return False
-    return True
 
 
 WORKERS = 4
@@ -72,7 +44,6 @@ class FinishedSample:
     trace: Trace = None
     """Parent of the sample's next span."""
     judged: bool = False
-    """True if the sample already has its reward."""
 
 
 class Finisher:

@@ -17,6 +17,7 @@ from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge
 from pipelinerl.messages.sequences import (
     Completion,
+    DeadLetter,
     FinishReason,
     PartialSequence,
     PromptGroup,
@@ -47,13 +48,14 @@ from services.actor.engine import (
     state_of,
 )
 from services.actor.episodes.episode import Episodes, sequence_of_episode, verdict_of
-from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
+from services.actor.finishing import FinishedSample, Finisher
 from services.actor.hand_over import HeldGroups, hand_back
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.gate import EpisodeSalt, ServingGate
 
 log = logging.getLogger(__name__)
 
+REASON_CHARACTERS = 1000
 FETCH_TIMEOUT_S = 5.0
 FETCH_RETRY_S = 1.0
 ABORT_AGAIN_S = 0.01
@@ -85,7 +87,6 @@ class Sampler:
         self._places = asyncio.Semaphore(places)
         self._stopped = stopped or asyncio.Event()
         self.generating: set[str] = set()
-        """Ids of the requests in the engine."""
         self._playing: set[asyncio.Task[Any]] = set()
         self.interrupted = False
 
@@ -278,8 +279,26 @@ class GenerationLoop:
         return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
-        """End a group's samples as failed sequences and acknowledge it when all are stored. `group` None: not identifiable."""
-        if not await keep_dead_letter(self._bus, delivery, failure, self._instance):
+        """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences and
+        acknowledge it when all are stored. `group` None: not identifiable."""
+        letter = DeadLetter(
+            run=self._bus.run,
+            msg_id=delivery.msg_id,
+            prompt_group=delivery.payload,
+            reason=failure[:REASON_CHARACTERS],
+            deliveries=delivery.num_deliveries,
+            actor=self._instance,
+            at_s=time.time(),
+        )
+        try:
+            try:
+                await self._bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
+            except PayloadTooLarge:
+                letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be stored)"
+                letter.ClearField("prompt_group")
+                await self._bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
+        except BusError as error:  # it will be delivered again
+            log.warning("a prompt group is not given up yet, because its dead letter cannot be stored: %s", error)
             return
         self._metrics.dead_letters.inc()
         if group is None:

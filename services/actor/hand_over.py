@@ -36,7 +36,6 @@ class HeldGroup:
 
     group: PromptGroup
     messages: dict[int, HeldMessage] = field(default_factory=dict)
-    """Messages by position in the stream."""
     partials: dict[int, PartialSequence] = field(default_factory=dict)
     """Tokens of samples that are not stored yet, generated here or else taken from the message with the most tokens."""
 
@@ -133,7 +132,6 @@ class HeldGroups:
 
 
 HEADER_ROOM_BYTES = 1024
-"""Bytes reserved for a message's headers."""
 AT_ONCE = 16
 ANSWER_WITHIN_S = 1.0
 

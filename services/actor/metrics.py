@@ -14,13 +14,9 @@ from pipelinerl.telemetry.metrics import MetricSet
 CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """Buckets for calls to another process, from the same machine to a reward at its deadline or an outage of the stream."""
 RECEIVE_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
-"""Buckets from megabytes within a machine to hundreds of gigabytes over a network."""
 STALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 15)
-"""Buckets from one decode step to a whole load of a model."""
 DECODE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
-"""Buckets of one decode step, from a small model to a large one on a CPU."""
 COMPLETION_TOKENS = tuple(2**power for power in range(2, 18))
-"""Buckets that double, from 4 to 131,072 tokens."""
 STAGING_STATES = ("idle", "receiving", "staged", "committing")
 CARRIED_STATES = ("unfinished", "finished")
 REFUSALS = (

@@ -100,11 +100,11 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
     if on_gpu:
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
     else:
-        # After a part of a prompt, vLLM resets the seeded generator, which generators on a CPU do not support.
-        arguments["enable_chunked_prefill"] = False
-        arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 1024**3)
-        # Prompts are shared in whole blocks, and many are shorter than vLLM's default of 128 on CPU. Decoding is as fast.
-        arguments["block_size"] = 32
+        arguments |= {
+            "enable_chunked_prefill": False,  # it resets seeded generators, which a CPU does not support
+            "kv_cache_memory_bytes": int(engine.kv_cache_gib * 1024**3),
+            "block_size": 32,  # prompts are shared in whole blocks, and many are shorter than vLLM's default of 128 on CPU
+        }
         if engine.tensor_parallel_size == 1:
             # Run model and scheduler in one process. On CPU, vLLM replaces "uni" by a worker process to set its OpenMP
             # threads, which our environment already sets, and waits for it in a busy loop that costs more than the model.

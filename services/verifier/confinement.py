@@ -37,12 +37,12 @@ MIB = 1024**2
 
 def attach_to_parent() -> None:
     """Kill this process when the parent's thread that started it ends, and adopt orphaned descendants."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+def prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
@@ -88,7 +88,7 @@ def _ignore_signals() -> None:
 def _exit_code_of(child: int, *ends: socket.socket) -> int:
     above = os.getppid()
     ended, above_ended = os.pidfd_open(child), os.pidfd_open(above)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # wakes this process, even if stopped, to end what is below
+    prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # wakes this process, even if stopped, to end what is below
     listeners = list[int]()
     if ends:
         handed, childs = ends

@@ -43,7 +43,7 @@ from services.verifier.confinement import (
     renew_cpu_limit,
     take_pipes,
 )
-from services.verifier.episode import Play, Policy, load_play, run_episode
+from services.verifier.episode import Play, Policy, load_play, play_verifiers, run_episode
 from services.verifier.sandbox import NoSandbox, confine, confinement_missing
 from services.verifier.worker import failed
 
@@ -68,7 +68,12 @@ def main() -> int:
     try:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
         tasks = recipe.episodic_tasks
-        plays = {name: _play_of(recipe, name, search_path=sys.argv[2]) for name in tasks}
+        plays = {
+            name: play_verifiers(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
+            if share.task.source == "verifiers"
+            else load_play(share, search_path=sys.argv[2])
+            for name, share in tasks.items()
+        }
         if missing := confinement_missing():
             for share in tasks.values():
                 if share.reward.sandbox:
@@ -84,15 +89,6 @@ def main() -> int:
     return 0
 
 
-def _play_of(recipe: Recipe, name: str, search_path: str) -> Play:
-    share = recipe.episodic_tasks[name]
-    if share.task.source != "verifiers":
-        return load_play(share, search_path)
-    from services.verifier.verifiers_play import play_verifiers
-
-    return play_verifiers(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
-
-
 class Template:
     def __init__(
         self,
@@ -103,7 +99,6 @@ class Template:
     ) -> None:
         self._tasks, self._plays, self._orders, self._pipes = tasks, plays, orders, pipes
         self._running: dict[int, int] = {}
-        """Number of each running episode, by its process id."""
         self._pid, self._wake = os.getpid(), socket.socketpair()
 
     def serve(self) -> None:

@@ -33,11 +33,9 @@ from services.verifier.pool import QueueFull, RewardPool
 log = logging.getLogger(__name__)
 
 MOST_ANSWERS = 10_000
-"""Maximum number of cached answers; the least recently used ones are dropped first."""
 ANSWER_CHARACTERS = 8192
 """Number of characters kept from the end of an answer, where models put their verdict."""
 MOST_BYTES = 4 * 1024**2
-"""Maximum number of bytes read of a response."""
 _BACKOFF = Backoff(first_s=0.5, most_s=10.0, jitter=0.5)
 _HEALS = (408, 409, 425, 429)
 """HTTP statuses, in addition to 5xx, after which the call is repeated."""
@@ -157,7 +155,7 @@ class Judge:
 
 
 class JudgedPool:
-    """A pool that asks an item's judge before a worker scores it. `judges`: by task; items of other tasks need no judge."""
+    """A pool that asks an item's judge, if its task has one, before a worker scores it. `judges`: by task."""
 
     def __init__(self, pool: RewardPool, judges: Mapping[str, Judge]) -> None:
         self._pool, self._judges, self.max_queue = pool, judges, pool.max_queue

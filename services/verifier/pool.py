@@ -69,7 +69,6 @@ class Job:
     on_result: Callable[[verifier_pb2.VerifyResult], None]
     future: asyncio.Future[verifier_pb2.VerifyResult]
     deaths: int = 0
-    """Number of workers that died on this item."""
 
     def resolve(self, result: verifier_pb2.VerifyResult) -> None:
         if not self.future.done():
@@ -77,8 +76,8 @@ class Job:
             self.on_result(result)
 
     def fail(self, status: verifier_pb2.VerifyStatus, message: str, seconds: float = 0.0) -> None:
-        item = self.item.sequence_id
-        self.resolve(verifier_pb2.VerifyResult(sequence_id=item, status=status, message=message, seconds=seconds))
+        name = self.item.sequence_id
+        self.resolve(verifier_pb2.VerifyResult(sequence_id=name, status=status, message=message, seconds=seconds))
 
 
 @asynccontextmanager

@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import PipelineRLError
-from services.verifier.confinement import MIB, answer_call, attach_to_parent, keep_in_bounds
+from services.verifier.confinement import MIB, answer_call, attach_to_parent, keep_in_bounds, prctl
 
 
 class Means(StrEnum):
@@ -278,14 +278,9 @@ def _beside_private(path: str) -> Iterator[tuple[str, int]]:
                 yield from _beside_private(entry.path)
 
 
-def _forbid_privileges() -> None:
-    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-
-
 def _give_up_privileges() -> None:
     """Drop all capabilities, because /proc shows root more than Landlock restricts, and prevent regaining any."""
-    _forbid_privileges()
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 
@@ -388,7 +383,7 @@ def _start(
             least = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (least, least))
         if is_asked:
-            _forbid_privileges()
+            prctl(_PR_SET_NO_NEW_PRIVS, 1)
             socket.send_fds(inside, [b"."], [_restrict_calls(_ASKS_ABOUT_THREADS, _LISTENER)])
         if calls:
             _restrict_files([*_python_paths(), str(folder)], None)
@@ -546,17 +541,11 @@ def _ends_within(running: Sequence[_Running], seconds: float) -> bool:
 def strongest_means() -> Means:
     """Return the strongest sandbox that can run a test program on this machine."""
     program, files = python("print(1 + 1)")
-    for means in (Means.BUBBLEWRAP, Means.LANDLOCK):
-        if means is Means.BUBBLEWRAP and not shutil.which("bwrap"):
-            continue
-        if means is Means.LANDLOCK and landlock_version() < _LEAST:
-            continue
-        try:
-            ended = run(program, files, b"", Limits(timeout_s=20.0), means)
-        except (OSError, subprocess.SubprocessError):
-            continue
-        if ended.stdout == b"2\n":
-            return means
+    found = {Means.BUBBLEWRAP: bool(shutil.which("bwrap")), Means.LANDLOCK: landlock_version() >= _LEAST}
+    for means in (means for means, is_there in found.items() if is_there):
+        with suppress(OSError, subprocess.SubprocessError):
+            if run(program, files, b"", Limits(timeout_s=20.0), means).stdout == b"2\n":
+                return means
     return Means.NONE
 
 

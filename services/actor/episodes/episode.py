@@ -140,7 +140,6 @@ class Episode:
         self.failure = ""
         """Why the episode cannot go on: the engine failed or a turn missed its deadline. All further requests are refused."""
         self.policy_fault = ""
-        """The first of `POLICY_FAULTS` in this run of the environment."""
         self._sample, self._metrics, self.decode = sample, metrics, decode
         self._run = 0
         self._requests, self._calls = itertools.count(1), itertools.count()

@@ -63,7 +63,6 @@ class ChatFormat(Protocol):
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
         """Return the tokens of all messages, up to the start of the model's next turn. Raises `Unrenderable`."""
-        ...
 
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
@@ -71,11 +70,9 @@ class ChatFormat(Protocol):
         """Return `prompt_ids` and `sampled_ids`, which stand unchanged for the first `num_known` messages, followed by the
         tokens of the other messages, up to the start of the model's next turn. Return None if this format would now write the
         known messages differently. Raises `Unrenderable`."""
-        ...
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         """Read a sampled turn as a message. `tools`: tools that it may call."""
-        ...
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
@@ -155,15 +152,12 @@ class RendererTokenizer:
         self.convert_tokens_to_ids, self.decode = tokenizer.convert_tokens_to_ids, tokenizer.decode
         self.apply_chat_template, self.chat_template = tokenizer.apply_chat_template, tokenizer.chat_template
         self.all_special_tokens = tokenizer.all_special_tokens
-        self._control, self._kept = control, lru_cache(_KEPT_TEXTS)(self._encoded)
+        self._control, self._kept = control, lru_cache(_KEPT_TEXTS)(lambda text: array("i", control.encode(text)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if add_special_tokens or len(text) > _KEPT_CHARACTERS:
             return self._control.encode(text, add_special_tokens=add_special_tokens)
         return list(self._kept(text))
-
-    def _encoded(self, text: str) -> array[int]:
-        return array("i", self._control.encode(text))
 
 
 class FamilyFormat:
@@ -251,7 +245,12 @@ class TemplateFormat:
         if self._is_next_role:
             self._end, _ = self._turn_end(asked_again=True)
         self.stop_token_ids = tuple(sorted({self._end, tokenizer.eos_token_id} - {None}))
-        self._has_tools, self._has_system = self._knows_tools(), self._knows([{"role": "system", "content": "zero"}, *_ASK])
+        self._has_system = bool(self._tried([{"role": "system", "content": "zero"}, *_ASK], []))
+        calls = _hermes_calls(self._tried(_CALLED, [_TOOL]))
+        self._has_tools = "probe_tool" in self._tried(_ASK, [_TOOL]) and any(
+            call and call.name == "probe_tool" for call in calls
+        )
+        """True if the template writes tools, and writes calls in the form of Hermes models."""
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
         return self.control.encode(self._text(messages, tools))
@@ -278,11 +277,10 @@ class TemplateFormat:
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         text = _decoded(self._tokenizer, sampled_ids, self.stop_token_ids)
-        written = list(_TOOL_CALL.finditer(text)) if tools else []
-        calls = [call for match in written if (call := _hermes_call(match[1]))]
-        if not calls or len(calls) < len(written):
+        calls = _hermes_calls(text) if tools else []
+        if not calls or None in calls:
             return Answer(text)
-        return Answer(text[: written[0].start()].rstrip("\n"), "", tuple(calls))
+        return Answer(_TOOL_CALL.split(text, maxsplit=1)[0].rstrip("\n"), "", tuple(filter(None, calls)))
 
     def _text(self, messages: list[Message], tools: Tools, *, begins_turn: bool = True) -> str:
         if not self._has_tools:
@@ -299,19 +297,11 @@ class TemplateFormat:
             return None, ""
         return tokens[0], str(self._tokenizer.decode(tokens[1:]))
 
-    def _knows(self, messages: list[Message]) -> bool:
+    def _tried(self, messages: list[Message], tools: Tools) -> str:
         try:
-            return bool(written(self._tokenizer, messages))
-        except Exception:  # noqa: BLE001 - the template calls raise_exception
-            return False
-
-    def _knows_tools(self) -> bool:
-        try:
-            with_tools, called = (written(self._tokenizer, messages, [_TOOL]) for messages in (_ASK, _CALLED))
-        except Exception:  # noqa: BLE001 - the template does not know the role, or a call's fields
-            return False
-        calls = [call for match in _TOOL_CALL.finditer(called) if (call := _hermes_call(match[1]))]
-        return "probe_tool" in with_tools and any(call.name == "probe_tool" for call in calls)
+            return written(self._tokenizer, messages, tools)
+        except Exception:  # noqa: BLE001 - the template calls raise_exception, or does not know a field
+            return ""
 
 
 class PlainFormat:
@@ -393,11 +383,14 @@ def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: boo
     return said
 
 
-def _hermes_call(text: str) -> ToolCall | None:
-    call = parsed_json(text)
-    if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict):
-        return ToolCall(call["name"], _as_json(call["arguments"]))
-    return None
+def _hermes_calls(text: str) -> list[ToolCall | None]:
+    """Return the calls in a text, None for each that is not valid."""
+    return [
+        ToolCall(call["name"], _as_json(call["arguments"]))
+        if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)
+        else None
+        for call in map(parsed_json, _TOOL_CALL.findall(text))
+    ]
 
 
 def _decoded(tokenizer: Any, token_ids: list[int], ends: tuple[int, ...]) -> str:

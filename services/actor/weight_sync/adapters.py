@@ -147,7 +147,9 @@ def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> 
         parts = packed.get(leaf, [leaf])
         sizes = _part_sizes(layer)
         names = [f"{owner}.{part}" if owner else part for part in parts]
-        if len(parts) not in (1, len(sizes)) or not any(_meant(one, config) for one in names):
+        targets = config.target_modules
+        is_meant = targets == "all-linear" or any(f".{one}".endswith(f".{target}") for one in names for target in targets)
+        if len(parts) not in (1, len(sizes)) or not is_meant:
             continue
         layer.quant_method = AdaptedLinearMethod(layer, layer.quant_method, len(parts), config, like)
         shards: list[Any] = ["q", "k", "v"] if isinstance(layer, QKVParallelLinear) else list(range(len(sizes)))
@@ -155,11 +157,6 @@ def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> 
             rows = _whole_sizes(layer)[number] if len(parts) > 1 else layer.output_size
             places[one] = Place(one, layer, rows, number, shards[number] if len(parts) > 1 else None)
     return places
-
-
-def _meant(name: str, config: LoraConfig) -> bool:
-    targets = config.target_modules
-    return targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 class AdapterLoader:

@@ -22,7 +22,6 @@ class ServingGate:
         self.announced: PolicyVersion | None = None
         self.draining = False
         self.swapping = False
-        """True if a swap to another version is running."""
 
     @property
     def cache_salt(self) -> str:

@@ -40,19 +40,15 @@ class Loader(Protocol):
 
     def check(self, manifest: Manifest) -> None:
         """Raise ManifestMismatch if the model cannot take these parameters. Moves no weights."""
-        ...
 
     def load(self, tensors: Iterable[Named]) -> None:
         """Load a whole version. After an error, nothing is loaded."""
-        ...
 
     def swap(self) -> None:
         """Make the loaded version live. On a device, queue this on the caller's stream, and free no memory that it may read."""
-        ...
 
     def drop(self) -> None:
         """Drop a version that is loaded but not live. Idempotent."""
-        ...
 
 
 def no_room(live: nn.Module, device: torch.device, share: float) -> str:

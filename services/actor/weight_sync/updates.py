@@ -35,7 +35,6 @@ from services.actor.weight_sync.gate import ServingGate, newer
 log = logging.getLogger(__name__)
 
 CONTROL_TYPES = {"epoch": EpochStart, "announce": Announce, "commit": Commit, "abort": Abort, "end": RunEnd}
-"""Types of the trainer's messages by kind, except the manifest."""
 REASON_CHARACTERS = 500
 
 
@@ -59,7 +58,6 @@ class UpdateListener:
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
         self._expected: PolicyVersion | None = None
-        """Latest version announced in this epoch."""
         self._staged: PolicyVersion | None = None
         self.epoch: EpochStart | None = None
         self._alone = False

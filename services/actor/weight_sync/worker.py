@@ -168,8 +168,7 @@ class TransferWorker:
         self._to_swap: PolicyVersion | None = None
         self._loading = threading.Lock()  # held while the loader is in use
         self._aborted = threading.Event()
-        self._discards = 0  # received and not yet performed
-        self._closed = False
+        self._discards = 0  # received and not yet performed, plus one after the end
         self._discarding = threading.Lock()
         self._orders: queue.Queue[Order | str | None] = queue.Queue(MAX_WAITING_ORDERS)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -202,7 +201,7 @@ class TransferWorker:
 
     def close(self) -> None:
         """End both threads. Returns at once; a running transfer ends within the stall timeout."""
-        self._abort_for_good()
+        self._abort()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -213,13 +212,11 @@ class TransferWorker:
                 for line in lines:
                     order = msgspec.json.decode(line, type=Order)
                     if isinstance(order.body, Discard):
-                        with self._discarding:
-                            self._discards += 1
-                            self._aborted.set()
+                        self._abort()
                     self._orders.put(order)
         except (OSError, ValueError) as error:
             log.info("the actor's connection ended: %s", error)
-        self._abort_for_good()
+        self._abort()
         self._orders.put(None)
 
     def _work(self) -> None:
@@ -230,9 +227,8 @@ class TransferWorker:
                     if self._staged is None:
                         self._loader.drop()
                 continue
-            reply = as_line(self._perform(order))
             with contextlib.suppress(OSError):
-                self._socket.sendall(reply)
+                self._socket.sendall(as_line(self._perform(order)))
         self._leave()
         self.close()  # so that the actor's process does not wait for replies that never come
 
@@ -291,12 +287,13 @@ class TransferWorker:
             self._loader.drop()
         with self._discarding:
             self._discards -= 1
-            if not self._discards and not self._closed:
+            if not self._discards:
                 self._aborted.clear()
 
-    def _abort_for_good(self) -> None:
+    def _abort(self) -> None:
+        """Abort the running order until as many discards are performed. At the end none is, so that all orders fail."""
         with self._discarding:
-            self._closed = True
+            self._discards += 1
             self._aborted.set()
 
     def _leave(self) -> None:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from mpmath import mp, mpc, mpf
 
 MOST_CHARACTERS = 2000
-"""Maximum length of a text; no answer is longer."""
 _EXACT_BITS = 65_536
 """Maximum size of exact numbers; 2004! has 19,000 bits."""
 _PRECISION_BITS, _RANGE_BITS, _EQUAL_BITS = 1000, 450, 930
