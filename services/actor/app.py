@@ -75,8 +75,7 @@ INTERRUPT_S = 1.5
 """Time for the engine to return unfinished sequences. It needs milliseconds, unless a weight update is being committed."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
-"""Time to publish the rest on PROMPTS. A whole stop, including vLLM's end, normally takes a fraction of a second. If nothing
-answers, it takes about 9 s of the 15 s that a user waits."""
+"""Time to publish the rest on PROMPTS. If nothing answers, a whole stop takes about 9 s of the 15 s that a user waits."""
 
 
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:
@@ -254,13 +253,10 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     async def Score(self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ScoreResponse:
         try:
             tokens = read_tokens(request.token_ids, self._engine.vocab_size, "ScoreRequest", "token_ids")
+            if not 2 <= len(tokens) <= (most := self._recipe.model.max_context - 1):
+                raise MessageError("ScoreRequest", "token_ids", f"{len(tokens)} tokens, give 2 to {most}")
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if not 2 <= len(tokens) < self._recipe.model.max_context:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"token_ids: {len(tokens)} tokens, give 2 to {self._recipe.model.max_context - 1}",
-            )
         async with self._updates.serving:
             served = self.gate.served
             if served is None:

@@ -22,28 +22,25 @@ from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import BoundedLabels
 from pipelinerl.telemetry.tracing import Trace, child, headers_of, trace_of
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem
 from services.actor.engine import without_arrays
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
 
 VERIFY = "pipelinerl.v1.VerifierService/Verify"
-
-
 WORKERS = 4
 """Number of batches that are verified or published concurrently, so that a slow reward does not delay the others."""
 
 
 @dataclass(frozen=True, eq=False)
 class FinishedSample:
-    """A sequence with its group. A sequence with a `failure` skips the verifier and gets no reward."""
+    """A sequence with its group. An episode already has its reward, and a sequence with a `failure` gets none."""
 
     group: PromptGroup
     sequence: Sequence
     trace: Trace = None
     """Parent of the sample's next span."""
-    judged: bool = False
 
 
 class Finisher:
@@ -94,8 +91,8 @@ class Finisher:
 
     async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
         """Return the batch with rewards, or failures. An item that the verifier refuses does not affect the others."""
-        good = [sample for sample in batch if not (sample.judged or sample.sequence.failure)]
-        done = [sample for sample in batch if sample.judged or sample.sequence.failure]
+        done = [sample for sample in batch if sample.group.episodic or sample.sequence.failure]
+        good = [sample for sample in batch if sample not in done]
         try:
             return done + await self._verified(good)
         except (ServiceError, MessageError) as error:
@@ -118,10 +115,13 @@ class Finisher:
                 items.append(verify_item(sample, trace_of(spans.enter_context(span))))
             results = await self._verifier.verify(items)
         self._metrics.verify_seconds.observe(time.monotonic() - started)
-        return [
-            replace(sample, sequence=with_reward(sample.sequence, result))
-            for sample, result in zip(samples, results, strict=True)
-        ]
+        rewarded = []
+        for sample, result in zip(samples, results, strict=True):
+            failure = f"reward_{status_name(result.status)}: {result.message}"[:500]
+            is_good = result.status == VERIFY_STATUS_OK
+            sequence = judged(sample.sequence, result) if is_good else without_arrays(sample.sequence, failure)
+            rewarded.append(replace(sample, sequence=sequence))
+        return rewarded
 
     async def _publish(self, sample: FinishedSample) -> None:
         started, sequence = time.monotonic(), sample.sequence
@@ -176,10 +176,3 @@ def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:
         finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason],
         traceparent=headers_of(trace).get("traceparent", ""),
     )
-
-
-def with_reward(sequence: Sequence, result: VerifyResult) -> Sequence:
-    """Return the sequence with its reward, or with the reason of its failure."""
-    if result.status != VERIFY_STATUS_OK:
-        return without_arrays(sequence, f"reward_{status_name(result.status)}: {result.message}"[:500])
-    return judged(sequence, result)

@@ -49,7 +49,7 @@ from services.actor.engine import (
 )
 from services.actor.episodes.episode import Episodes, sequence_of_episode, verdict_of
 from services.actor.finishing import FinishedSample, Finisher
-from services.actor.hand_over import HeldGroups, hand_back
+from services.actor.hand_over import HeldGroups, publish_samples
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.gate import EpisodeSalt, ServingGate
 
@@ -271,10 +271,12 @@ class GenerationLoop:
     async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
         """Give back samples that were not begun, and return whether another actor will get them. Waits for the stream."""
         try:
-            await hand_back(self._bus, self._held, group.group_id, samples, instance=self._instance)
+            await publish_samples(self._bus, self._held[group.group_id], samples, self._instance)
         except (MessageError, PayloadTooLarge) as error:
             log.warning("cannot return %d samples of group %s, generating them: %s", len(samples), group.group_id, error)
             return False
+        for sample_index in samples:
+            await self._held.published(group, sample_index)
         log.info("returned %d samples of group %s for another actor: %s", len(samples), group.group_id, self._gate.reason)
         return True
 
@@ -332,7 +334,7 @@ class GenerationLoop:
                     span.set_attributes(attributes.generated(sequence))
             if sequence is not None:  # outside of the H places, so that a full buffer does not block episodes' turns
                 self._metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
-                await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))
+                await self._finisher.put(FinishedSample(group, sequence, follows))
         finally:
             self.slots.release()
 

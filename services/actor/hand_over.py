@@ -45,32 +45,20 @@ class HeldGroup:
         return {index for message in self.messages.values() for index in message.missing}
 
 
-class HeldGroups:
-    """Keeps groups alive and acknowledges them when all their sequences are published. Bounded by H, since every group has a
+class HeldGroups(dict[str, HeldGroup]):
+    """Groups by id, kept alive and acknowledged when all their sequences are published. Bounded by H, since every group has a
     sample in progress.
 
     A group arrives in several messages if it was handed over in parts, or if its first actor died after handing it over and
     before acknowledging it. Each sample is still generated once, and each message is acknowledged when its samples are stored.
     """
 
-    def __init__(self) -> None:
-        self._held: dict[str, HeldGroup] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __getitem__(self, group_id: str) -> HeldGroup:
-        return self._held[group_id]
-
-    def unfinished(self) -> list[HeldGroup]:
-        return [held for held in self._held.values() if held.missing]
-
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
-        return group.group_id in self._held and delivery.position in self._held[group.group_id].messages
+        return group.group_id in self and delivery.position in self[group.group_id].messages
 
     def take(self, group: PromptGroup, delivery: PromptDelivery) -> list[int]:
         """Take a message and return the indices of the samples to generate: those that no other held message covers."""
-        held = self._held.setdefault(group.group_id, HeldGroup(group))
+        held = self.setdefault(group.group_id, HeldGroup(group))
         if delivery.position in held.messages:  # redelivered: the later delivery must be answered
             held.messages[delivery.position].delivery = delivery
             return []
@@ -84,11 +72,11 @@ class HeldGroups:
 
     def keep(self, group: PromptGroup, sample: PartialSequence) -> None:
         """Keep the tokens of a sample that is not published yet, for a hand-over."""
-        self._held[group.group_id].partials[sample.sample_index] = sample
+        self[group.group_id].partials[sample.sample_index] = sample
 
     async def published(self, group: PromptGroup, sample_index: int) -> None:
         """Mark a sample as stored or given back, and acknowledge messages that wait for no other sample."""
-        if held := self._held.get(group.group_id):
+        if held := self.get(group.group_id):
             held.partials.pop(sample_index, None)
             for message in held.messages.values():
                 message.missing.discard(sample_index)
@@ -96,7 +84,7 @@ class HeldGroups:
 
     async def acknowledge(self, group_id: str) -> None:
         """Acknowledge this group's messages that are done. If that fails, `keep_alive` tries again."""
-        held = self._held.get(group_id)
+        held = self.get(group_id)
         if held is None:
             return
         for position, message in list(held.messages.items()):
@@ -108,22 +96,19 @@ class HeldGroups:
                 log.warning("group %s is published but not acknowledged yet: %s", group_id, error)
             else:
                 held.messages.pop(position, None)
-        if not held.messages and self._held.get(group_id) is held:
-            del self._held[group_id]
+        if not held.messages and self.get(group_id) is held:
+            del self[group_id]
 
     async def acknowledge_all(self) -> None:
-        for group_id in list(self._held):
+        for group_id in list(self):
             await self.acknowledge(group_id)
-
-    def forget(self, group_id: str) -> None:
-        del self._held[group_id]
 
     async def keep_alive(self, every_s: float) -> None:
         """Extend the ack deadlines of all messages periodically, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             await self.acknowledge_all()
-            for group_id, held in list(self._held.items()):
+            for group_id, held in list(self.items()):
                 for message in list(held.messages.values()):
                     try:
                         await message.delivery.in_progress()
@@ -146,7 +131,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
         group_id = one.group.group_id
         try:
             async with asyncio.timeout_at(until), at_once:
-                await _publish(bus, one, sorted(one.missing), instance)
+                await publish_samples(bus, one, sorted(one.missing), instance)
         except (BusError, NotPermitted, MessageError, TimeoutError) as error:
             lost = sum(sample.num_sampled_tokens for sample in one.partials.values())
             log.error(
@@ -158,25 +143,16 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
             for sample in one.partials.values():
                 metrics.handed_over.labels(state_of(sample)).inc()
             await _answer(one, acknowledge=True)
-        held.forget(group_id)
+        del held[group_id]
 
-    await asyncio.gather(*(pass_on(one) for one in held.unfinished()))
+    await asyncio.gather(*(pass_on(one) for one in list(held.values()) if one.missing))
     with suppress(TimeoutError):  # finished groups are then redelivered and recognised by their sequences' ids
         async with asyncio.timeout(ANSWER_WITHIN_S):
             await held.acknowledge_all()
 
 
-async def hand_back(bus: Bus, held: HeldGroups, group_id: str, samples: Sequence[int], *, instance: str) -> None:
-    """Give `samples`, which this actor has not begun, back to PROMPTS for another actor. Waits for the stream. Raises
-    `MessageError`, `PayloadTooLarge`; the samples then stay here."""
-    given = held[group_id]
-    await _publish(bus, given, samples, instance)
-    for sample_index in samples:
-        await held.published(given.group, sample_index)
-
-
-async def _publish(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:
-    """Publish messages that ask for `samples` of a group. Raises `PayloadTooLarge`, `MessageError`."""
+async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:
+    """Publish messages that ask another actor for `samples` of a group. Raises `PayloadTooLarge`, `MessageError`."""
     group_id, partials = held.group.group_id, [held.partials[index] for index in sorted(held.partials)]
     room = bus.max_payload_bytes - HEADER_ROOM_BYTES
     payloads, left_out = messages_of(held.group, samples, partials, room)

@@ -90,8 +90,7 @@ class ActorMetrics:
         self.generated_tokens = metrics.counter(
             "generated_tokens_total", "Completion tokens sampled here, of finished and unfinished sequences."
         )
-        busy = metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.")
-        busy.read(lambda: self.busy.total_s)
+        metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.").read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
             "One engine step with sequences in progress, measured on the event loop, including the stall of a swap.",

@@ -1,9 +1,8 @@
 """Limit processes that run users' code, and end them with all processes that they started. Linux.
 
 Limits are on address space and CPU time. This is not a jail: users' code is trusted not to attack the machine, but on a model's
-output it may run too long or take too much memory. The same functions end such a process from outside and, from inside, the
-processes that its code left behind. A model may control code in a sandbox, so a process above the sandbox also limits how many
-processes and threads the code starts (`keep_in_bounds`).
+output it may run too long or take too much memory. A model may control code in a sandbox, so a process above the sandbox also
+limits how many processes and threads the code starts (`keep_in_bounds`).
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def go_below_another() -> None:
-    """Fork, and return only in the child, attached to its parent. The parent just waits for the child's end.
-
-    If one of the two processes above a sandbox is killed, the other ends the rest. The child has its own process group, because
-    the group of a dead worker is killed."""
+    """Fork, and return only in the child, attached to its parent, which just waits for the child's end. If one of the two
+    processes above a sandbox is killed, the other ends the rest. The child has its own process group, because the group of a
+    dead worker is killed."""
     if child := os.fork():
         keep_in_bounds(child)
     os.setpgid(0, 0)
@@ -59,11 +57,9 @@ def go_below_another() -> None:
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
     """Stay outside the sandbox of `child`, and answer the requests of its seccomp filter for further processes or threads.
-    `ends` is a socket pair whose first end receives the filter's listener; without it, no filter asks.
-
-    Wait for the end of the child or of the process above this one, kill the remaining descendants, and end as the child did.
-    This process must be attached to its parent.
-    """
+    `ends` is a socket pair whose first end receives the filter's listener; without it, no filter asks. Wait for the end of the
+    child or of the process above this one, kill the remaining descendants, and end as the child did. This process must be
+    attached to its parent."""
     code = 1
     try:
         _ignore_signals()
@@ -94,7 +90,10 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
         handed, childs = ends
         childs.close()
         _, listeners, _, _ = socket.recv_fds(handed, 1, 1)  # none if the child ended first
-    _close_all_but(2, ended, above_ended, *listeners)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor not in (2, ended, above_ended, *listeners):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
     waiting = select.poll()
     for descriptor in (ended, above_ended, *listeners):
         waiting.register(descriptor, select.POLLIN)
@@ -129,13 +128,6 @@ def _num_threads(pid: int) -> int:
         return os.stat(f"/proc/{pid}/task").st_nlink - 2
     except OSError:  # it ended
         return 0
-
-
-def _close_all_but(*kept: int) -> None:
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor not in kept:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
 
 
 def take_pipes() -> tuple[Connection, Connection]:

@@ -7,6 +7,7 @@ An error of users' code becomes the result's status. If the actor refuses a turn
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import importlib
 import inspect
@@ -17,12 +18,13 @@ import selectors
 import shlex
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipelinerl.episodes.environment import (
@@ -209,14 +211,13 @@ def _messages(given: Any, method: str) -> Messages:
 class ToolUse:
     """An environment for a problem from a file. The policy may call functions, also async ones, until it answers."""
 
-    def __init__(self, tools: Mapping[str, Tool], system_prompt: str, instruction: str, prompt_field: str) -> None:
-        self._tools, self._system_prompt, self._instruction = tools, system_prompt, instruction
-        self._prompt_field = prompt_field
+    def __init__(self, tools: Mapping[str, Tool], task: TaskConfig) -> None:
+        self._tools, self._task = tools, task
         self.tools = [tool.schema for tool in tools.values()]
 
     def start(self, row: Mapping[str, Any], seed: int) -> Messages:
-        system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
-        asked = "\n".join(filter(None, (str(row[self._prompt_field]), self._instruction)))
+        system = [{"role": "system", "content": self._task.system_prompt}] if self._task.system_prompt else []
+        asked = "\n".join(filter(None, (str(row[self._task.prompt_field]), self._task.instruction)))
         return [*system, {"role": "user", "content": asked}]
 
     async def reply(self, turn: Turn) -> Messages | Done:
@@ -284,24 +285,20 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
     assert program.stdin is not None
     assert program.stdout is not None
     assert program.stderr is not None
+
+    def feed(stdin: IO[bytes]) -> None:
+        with contextlib.suppress(BrokenPipeError), stdin:
+            stdin.write(given)
+
+    threading.Thread(target=feed, args=(program.stdin,), daemon=True).start()
     ended, printed, complained = os.pidfd_open(program.pid), bytearray(), bytearray()
     texts = {program.stdout.fileno(): printed, program.stderr.fileno(): complained}
     with selectors.DefaultSelector() as ready:
-        ready.register(program.stdin, selectors.EVENT_WRITE)
-        os.set_blocking(program.stdin.fileno(), False)
         for descriptor in (*texts, ended):
             ready.register(descriptor, selectors.EVENT_READ)
             os.set_blocking(descriptor, descriptor == ended)
         while True:
             found = {key.fd for key, _ in ready.select()}
-            if not program.stdin.closed and program.stdin.fileno() in found:
-                try:
-                    given = given[os.write(program.stdin.fileno(), given) :]
-                except BrokenPipeError:  # no process reads it
-                    given = b""
-                if not given:
-                    ready.unregister(program.stdin)
-                    program.stdin.close()
             for descriptor, text in texts.items():
                 while chunk := _read_now(descriptor):
                     text += chunk
@@ -370,8 +367,7 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
         tools[tool.name] = tool
 
     def play_tools(request: EpisodeRequest, policy: Policy) -> VerifyResult | VerifyItem:
-        environment = ToolUse(tools, task.system_prompt, task.instruction, task.prompt_field)
-        _, turn = converse(environment, row_of(request), request.seed, policy)
+        _, turn = converse(ToolUse(tools, task), row_of(request), request.seed, policy)
         return scored(request, turn.text, turn, policy.completion_tokens)
 
     return play_tools
@@ -381,9 +377,8 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     """Import an environment of the package `verifiers` (0.4, v1) and return the function that runs its episodes with the
     package's own loop, in which the policy is the agents' model. Raises `FieldError`.
 
-    An agent's program calls an interception server, which the package runs in the episode's process and which forwards requests
-    unchanged to the actor. Programs run within the limits of the episode's process, unless the environment's configuration
-    names another runtime.
+    An agent's program calls a server that the package runs in the episode's process, which forwards requests unchanged to the
+    actor. Programs run within the limits of that process, unless the environment's configuration names another runtime.
     """
     from pipelinerl.recipe.preflight import VERIFIERS, VERIFIERS_MISSING
 

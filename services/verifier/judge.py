@@ -1,8 +1,7 @@
 """Ask another model to judge a completion, through an OpenAI-compatible chat completions endpoint over HTTP.
 
 The verifier's own process makes the call, since waiting must not occupy a worker. A worker scores the answer, because it is
-untrusted text, like every item; the item carries it as `judgement`. Answers are cached by the text of the question; failures
-are not. An item without the judge's answer fails and has no reward.
+untrusted text; the item carries it as `judgement`. Answers are cached by the text of the question; failures are not.
 """
 
 from __future__ import annotations

@@ -158,7 +158,14 @@ class RewardPool:
     async def _serve(self, worker: WorkerProcess) -> Loss:
         """Score items until the worker is lost, and return the reason."""
         while True:
-            if not await self._wait_for_job(worker):
+            while not self._jobs and not worker.ended.done():
+                self._filled.clear()
+                filled = asyncio.create_task(self._filled.wait())
+                try:
+                    await asyncio.wait((filled, worker.ended), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    filled.cancel()
+            if worker.ended.done():
                 gone = await worker.gone()
                 log.warning("reward worker %d ended while idle: %s", worker.pid, gone)
                 return gone.loss
@@ -178,16 +185,6 @@ class RewardPool:
                 self._try_again(job, gone)
                 return gone.loss
             job.resolve(result)
-
-    async def _wait_for_job(self, worker: WorkerProcess) -> bool:
-        while not self._jobs and not worker.ended.done():
-            self._filled.clear()
-            filled = asyncio.create_task(self._filled.wait())
-            try:
-                await asyncio.wait((filled, worker.ended), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                filled.cancel()
-        return not worker.ended.done()
 
     def _try_again(self, job: Job, gone: WorkerGone) -> None:
         """Queue an item again, or fail it after too many deaths. If the worker retired, it had not begun the item."""

@@ -75,7 +75,6 @@ class Ended:
     stdout: bytes
     stderr: bytes
     timed_out: bool
-    seconds: float
 
 
 _FILES = (
@@ -330,7 +329,7 @@ def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits
     sandbox, not the program, fails."""
     with ExitStack() as stack:
         given, printed = (stack.enter_context(_in_memory(content)) for content in (stdin, b""))
-        return _ended(stack, [_start(stack, program, files, given, printed, limits, means)], limits)[0]
+        return _ended([_start(stack, program, files, given, printed, limits, means)], limits)[0]
 
 
 Command = tuple[Sequence[str], Mapping[str, bytes]]
@@ -346,7 +345,7 @@ def run_pair(served: Command, asking: Command, limits: Limits, means: Means) -> 
         for (program, files), end, output in zip((served, asking), ends, (ends[0], printed), strict=True):
             with end:
                 running.append(_start(stack, program, files, end, output, limits, means))
-        first, second = _ended(stack, running, limits)
+        first, second = _ended(running, limits)
         return first, second
 
 
@@ -406,9 +405,9 @@ def _start(
     return _Running(process, status, printed, complained, listener)
 
 
-def _ended(stack: ExitStack, running: Sequence[_Running], limits: Limits) -> list[Ended]:
+def _ended(running: Sequence[_Running], limits: Limits) -> list[Ended]:
     """Wait for the end of the last program, or kill it after its time; kill the others; return all results."""
-    started_s, last = time.perf_counter(), running[-1]
+    last = running[-1]
     try:
         timed_out = not _ends_within(running, limits.timeout_s)
     finally:
@@ -424,8 +423,7 @@ def _ended(stack: ExitStack, running: Sequence[_Running], limits: Limits) -> lis
                 raise OSError(f"bubblewrap does not start: {_content(each.complained, 500).decode(errors='replace')}")
             code = 128 - code if code > 128 else code
         printed = b"" if isinstance(each.printed, socket.socket) else _content(each.printed, limits.output_bytes)
-        seconds = time.perf_counter() - started_s
-        ended.append(Ended(code, printed, _content(each.complained, limits.output_bytes), timed_out, seconds))
+        ended.append(Ended(code, printed, _content(each.complained, limits.output_bytes), timed_out))
     return ended
 
 
@@ -434,8 +432,8 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     `sys.path` and `readable`, but not the run's folder, and may write nothing. With `connect_port` it may connect to that TCP
     port of any host.
 
-    Return in a child that is attached to the calling process, which stays outside, limits the child's processes and ends as the
-    child does. The process must have one thread, as Landlock applies to the calling thread. Raises `NoSandbox`.
+    Return in a child of the calling process, which stays outside, limits the child's processes and ends as the child does. The
+    process must have one thread, as Landlock applies to the calling thread. Raises `NoSandbox`.
     """
     threads = len(os.listdir("/proc/self/task"))  # counted before `confinement_missing` uses another thread
     if missing := confinement_missing():

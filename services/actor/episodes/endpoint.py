@@ -65,6 +65,8 @@ def episode_app(episodes: Episodes, rendering: Rendering, metrics: ActorMetrics,
     app.add_api_route("/episodes/{key}/v1/chat/completions", endpoint.chat_completions, methods=["POST"])
     app.add_api_route("/episodes/{key}/inference/v1/generate", endpoint.generate, methods=["POST"])
     app.add_exception_handler(Refused, endpoint.refuse)
+    app.add_exception_handler(Unrenderable, endpoint.invalid)
+    app.add_exception_handler(RecursionError, endpoint.invalid)
     app.add_exception_handler(HTTPException, endpoint.not_found)
     app.add_exception_handler(Exception, endpoint.fail)
     return app
@@ -84,11 +86,8 @@ class Endpoint:
     async def chat_completions(self, key: str, request: Request) -> Response:
         run, body = await self._received(key, request)
         episode, rendering = run.episode, self._rendering
-        try:
-            asked = read_chat(body)
-            context = rendering.context(episode.served, asked.messages, asked.tools)
-        except (Unrenderable, RecursionError) as error:
-            raise Refused(400, "invalid_request", str(error)) from error
+        asked = read_chat(body)
+        context = rendering.context(episode.served, asked.messages, asked.tools)
         self._count_ignored(ignored_fields(body, episode.sampling))
         stop = (*episode.sampling.stop, *asked.stop)
 
@@ -103,10 +102,7 @@ class Endpoint:
 
     async def generate(self, key: str, request: Request) -> Response:
         run, body = await self._received(key, request)
-        try:
-            token_ids, max_tokens, stop, stop_token_ids = read_generate(body, self._vocab_size)
-        except Unrenderable as error:
-            raise Refused(400, "invalid_request", str(error)) from error
+        token_ids, max_tokens, stop, stop_token_ids = read_generate(body, self._vocab_size)
         ignored = ignored_fields(body.get("sampling_params") or {}, run.episode.sampling)
         self._count_ignored(name for name in ignored if name != "logprobs")  # the answer has them
         context = np.array(token_ids, dtype=np.int32)
@@ -126,6 +122,9 @@ class Endpoint:
         self._metrics.episode_refusals.labels(error.code).inc()
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+    async def invalid(self, request: Request, error: Exception) -> Response:
+        return await self.refuse(request, Refused(400, "invalid_request", str(error)))
 
     async def fail(self, request: Request, error: Exception) -> Response:
         return await self.refuse(request, _defect(error))
@@ -206,9 +205,9 @@ def _parsed(body: bytes) -> dict[str, Any]:
         parsed = json.loads(body)
         json.dumps(parsed, ensure_ascii=False).encode()  # JSON can write halves of surrogate pairs
     except (ValueError, RecursionError) as error:
-        raise Refused(400, "invalid_request", f"the body is not JSON of Unicode text: {error}") from error
+        raise Unrenderable(f"the body is not JSON of Unicode text: {error}") from error
     if not isinstance(parsed, dict):
-        raise Refused(400, "invalid_request", "the body is not a JSON object")
+        raise Unrenderable("the body is not a JSON object")
     return parsed
 
 
@@ -393,8 +392,13 @@ class Rendering:
         with the next request."""
         prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
         parsed = self._chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
+
+        def made_id(number: int) -> str:  # never changes, and has nine letters and digits, as Mistral's templates require
+            salt = number.to_bytes(8, "little")
+            return hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=salt).hexdigest()[:9]
+
         calls = tuple(
-            ToolCall(as_unicode(call.name), as_unicode(call.arguments), as_unicode(call.id) or _call_id(turn, number))
+            ToolCall(as_unicode(call.name), as_unicode(call.arguments), as_unicode(call.id) or made_id(number))
             for number, call in enumerate(parsed.tool_calls)
         )
         answer = Answer(before_stop(parsed.content, stop), before_stop(parsed.reasoning, stop), calls)
@@ -403,7 +407,7 @@ class Rendering:
 
 
 def message_of(answer: Answer) -> Message:
-    """Return an answer as the message that a client gets."""
+    """Return an answer as a message."""
     message: Message = {"role": "assistant", "content": answer.content}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -486,9 +490,3 @@ def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> Recorde
         if turn.messages and len(turn.messages) < len(history) and history[: len(turn.messages)] == turn.messages
     ]
     return max(known, key=lambda turn: (len(turn.messages), id(turn) not in extended), default=None)
-
-
-def _call_id(turn: RecordedTurn, number: int) -> str:
-    """Return the id of a turn's call, which never changes. It has nine letters and digits, as Mistral's templates require."""
-    digest = hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=number.to_bytes(8, "little"))
-    return digest.hexdigest()[:9]

@@ -1,11 +1,9 @@
 """Episodes: their turns as tokens, the turns that environments request, and the runs of environments at verifiers.
 
-The environment or agent is a separate program that asks over HTTP (`endpoint`). Turns that extend each other's tokens form a
-branch. A turn begins a new branch, whose prompt is the turn's context, if it extends no other turn, or only one that an earlier
-turn already extends.
-
-An environment runs again if its verifier died or if another actor continues the episode. Then no turn counts as served, and a
-request with the context of a recorded turn gets that turn. Turns that the last run did not request are dropped.
+Turns that extend each other's tokens form a branch. A turn begins a new branch, whose prompt is the turn's context, if it
+extends no other turn, or only one that an earlier turn already extends. An environment runs again if its verifier died or if
+another actor continues the episode. Then no turn counts as served, and a request with the context of a recorded turn gets that
+turn. Turns that the last run did not request are dropped.
 """
 
 from __future__ import annotations
@@ -96,19 +94,6 @@ class RecordedTurn:
     def token_ids(self) -> TokenIds:
         """Context and sampled tokens, int32[context + sampled]."""
         return np.concatenate([self.context_token_ids, self.made.completion_token_ids])
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.context_token_ids) + len(self.made.completion_token_ids)
-
-    def is_start_of(self, token_ids: TokenIds) -> bool:
-        """Return whether `token_ids` begin with this turn's context and sampled tokens."""
-        seen, sampled = len(self.context_token_ids), self.made.completion_token_ids
-        return (
-            seen + len(sampled) <= len(token_ids)
-            and np.array_equal(token_ids[seen : seen + len(sampled)], sampled)
-            and np.array_equal(token_ids[:seen], self.context_token_ids)
-        )
 
 
 @dataclass(frozen=True)
@@ -227,8 +212,9 @@ class Episode:
         """Return the longest turn that the context extends. Among equal turns, which parallel requests may have sampled, one
         that no other turn extends is preferred."""
         extended = {id(turn.extends) for turn in self.turns if turn.served}
-        starts = [turn for turn in self.turns if turn.served and turn.is_finished and turn.is_start_of(context_token_ids)]
-        return max(starts, key=lambda turn: (turn.num_tokens, id(turn) not in extended), default=None)
+        known = [(turn, turn.token_ids) for turn in self.turns if turn.served and turn.is_finished]
+        starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]
+        return max(starts, key=lambda start: (start[1], id(start[0]) not in extended), default=(None, 0))[0]
 
     async def end(self) -> None:
         """Cancel turns that are still being sampled."""

@@ -194,17 +194,14 @@ class FamilyFormat:
                 raise Unrenderable(f"the model's chat format does not take these messages: {error}") from error
             if bridged is None or bridged.token_ids[: len(known)] != known:
                 continue
-            if renderer is self.renderer or self._is_written(bridged.token_ids, messages, tools):
-                return list(bridged.token_ids)
+            token_ids = list(bridged.token_ids)
+            if renderer is not self.renderer and (anew := self.render(messages, tools)) != token_ids:
+                # Arrays are faster than lists, of which transformers inspects every token first.
+                texts = {"".join(self._tokenizer.decode(np.array(ids)).split()) for ids in (token_ids, anew)}
+                if len(texts) > 1:
+                    continue
+            return token_ids
         return None
-
-    def _is_written(self, token_ids: list[int], messages: list[Message], tools: Tools) -> bool:
-        anew = self.render(messages, tools)
-        if anew == token_ids:
-            return True
-        # Arrays are faster than lists, of which transformers inspects every token first.
-        texts = [self._tokenizer.decode(np.array(ids)).split() for ids in (token_ids, anew)]
-        return "".join(texts[0]) == "".join(texts[1])
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         parsed = self.renderer.parse_response(sampled_ids, prompt_ids=prompt_ids, tools=tools or None)
@@ -342,15 +339,9 @@ class PlainFormat:
 
 def _with_tool_names(messages: list[Message]) -> list[Message]:
     """Add the name of the function to tool messages that lack it, since some formats write the name."""
-    names = {
-        call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ()) if call["id"]
-    }
-    return [
-        {"name": names[message["tool_call_id"]], **message}
-        if message["role"] == "tool" and message.get("tool_call_id") in names
-        else message
-        for message in messages
-    ]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {call["id"]: {"name": call["function"]["name"]} for call in calls if call["id"]}
+    return [{**names.get(m.get("tool_call_id"), {}), **m} if m["role"] == "tool" else m for m in messages]
 
 
 def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:

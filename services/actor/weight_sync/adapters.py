@@ -210,19 +210,15 @@ class AdapterLoader:
         method, layer = place.method, place.layer
         _, a, b = self._staged.setdefault(id(method), (method, torch.zeros_like(method.a), torch.zeros_like(method.b)))
         columns = slice(place.part * method.rank, (place.part + 1) * method.rank)
+        whole = (method.rank, layer.input_size) if is_a else (place.rows, method.rank)
+        if tensor.shape != whole:
+            raise ValueError(f"{place.name}: {name} is {tuple(tensor.shape)}, not {whole}")
         split = isinstance(layer, RowParallelLinear)
         if is_a and not split:
-            if tensor.shape != a[columns].shape:
-                raise ValueError(f"{place.name}: A is {tuple(tensor.shape)}, not {tuple(a[columns].shape)}")
             a[columns] = tensor.to(a)
         elif split and not is_a:
-            if tensor.shape != b.shape:
-                raise ValueError(f"{place.name}: B is {tuple(tensor.shape)}, not {tuple(b.shape)}")
             b.copy_(tensor)
         else:
-            whole = (method.rank, layer.input_size) if is_a else (place.rows, method.rank)
-            if tensor.shape != whole:
-                raise ValueError(f"{place.name}: {name} is {tuple(tensor.shape)}, not {whole}")
             target = nn.Parameter(a if is_a else torch.zeros_like(b[:, columns]).contiguous(), requires_grad=False)
             set_weight_attrs(target, {"input_dim": 1} if is_a else {"output_dim": 0})
             shard = () if place.shard is None else (place.shard,)

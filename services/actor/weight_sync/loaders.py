@@ -3,10 +3,7 @@
 `ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live ones.
 `InPlaceLoader` prepares the same instance and copies it into the live weights, because CUDA graphs and compiled models hold
 addresses. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither and for
-devices without room for a second instance. `choose` picks the best one and says why it is not a better one. `adapters.py`
-loads adapters.
-
-Loaders do not receive tensors and do not know versions. Each load is a whole model.
+devices without room for a second instance. Each load is a whole model.
 """
 
 from __future__ import annotations
@@ -68,10 +65,16 @@ def no_room(live: nn.Module, device: torch.device, share: float) -> str:
 
 def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force_paused: bool) -> tuple[Loader, str]:
     """Return the loader for `live`, and why it is not the shadow loader, or "". Must not run during a decode step."""
+    from vllm.config import CompilationMode
+
     lacking = no_room(live, device, vllm_config.cache_config.gpu_memory_utilization)
     reason = "asked for" if force_paused else shadow_obstacle(live, vllm_config) or lacking
     if not reason:
-        if not (reason := held_addresses(vllm_config)):
+        if vllm_config.compilation_config.mode != CompilationMode.NONE:
+            reason = "the model is compiled (set enforce_eager)"
+        elif not vllm_config.model_config.enforce_eager:
+            reason = "CUDA graphs hold the weights' addresses (set enforce_eager)"
+        else:
             return ShadowLoader(live, vllm_config, device), ""
         in_place = InPlaceLoader(live, vllm_config, device)
         if not (problem := in_place.obstacle()):
@@ -127,20 +130,8 @@ def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 _KERNEL = ("moe_kernel", "moe_quant_config")
-"""Attributes that post-processing sets on the method of an expert layer: a kernel, and a configuration with its biases.
-
-As long as a kernel is set, vLLM on CPU assumes that new weights already have its layout, and does not convert them."""
-
-
-def held_addresses(vllm_config: VllmConfig) -> str:
-    """Return what holds the weights' addresses besides the modules; empty if nothing does."""
-    from vllm.config import CompilationMode
-
-    if vllm_config.compilation_config.mode != CompilationMode.NONE:
-        return "the model is compiled (set enforce_eager)"
-    if not vllm_config.model_config.enforce_eager:
-        return "CUDA graphs hold the weights' addresses (set enforce_eager)"
-    return ""
+"""Attributes that post-processing sets on the method of an expert layer. As long as a kernel is set, vLLM on CPU assumes that
+new weights already have its layout, and does not convert them."""
 
 
 class ShadowLoader:
@@ -152,8 +143,7 @@ class ShadowLoader:
     building a model sets torch's default dtype.
 
     A swap exchanges parameters and everything that post-processing set on a module (on CPU: the closure `cpu_linear` over a
-    packed oneDNN weight) or on the method of a mixture's experts. KV caches, attention state and module identity stay with the
-    live modules. `pairs`: every module by name, the live one with its shadow.
+    packed oneDNN weight) or on the method of a mixture's experts. `pairs`: every module by name, the live one with its shadow.
     """
 
     mode = "shadow"

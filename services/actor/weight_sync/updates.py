@@ -134,9 +134,8 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
-        """Join an epoch that includes this process. `alone`: the order is for this actor only, as in a side group.
-
-        A side group outlives epochs without this process. It ends if an epoch includes the process or the trainer leaves it."""
+        """Join an epoch that includes this process. `alone`: the order is for this actor only, as in a side group, which
+        outlives epochs without this process."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:

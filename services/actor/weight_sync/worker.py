@@ -1,11 +1,8 @@
 """Receive and prepare versions in a vLLM worker process, on a thread beside its decode steps.
 
 The `_read` thread consumes orders from the actor's Unix socket; the transfer thread performs them one after another. A Discard
-also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. vLLM calls the swap
-(`backend.py`) on the main thread, while it is paused.
-
-Tensors are loaded directly into the engine's layout beside the live weights (`loaders.py`), so that no further copy of all
-bytes is held. This module does not depend on vLLM, and does not decide what happens after a failed transfer.
+also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. Tensors are loaded
+directly into the engine's layout beside the live weights (`loaders.py`), so that no further copy of all bytes is held.
 """
 
 from __future__ import annotations
@@ -303,12 +300,9 @@ class TransferWorker:
 
 
 def _use_one_core() -> None:
-    """Prepare weights with one thread, on any free core.
-
-    vLLM binds its decoding threads to cores, and this thread inherits that binding. A second team of OpenMP threads would make
-    both teams wait for each other at every barrier: 7.5 s instead of 1.6 to 3.7 s for 135M parameters on two busy cores. vLLM
-    replaces `torch.set_num_threads` on CPU, hence the private call; OpenMP's number of threads is per calling thread.
-    """
+    """Prepare weights with one thread, on any free core, instead of the cores of vLLM's decoding threads. A second team of
+    OpenMP threads would make both wait for each other at every barrier: 7.5 s instead of 1.6 to 3.7 s for 135M parameters on
+    two busy cores. vLLM replaces `torch.set_num_threads` on CPU, hence the private call."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch._C.set_num_threads(1)

@@ -307,7 +307,8 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
         kind, *said = json.loads(ended.stdout)
         if kind == "raise":
             return f"{said[0][0]}: {said[1]}"[: 2 * _SHOWN_CHARACTERS]
-        result = _plain(said[0])
+        result = harness.decode(said[0], _refuse)  # tuples and arrays become lists, and keys become texts
+        result = json.loads(json.dumps(result, default=operator.methodcaller("tolist")))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return _how_ended(ended, limits, "it ends too soon" if not ended.stdout else "returns a value that is not JSON")
     if _same(result, test.returned) or (test.in_list and _same([result], test.returned)):
@@ -315,13 +316,8 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
     return f"returns {result!r:.80}, not {test.returned!r:.80}"
 
 
-def _plain(message: Any) -> Any:
-    """Decode a message to JSON values: tuples and arrays become lists, keys become texts. Raises if that is impossible."""
-
-    def refuse(whose: str, number: Any) -> Any:
-        raise TypeError(f"{whose} {number} is not JSON")
-
-    return json.loads(json.dumps(harness.decode(message, refuse), default=operator.methodcaller("tolist")))
+def _refuse(whose: str, number: Any) -> Any:
+    raise TypeError(f"{whose} {number} is not JSON")
 
 
 def _same(result: Any, wanted: Any) -> bool:

@@ -150,7 +150,6 @@ def imported(field: str, path: str) -> Callable[..., Any]:
     return returned
 
 
-_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _FORMS = (
     "must take one argument, the item, or be a function of verl's form, (data_source, solution_str, ground_truth, extra_info), "
     "or of TRL's, (completions, **columns)"
@@ -212,8 +211,8 @@ def _verl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
     row = _row(item, task)
     answer, given = item.reference.get("answer"), value_in(row, task.answer_field)
     truth = answer if given is ABSENT or task.answer_pattern else given
-    values = (row.get("data_source", item.task or task.name), item.completion, truth, row.get("extra_info") or {})
-    return dict(zip(_VERL, values, strict=True))
+    about = {"data_source": row.get("data_source", item.task or task.name), "extra_info": row.get("extra_info") or {}}
+    return {"solution_str": item.completion, "ground_truth": truth, **about}
 
 
 def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 r"""Score mathematics: find the answer in a completion, and compare it with the reference by value.
 
-References are read as LaTeX; `final_answer` finds the answer in a whole solution. Two answers are compared as texts first, then
-by their form: lists and sets in any order; tuples, intervals and matrices part by part; equations up to a factor; numbers
-exactly; other expressions by their values at several points, to 280 digits. An answer that cannot be parsed earns nothing
-unless the texts agree."""
+Two answers are compared as texts first, then by their form: lists and sets in any order; tuples, intervals and matrices part by
+part; equations up to a factor; numbers exactly; other expressions by their values at several points, to 280 digits."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -118,7 +118,11 @@ def reasoning_gym_scorer(family: str) -> Scorer:
         dataset = item.reference.get("dataset")
         if not isinstance(dataset, str):
             raise BadReference("dataset", f"{dataset!r} where the name of a reasoning-gym family is needed")
-        score_answer, entry = scorer_of(dataset), _entry(item.reference)
+        score_answer, entry = scorer_of(dataset), item.reference.get("entry")
+        if not isinstance(entry, dict) or "answer" not in entry or not isinstance(entry.get("metadata"), dict):
+            raise BadReference("entry", "a reasoning-gym entry with answer and metadata is needed")
+        if dataset in _COMPARES_TUPLES:
+            entry = _with_tuples(entry)
         if item.answer is None:
             return NO_ANSWER
         guard = GUARDS.get(dataset)
@@ -127,13 +131,6 @@ def reasoning_gym_scorer(family: str) -> Scorer:
         return _judge(score_answer, item.answer, entry)
 
     return score
-
-
-def _entry(reference: Mapping[str, Any]) -> dict[str, Any]:
-    entry = reference.get("entry")
-    if not isinstance(entry, dict) or "answer" not in entry or not isinstance(entry.get("metadata"), dict):
-        raise BadReference("entry", "a reasoning-gym entry with answer and metadata is needed")
-    return _with_tuples(entry) if reference["dataset"] in _COMPARES_TUPLES else entry
 
 
 def _with_tuples(value: Any) -> Any:
