@@ -251,9 +251,10 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     task.cancel()
 
     async def Score(self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ScoreResponse:
+        most = self._recipe.model.max_context - 1
         try:
             tokens = read_tokens(request.token_ids, self._engine.vocab_size, "ScoreRequest", "token_ids")
-            if not 2 <= len(tokens) <= (most := self._recipe.model.max_context - 1):
+            if not 2 <= len(tokens) <= most:
                 raise MessageError("ScoreRequest", "token_ids", f"{len(tokens)} tokens, give 2 to {most}")
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

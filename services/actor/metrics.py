@@ -65,13 +65,12 @@ class ActorMetrics:
         self.busy = BusyClock()
         self.tokens_total = 0
         self.finished_total = 0
-        self._serving(metrics)
         self._generating(metrics)
         self._finishing(metrics)
         self._episodes(metrics)
         self._weights(metrics)
 
-    def _serving(self, metrics: MetricSet) -> None:
+    def _generating(self, metrics: MetricSet) -> None:
         self.version = metrics.reading("policy_version", "Policy version served; none before the first.")
         self.ready = metrics.reading("ready", "1 when it takes prompts, else 0.", unit="1 or 0")
         self.ready.set(0)  # so that an engine that never starts is visible
@@ -80,8 +79,6 @@ class ActorMetrics:
             "bad_messages_total", "Messages that were invalid and ignored.", {"kind": ("prompt_group", "control")}
         )
         self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups given up.", unit="groups")
-
-    def _generating(self, metrics: MetricSet) -> None:
         in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
         in_progress.set_function(lambda: self.busy.running)
         self.most_in_progress = metrics.reading(

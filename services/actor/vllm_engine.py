@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -143,8 +143,10 @@ async def start_engine(
         if on_step is not None and is_warm:
             on_step(decode_s, kv_cache_usage)
 
-    with _private_folder() as sockets:
-        os.environ["VLLM_RPC_BASE_PATH"] = sockets  # it removes none of them
+    folder, beside = tempfile.gettempdir(), tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
+    with beside as sockets:  # the path of a socket may have at most 107 characters
+        is_private = stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        os.environ["VLLM_RPC_BASE_PATH"] = folder if is_private else sockets  # vLLM removes none of its sockets
         llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step and step), stop)
         weights = WeightUpdateClient(
             llm, recompute_kv=recipe.weights.recompute_kv, bind_host=bind_host, staging_buffers=recipe.weights.staging_buffers
@@ -164,15 +166,6 @@ async def start_engine(
             llm.shutdown(timeout=0)  # kill its processes, which have nothing to save; an orderly exit takes 2.5 s
             warnings.setLevel(level)
             await weights.close()
-
-
-def _private_folder() -> AbstractContextManager[str]:
-    """Return a private folder for vLLM's sockets: the folder of temporary files if that is private, else a new one. The path of
-    a socket may have at most 107 characters."""
-    folder = tempfile.gettempdir()
-    if stat.S_IMODE(os.stat(folder).st_mode) == 0o700:
-        return nullcontext(folder)
-    return tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:

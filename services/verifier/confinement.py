@@ -202,9 +202,11 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def lower_limit(kind: int, soft: int) -> None:
+def lower_limit(kind: int, most: int, *, for_good: bool = False) -> None:
+    """Lower the soft limit; `for_good` also the hard one."""
     hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (soft, soft if for_good else hard))
 
 
 def address_space() -> int:

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import PipelineRLError
-from services.verifier.confinement import MIB, answer_call, attach_to_parent, keep_in_bounds, prctl
+from services.verifier.confinement import MIB, answer_call, attach_to_parent, keep_in_bounds, lower_limit, prctl
 
 
 class Means(StrEnum):
@@ -369,18 +369,12 @@ def _start(
     is_asked = means is not Means.NONE and not _listener_refusal()
 
     def limited() -> None:
-        cpu_s = int(limits.timeout_s) + 2
-        bounds = {
-            resource.RLIMIT_CPU: cpu_s,
-            resource.RLIMIT_AS: limits.memory_mib * MIB,
-            resource.RLIMIT_FSIZE: max(limits.output_bytes, *map(len, files.values())),  # bubblewrap writes these
-            resource.RLIMIT_CORE: 0,
-            resource.RLIMIT_NOFILE: 64,
-        }
-        for kind, most in bounds.items():
-            hard = resource.getrlimit(kind)[1]
-            least = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(kind, (least, least))
+        lower_limit(resource.RLIMIT_CPU, int(limits.timeout_s) + 2, for_good=True)
+        lower_limit(resource.RLIMIT_AS, limits.memory_mib * MIB, for_good=True)
+        largest = max(limits.output_bytes, *map(len, files.values()))  # bubblewrap writes these files
+        lower_limit(resource.RLIMIT_FSIZE, largest, for_good=True)
+        lower_limit(resource.RLIMIT_CORE, 0, for_good=True)
+        lower_limit(resource.RLIMIT_NOFILE, 64, for_good=True)
         if is_asked:
             prctl(_PR_SET_NO_NEW_PRIVS, 1)
             socket.send_fds(inside, [b"."], [_restrict_calls(_ASKS_ABOUT_THREADS, _LISTENER)])
@@ -446,8 +440,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
             keep_in_bounds(child, outside, inside)
         outside.close()
         attach_to_parent()
-        most_files = min(_MOST_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+        lower_limit(resource.RLIMIT_NOFILE, _MOST_FILES, for_good=True)
         # A fork waits for the answer from outside, which the end of another child must not interrupt.
         signal.siginterrupt(signal.SIGCHLD, False)
         shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)

@@ -77,7 +77,12 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     raise ManifestMismatch("adapters need the checkpoint's weights, which were replaced: restart this actor")
                 loader = AdapterLoader(self.model, self._places, manifest)
             else:
-                loader, reason = self._loader_of_whole(init_info.force_paused)
+                forced = init_info.force_paused
+                if forced not in self._whole:
+                    self._whole = {forced: choose(self.model, self.vllm_config, self.device, forced)}
+                loader, reason = self._whole[forced]
+                if loader.mode == "paused":
+                    logger.warning("weights are loaded while generation is paused: %s", reason)
             loader.check(manifest)
         except ManifestMismatch as error:
             problem = str(error)
@@ -90,14 +95,6 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             staging_buffers=init_info.staging_buffers,
             device=self.device,
         )
-
-    def _loader_of_whole(self, force_paused: bool) -> tuple[Loader, str]:
-        if force_paused not in self._whole:
-            loader, reason = choose(self.model, self.vllm_config, self.device, force_paused)
-            self._whole = {force_paused: (loader, reason)}
-            if loader.mode == "paused":
-                logger.warning("weights are loaded while generation is paused: %s", reason)
-        return self._whole[force_paused]
 
     def start_weight_update(self) -> None:
         """Do nothing, since the weights are already staged."""

@@ -54,7 +54,7 @@ class ServingGate:
 
     def announce(self, version: PolicyVersion) -> None:
         """Note the trainer's newest version. Older ones, which a joiner's side group receives, are ignored."""
-        if self.announced is None or newer(version, self.announced):
+        if self.announced is None or version > self.announced:
             self.announced = version
         self._update()
 
@@ -67,11 +67,6 @@ class ServingGate:
             self.opened.clear()
         else:
             self.opened.set()
-
-
-def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
-    """Return whether `one` comes from a later trainer than `other`, or from the same one after more optimizer steps. Pure."""
-    return (one.incarnation, one.number) > (other.incarnation, other.number)
 
 
 class EpisodeSalt:

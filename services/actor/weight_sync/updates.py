@@ -30,7 +30,7 @@ from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, tr
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
-from services.actor.weight_sync.gate import ServingGate, newer
+from services.actor.weight_sync.gate import ServingGate
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class UpdateListener:
         if not self._in_epoch(announce) or version == self._expected:
             return
         await self._stop_receiving()
-        if self._gate.served is not None and newer(self._gate.served, version):
+        if self._gate.served is not None and self._gate.served > version:
             error = TransferError(f"serves {self._gate.served} already, which is newer")
             await self._fail(announce, announce.version, error)
             return

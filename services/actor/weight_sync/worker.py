@@ -288,7 +288,7 @@ class TransferWorker:
                 self._aborted.clear()
 
     def _abort(self) -> None:
-        """Abort the running order until as many discards are performed. At the end none is, so that all orders fail."""
+        """Abort running orders until a discard is performed; after the end none is, so that all orders fail."""
         with self._discarding:
             self._discards += 1
             self._aborted.set()

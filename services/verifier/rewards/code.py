@@ -82,7 +82,6 @@ def code_scorer(config: RewardConfig) -> Scorer:
             "scorer code runs programs that a model wrote, but this machine has neither bubblewrap with user namespaces nor "
             "Landlock with libseccomp as a sandbox; install one, or set sandbox: false to trust all programs",
         )
-    memory_mib = config.memory_mib
 
     def score(item: RewardInput) -> Score:
         tests = tests_of(item.reference, config.tests_field)
@@ -95,7 +94,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
             if left_s <= 0:
                 problems.append(f"no time was left for the tests from {number} on (reward.timeout_s)")
                 break
-            problem = _run(source, test, Limits(min(config.test_timeout_s, left_s), memory_mib), means)
+            problem = _run(source, test, Limits(min(config.test_timeout_s, left_s), config.memory_mib), means)
             passed += not problem
             if problem:
                 problems.append(f"test {number} of {len(tests)}: {problem}")
@@ -216,10 +215,8 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
     """Return the test of a call. Arguments in a text are JSON, one per line; the result is then JSON, too."""
     if isinstance(put, str):
-        put, got = (
-            [json.loads(line) for line in put.splitlines() if line.strip()],
-            json.loads(got) if isinstance(got, str) else got,
-        )
+        put = [json.loads(line) for line in put.splitlines() if line.strip()]
+        got = json.loads(got) if isinstance(got, str) else got
     if not isinstance(put, list):
         raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one in a line")
     call = ["__call__", [["yours", str(name)], *(harness.encode(each, list) for each in put)], {}]

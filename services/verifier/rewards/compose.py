@@ -65,7 +65,14 @@ class ComposedReward:
         """Return a finite value and its terms. Raises `BadReference`, `BadReward`, and all errors of the scorer."""
         cut = self._config.truncated == "zero" and item.finish_reason == "length"
         score = Score(0.0, "cut at its length limit (reward.truncated)") if cut else self._scorer(item)
-        terms, reasons = self._answer_terms(score), [score.reason] if score.reason else []
+        reasons = [score.reason] if score.reason else []
+        if score.parts and not self._binary:
+            terms = {f"answer.{name}": self._config.correct * part for name, part in score.parts.items()}
+        elif math.isnan(score.value):
+            raise BadReward("the scorer returned nan")
+        else:
+            value = float(score.value >= 1.0 - _ALMOST) if self._binary else score.value
+            terms = {"answer": self._config.correct * value}
         if cut:
             terms["truncated"] = 0.0
         if self._format is not None and not cut:
@@ -82,14 +89,6 @@ class ComposedReward:
         if wrong := wrong_number((total, *terms.values()), self._config.max_abs):
             raise BadReward(f"{wrong}: {', '.join(f'{name} = {term}' for name, term in terms.items())}"[:200])
         return Score(total, "; ".join(reasons), terms, score.metrics)
-
-    def _answer_terms(self, score: Score) -> dict[str, float]:
-        if score.parts and not self._binary:
-            return {f"answer.{name}": self._config.correct * part for name, part in score.parts.items()}
-        if math.isnan(score.value):
-            raise BadReward("the scorer returned nan")
-        value = float(score.value >= 1.0 - _ALMOST) if self._binary else score.value
-        return {"answer": self._config.correct * value}
 
 
 def wrong_number(values: Iterable[float], max_abs: float) -> str:

@@ -592,7 +592,7 @@ _OPERATIONS: dict[str, Callable[..., Number]] = {
 
 
 precise = partial(mp.workprec, _PRECISION_BITS)
-"""Return the context in which values are computed and compared."""
+"""Context in which values are computed and compared."""
 
 
 def agree(a: Number, b: Number) -> bool:

@@ -175,9 +175,8 @@ def _words(text: str) -> list[str]:
     """Return lower-case words without articles; those of a date are sorted."""
     words = re.findall(r"[^\W_]+", re.sub(r"(?<=\d)\s*(?:st|nd|rd|th)\b", "", text.replace("\x02", "").lower()))
     words = [word.removesuffix("s") for word in words if word not in ("the", "a", "an", "there", "is", "are")]
-    return (
-        sorted(word[:3] if _MONTH.fullmatch(word) else word for word in words) if any(map(_MONTH.fullmatch, words)) else words
-    )
+    has_month = any(map(_MONTH.fullmatch, words))
+    return sorted(word[:3] if _MONTH.fullmatch(word) else word for word in words) if has_month else words
 
 
 def same(reference: str, answer: str) -> bool:
