@@ -32,6 +32,7 @@ _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and _SEND, of 80 and 24 bytes."""
 _GO_ON = 1
 MIB = 1024**2
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def attach_to_parent() -> None:
@@ -41,7 +42,7 @@ def attach_to_parent() -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 

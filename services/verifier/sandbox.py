@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import PipelineRLError
-from services.verifier.confinement import MIB, answer_call, attach_to_parent, keep_in_bounds, lower_limit, prctl
+from services.verifier.confinement import MIB, answer_call, attach_to_parent, keep_in_bounds, libc, lower_limit, prctl
 
 
 class Means(StrEnum):
@@ -203,7 +203,6 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
         library.seccomp_release(context)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on every architecture
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _CONNECT_TCP = 2
@@ -215,7 +214,7 @@ _SCOPES = 3
 
 
 def _call(number: int, *arguments: object) -> int:
-    result = int(_libc.syscall(number, *arguments))
+    result = int(libc.syscall(number, *arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
@@ -280,7 +279,7 @@ def _beside_private(path: str) -> Iterator[tuple[str, int]]:
 def _give_up_privileges() -> None:
     """Drop all capabilities, because /proc shows root more than Landlock restricts, and prevent regaining any."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    if _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
+    if libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 
 
@@ -353,7 +352,7 @@ def _start(
     stack: ExitStack, program: Sequence[str], files: Mapping[str, bytes], given: Any, printed: Any, limits: Limits, means: Means
 ) -> _Running:
     complained = stack.enter_context(_in_memory())
-    folder, prefix, calls, descriptors, status = None, [], b"", [], None
+    folder, prefix, readable, calls, descriptors, status = None, [], [], b"", [], None
     if means is Means.BUBBLEWRAP:
         status = stack.enter_context(_in_memory())
         contents = [stack.enter_context(_in_memory(content)) for content in (_filter(signals=True), *files.values())]
@@ -364,7 +363,7 @@ def _start(
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
         if means is Means.LANDLOCK:
-            calls = _filter(signals=landlock_version() >= _SCOPED)
+            readable, calls = [*_python_paths(), folder], _filter(signals=landlock_version() >= _SCOPED)
     outside, inside = map(stack.enter_context, socket.socketpair())
     is_asked = means is not Means.NONE and not _listener_refusal()
 
@@ -379,7 +378,7 @@ def _start(
             prctl(_PR_SET_NO_NEW_PRIVS, 1)
             socket.send_fds(inside, [b"."], [_restrict_calls(_ASKS_ABOUT_THREADS, _LISTENER)])
         if calls:
-            _restrict_files([*_python_paths(), str(folder)], None)
+            _restrict_files(readable, None)
             _restrict_calls(calls)
 
     process = subprocess.Popen(
