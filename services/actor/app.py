@@ -301,8 +301,7 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: Container[str] = ()) -> dict[str, PromptGroup]:
-    """Return each prompt by its id, as a group of one sample. Raises `MessageError`. `episodic`: the tasks with episodes as
-    samples."""
+    """Return each prompt by its id, as a group of one sample. `episodic`: tasks with episodes. Raises `MessageError`."""
     kind, call = "GenerateRequest", os.urandom(4).hex()
     if len(request.prompts) > MAX_PROMPTS:
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")

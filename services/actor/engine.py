@@ -62,8 +62,7 @@ class InferenceEngine(Protocol):
     def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate a completion, up to its end or an abort. Raises `EngineError` if the request is refused (prompt too long) or
-        the engine died."""
+        """Generate up to the completion's end or an abort. Raises `EngineError` if it is refused or the engine died."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Make the `generate` calls of these requests return at once, with their tokens so far. Ids that the engine does not

@@ -166,8 +166,7 @@ async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], ins
 
 
 async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
-    """Acknowledge or give back the group's messages. If that fails, they are redelivered after their deadline, which repeats
-    work but loses nothing."""
+    """Acknowledge or give back the group's messages. If that fails, they are redelivered after their deadline."""
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             for message in held.messages.values():

@@ -203,8 +203,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger that only calls `on_step`. If its class were not a Prometheus logger's, vLLM would add one of that
-    class, with a hundred metrics."""
+    """Return a stat logger that only calls `on_step`. Beside another class, vLLM would add a Prometheus logger."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):

@@ -231,8 +231,7 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
 
 
 def read_generate(body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], int | None, tuple[str, ...], tuple[int, ...]]:
-    """Read vLLM's request for tokens in, tokens out: its tokens, maximum tokens to sample, stop strings and stop tokens. Raises
-    `Unrenderable`. Pure."""
+    """Read the tokens, maximum tokens, stop strings and stop tokens of vLLM's request. Raises `Unrenderable`. Pure."""
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise Unrenderable("sampling_params: give an object")
@@ -388,8 +387,7 @@ class Rendering:
     def answer(
         self, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: tuple[str, ...] = (), may_call: bool = True
     ) -> Answer:
-        """Return the turn as a message, without the stop string that ended it. Stores the history in the turn, for comparison
-        with the next request."""
+        """Return the turn as a message, without the stop string that ended it, and note its history in the turn."""
         prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
         parsed = self._chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
 
@@ -481,8 +479,7 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
-    """Return the turn whose messages and answer are the longest proper start of `history`. Among equal turns, one that no
-    other turn extends is preferred."""
+    """Return the turn that is the longest proper start of `history`; among equal ones, one that no other turn extends."""
     extended = {id(turn.extends) for turn in served}
     known = [
         turn

@@ -209,8 +209,7 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest turn that the context extends. Among equal turns, which parallel requests may have sampled, one
-        that no other turn extends is preferred."""
+        """Return the longest turn that the context extends; among equal ones, one that no other turn extends."""
         extended = {id(turn.extends) for turn in self.turns if turn.served}
         known = [(turn, turn.token_ids) for turn in self.turns if turn.served and turn.is_finished]
         starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]
@@ -293,8 +292,7 @@ def base_path(key: str) -> str:
 
 
 class Episodes:
-    """The running episodes of one recipe's tasks. Each run of an environment has a key, under which the endpoint serves its
-    turns. `address`: `host:port` of the endpoint; the caller sets it before the first episode."""
+    """The running episodes of one recipe's tasks. The caller sets `address`, `host:port` of the endpoint."""
 
     def __init__(
         self, verifier: VerifierClient, metrics: ActorMetrics, recipe: Recipe, decode: Callable[[TokenIds], str]

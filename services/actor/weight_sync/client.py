@@ -97,8 +97,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class WorkerLink:
-    """The actor's end of the socket, at `path`. An order goes to all workers and is complete when all have replied. If a
-    connection is lost, all waiting calls fail."""
+    """The actor's end of the socket, at `path`. An order is complete when all workers have replied."""
 
     def __init__(self, directory: str, num_workers: int) -> None:
         self.path = os.path.join(directory, "weights.sock")

@@ -75,8 +75,7 @@ class UpdateListener:
         return "receiving" if receiving is not None and not receiving.done() else "idle"
 
     async def run(self) -> None:
-        """Handle control messages until cancelled. Waits until the trainer has made the streams. Raises `UserError` if the
-        served model does not fit the trainer's, and `CommitFailed` if a swap failed half-way."""
+        """Handle control messages until cancelled. Raises `UserError` if the model does not fit, and `CommitFailed`."""
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
             stack.push_async_callback(self._end)
             kinds = ("manifest", *CONTROL_TYPES)

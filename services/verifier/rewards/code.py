@@ -106,8 +106,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """Return the program and its place: the last fenced block marked as Python, even if cut; else the last block without a
-    mark; else the whole answer."""
+    """Return the last fenced block marked as Python, or else without a mark, or else all; and a text about its place."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:

@@ -346,8 +346,7 @@ def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
 
 
 def judge_scorer(config: JudgeConfig) -> Scorer:
-    """Return a scorer that gives the judge's number, divided by the full marks. A number that is missing or out of range is not
-    the policy's fault, so the item fails."""
+    """Return a scorer that gives the judge's number over the full marks. An item without a valid number fails."""
     pattern = re.compile(config.pattern)
 
     def score(item: RewardInput) -> Score:

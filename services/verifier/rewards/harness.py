@@ -81,8 +81,7 @@ def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
 
 
 class Peer:
-    """One end of the connection. `find` returns an object by its name. If `is_guarded`, the other end may only access public
-    attributes of the tests' own objects."""
+    """One end of the connection. `is_guarded`: the other end may only access public attributes of the tests' objects."""
 
     def __init__(self, reading: int, writing: int, find: Callable[[str], Any], *, is_guarded: bool) -> None:
         self._reading, self._writing = os.fdopen(reading, "rb"), os.fdopen(writing, "wb")

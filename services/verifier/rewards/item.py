@@ -34,8 +34,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A score. `value` 1 is a fully right answer. `parts`, if given, add up to it. `reason` is for people. `metrics` do not
-    count for the reward."""
+    """A score; `value` 1 is fully right. `parts` add up to it, `metrics` do not count. `reason` is for people."""
 
     value: float
     reason: str = ""

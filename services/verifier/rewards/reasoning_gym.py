@@ -100,8 +100,7 @@ def _is_of_a_formula(node: ast.AST) -> bool:
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
-    """Return a scorer that takes the family from each reference. Imports reasoning-gym (about a second). Raises `FieldError` if
-    that has no `family`, the recipe's task."""
+    """Return a scorer that takes the family from each reference. Raises `FieldError` if `family` does not exist."""
     check_family(family)
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.factory import DATASETS
