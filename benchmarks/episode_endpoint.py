@@ -98,10 +98,9 @@ async def serve(model: str) -> None:
     from pipelinerl.messages.verification import VerifierClient
     from pipelinerl.service.http import serve_http
     from services.actor.engine import GenerationRequest
-    from services.actor.episodes.endpoint import episode_app
+    from services.actor.episodes.endpoint import Rendering, episode_app
     from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes, base_path
     from services.actor.episodes.formats import chat_format
-    from services.actor.episodes.rendering import Rendering
     from services.actor.metrics import ActorMetrics
     from services.actor.vllm_engine import start_engine
 

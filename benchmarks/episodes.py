@@ -58,10 +58,9 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import create_run_dir
 from pipelinerl.service.http import serve_http
-from services.actor.episodes.endpoint import episode_app
+from services.actor.episodes.endpoint import Rendering, episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import ChatFormat, chat_format
-from services.actor.episodes.rendering import Rendering
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups

@@ -2,7 +2,7 @@
 
 Order of start: servers (so that probes answer while vLLM loads), engine, membership, then generation once a version is
 served. Order of stop: take no new groups, leave, interrupt generation, let the finisher store finished sequences (for at most
-`DRAIN_S`), hand the rest over to another actor, end. The end of the run does not stop actors; the runner or cluster does.
+`DRAIN_S`), hand the rest over to another actor, end. The end of the run does not stop actors.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, StartEngine, start_of
-from services.actor.episodes.endpoint import episode_app
+from services.actor.episodes.endpoint import Rendering, episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import chat_format_of
-from services.actor.episodes.rendering import Rendering
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups, hand_over
@@ -71,15 +70,12 @@ log = logging.getLogger(__name__)
 
 SERVICE = "pipelinerl.v1.ActorService"
 MAX_PROMPTS = 100_000
-"""Maximum prompts of one request for held-out generation."""
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
 """Time for the engine to return unfinished sequences. It needs milliseconds, unless a weight update is being committed."""
 DRAIN_S = 2.5
-"""Time to verify and store finished sequences after a stop."""
 HAND_OVER_S = 3.0
-"""Time to publish the rest on PROMPTS. A whole stop, including vLLM's end, normally takes a fraction of a second. If nothing
-answers, it takes about 9 s of the 15 s that a user waits."""
+"""Time to publish the rest on PROMPTS. If nothing answers, a whole stop takes about 9 s of the 15 s that a user waits."""
 
 
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:
@@ -184,17 +180,12 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             pod_uid=settings.pod_uid,
         )
         heartbeat = Heartbeat(self._bus, self.gate, lambda: self._updates.manifest_id, me)
-        producing = [self._finisher.run(), self._generation.run()]
-        beside = [
-            self._updates.run(),
-            self._held.keep_alive(self._bus.limits.ack_wait_s / 3),
-            heartbeat.run(),
-            self._show_state(readiness),
-        ]
         try:
             async with asyncio.TaskGroup() as tasks:
-                producers = [tasks.create_task(part) for part in producing]
-                others = [tasks.create_task(part) for part in beside]
+                producers = [tasks.create_task(part) for part in (self._finisher.run(), self._generation.run())]
+                beside = self._updates.run(), heartbeat.run(), self._show_state(readiness)
+                keeping = self._held.keep_alive(self._bus.limits.ack_wait_s / 3)
+                others = [tasks.create_task(part) for part in (*beside, keeping)]
                 await self._stop.wait()
                 self.gate.drain()
                 readiness.reason = "draining"
@@ -222,8 +213,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
-    # The gRPC service. Bad input is INVALID_ARGUMENT with the name of the field. This includes token ids outside the
-    # vocabulary, on which an engine would fail, or which it would take for other tokens.
+    # The gRPC service. Bad input is INVALID_ARGUMENT with the name of the field. An engine would fail on token ids outside the
+    # vocabulary, or take them for other tokens.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self.gate.served
@@ -260,15 +251,13 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     task.cancel()
 
     async def Score(self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ScoreResponse:
+        most = self._recipe.model.max_context - 1
         try:
             tokens = read_tokens(request.token_ids, self._engine.vocab_size, "ScoreRequest", "token_ids")
+            if not 2 <= len(tokens) <= most:
+                raise MessageError("ScoreRequest", "token_ids", f"{len(tokens)} tokens, give 2 to {most}")
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if not 2 <= len(tokens) < self._recipe.model.max_context:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"token_ids: {len(tokens)} tokens, give 2 to {self._recipe.model.max_context - 1}",
-            )
         async with self._updates.serving:
             served = self.gate.served
             if served is None:
@@ -286,7 +275,6 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         )
 
     async def _answer(self, prompt_id: str, group: PromptGroup, trace: Trace) -> actor_pb2.GenerateResult:
-        """Sample a held-out completion or episode while training continues."""
         async with self._heldout_samples:
             try:
                 sequence = await self._heldout.sample(group, start_of(group, 0), trace)
@@ -313,8 +301,7 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: Container[str] = ()) -> dict[str, PromptGroup]:
-    """Return each prompt by its id, as a group of one sample. Raises `MessageError`. `episodic`: the tasks with episodes as
-    samples."""
+    """Return each prompt by its id, as a group of one sample. `episodic`: tasks with episodes. Raises `MessageError`."""
     kind, call = "GenerateRequest", os.urandom(4).hex()
     if len(request.prompts) > MAX_PROMPTS:
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
@@ -356,11 +343,9 @@ LEAVE_WITHIN_S = 2.0
 
 
 class Heartbeat:
-    """One entry of the membership bucket, refreshed three times per TTL with the current version and phase.
-
-    A process that dies or freezes stops refreshing, so the trainer notices its loss. `me`: the fixed fields; `process` differs
-    at every start, so that a restarted actor is a new member. `manifest_id()` is called at each refresh.
-    """
+    """One entry of the membership bucket, refreshed three times per TTL with the current version and phase, so that the trainer
+    notices the loss of a process that dies or freezes. `me`: the fixed fields; `process` differs at every start, so that a
+    restarted actor is a new member. `manifest_id()` is called at each refresh."""
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
         self._bus, self._gate, self._manifest_id, self._me = bus, gate, manifest_id, me
@@ -379,10 +364,8 @@ class Heartbeat:
             await asyncio.sleep(self._bus.limits.member_ttl_s / 3)
 
     async def leave(self) -> None:
-        """End the heartbeat and remove the registration within `LEAVE_WITHIN_S`; if that fails, it expires.
-
-        An actor that drains first registers as draining, so that the trainer can tell an orderly stop from a failure.
-        """
+        """End the heartbeat and remove the registration, or let it expire. An actor that drains first registers as draining, so
+        that the trainer can tell an orderly stop from a failure."""
         if self._left:
             return
         self._left = True

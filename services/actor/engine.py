@@ -1,10 +1,7 @@
-"""The interface to an inference engine, and the conversion of its completions to sequences.
+"""The interface to an inference engine, and pure functions that convert its completions to sequences.
 
-`vllm_engine.py` implements `InferenceEngine` with vLLM; tests use a light implementation. `weight_sync/client.py` gives an
-engine new weights. An engine takes and returns tokens; it knows nothing about text prompts, rewards or streams.
-
-A completion becomes a sequence without reward, a failed sequence with its reason, or a partial sequence that another actor
-continues. The functions for this are pure, without an engine, stream or clock.
+An engine takes and returns tokens; it knows nothing about text prompts, rewards or streams. A completion becomes a sequence
+without reward, a failed sequence with its reason, or a partial sequence that another actor continues.
 """
 
 from __future__ import annotations
@@ -44,10 +41,9 @@ class EngineError(PipelineRLError):
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """A request for one completion. `prompt_token_ids` int32[tokens]; `seed` None = the engine's own random stream.
-
-    `cache_salt` returns a salt. Only requests with the same salt share cached keys and values of a common prefix. The engine
-    calls it when the request enters, and again if the request restarts because weights were swapped before its first token."""
+    """A request for one completion. `prompt_token_ids` int32[tokens]; `seed` None = the engine's own random stream. Only
+    requests with the same salt share cached keys and values of a common prefix. The engine calls `cache_salt` when the request
+    enters, and again if the request restarts because weights were swapped before its first token."""
 
     request_id: str
     prompt_token_ids: TokenIds
@@ -57,42 +53,32 @@ class GenerationRequest:
 
 
 class InferenceEngine(Protocol):
-    """Generates on one policy version at a time."""
+    """Generates on one policy version at a time. `vllm_engine.py` implements it with vLLM; tests have a light one."""
 
     @property
-    def weights(self) -> WeightUpdateClient:
-        """Client that gives this engine new weights."""
-        ...
+    def weights(self) -> WeightUpdateClient: ...
 
     @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary; token ids are smaller."""
-        ...
+    def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate a completion, up to its end or an abort. Raises `EngineError` if the request is refused (prompt too long) or
-        the engine died."""
-        ...
+        """Generate up to the completion's end or an abort. Raises `EngineError` if it is refused or the engine died."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Make the `generate` calls of these requests return at once, with their tokens so far. Ids that the engine does not
         hold are ignored. Raises `EngineError` if the engine is dead."""
-        ...
 
     async def score(self, token_ids: TokenIds) -> Logprobs:
         """Return log π(token[i] | token[:i]) for i >= 1, float32[tokens - 1], nats, at temperature 1, without cached KV."""
-        ...
 
     @property
     def tokenizer(self) -> Any:
-        """The model's Hugging Face tokenizer, which writes episodes' conversations."""
-        ...
+        """The model's Hugging Face tokenizer."""
 
     def decode(self, token_ids: abc.Sequence[int] | TokenIds) -> str: ...
 
     async def check_health(self) -> None:
         """Raise `EngineError` if the engine is dead."""
-        ...
 
 
 OnStep = Callable[[float | None, float], None]
@@ -148,11 +134,8 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
-    """If a stop string begins in the first `carried` tokens of a sample or turn, cut at the token that completes it.
-
-    An engine looks for stop strings only in the tokens that it samples itself. Dropping the tokens after such a string changes
-    no probability: the rest is what a single actor would have sampled.
-    """
+    """If a stop string begins in the first `carried` tokens of a sample or turn, cut at the token that completes it, because an
+    engine looks for stop strings only in the tokens that it samples itself."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made
@@ -211,9 +194,7 @@ def defect_of(made: Completion) -> str:
     if not np.isfinite(made.behaviour_logprobs).all():
         return "non_finite_logprobs"
     covered = sum(span.end - span.start for span in made.spans)
-    if covered != num_tokens:
-        return f"version_spans: cover {covered} of {num_tokens} tokens"
-    return ""
+    return "" if covered == num_tokens else f"version_spans: cover {covered} of {num_tokens} tokens"
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:

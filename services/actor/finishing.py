@@ -1,4 +1,4 @@
-"""Get rewards for finished samples and store their sequences; keep dead letters of prompt groups that are given up."""
+"""Get rewards for finished samples and store their sequences."""
 
 from __future__ import annotations
 
@@ -14,76 +14,38 @@ from opentelemetry.trace import SpanKind
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import Headers, Subjects
-from pipelinerl.bus.reader import PromptDelivery
-from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
-from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, DeadLetter, PromptGroup, Sequence, building, encode_sequence
+from pipelinerl.errors import MessageError, PayloadTooLarge, ServiceError
+from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, PromptGroup, Sequence, building, encode_sequence
 from pipelinerl.messages.verification import VerifierClient, judged, status_name
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import BoundedLabels
 from pipelinerl.telemetry.tracing import Trace, child, headers_of, trace_of
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem
 from services.actor.engine import without_arrays
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
 
-REASON_CHARACTERS = 1000
 VERIFY = "pipelinerl.v1.VerifierService/Verify"
-
-
-async def keep_dead_letter(bus: Bus, delivery: PromptDelivery, reason: str, actor: str) -> bool:
-    """Store a message of PROMPTS that `actor` gives up, so that people can inspect it (`pipelinerl dead-letters`).
-
-    If the letter is too large, it is stored without the message. Return False if it could not be stored; the caller must then
-    not give up the message, which will be delivered again.
-    """
-    letter = DeadLetter(
-        run=bus.run,
-        msg_id=delivery.msg_id,
-        prompt_group=delivery.payload,
-        reason=reason[:REASON_CHARACTERS],
-        deliveries=delivery.num_deliveries,
-        actor=actor,
-        at_s=time.time(),
-    )
-    msg_id = f"position-{delivery.position}"
-    try:
-        try:
-            await bus.publish_dead_letter(letter.SerializeToString(), msg_id)
-        except PayloadTooLarge:
-            letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be stored)"
-            letter.ClearField("prompt_group")
-            await bus.publish_dead_letter(letter.SerializeToString(), msg_id)
-    except BusError as error:
-        log.warning("a prompt group is not given up yet, because its dead letter cannot be stored: %s", error)
-        return False
-    return True
-
-
 WORKERS = 4
 """Number of batches that are verified or published concurrently, so that a slow reward does not delay the others."""
 
 
 @dataclass(frozen=True, eq=False)
 class FinishedSample:
-    """A sequence with its group. A sequence with a `failure` skips the verifier and gets no reward."""
+    """A sequence with its group. An episode already has its reward, and a sequence with a `failure` gets none."""
 
     group: PromptGroup
     sequence: Sequence
     trace: Trace = None
     """Parent of the sample's next span."""
-    judged: bool = False
-    """True if the sample already has its reward."""
 
 
 class Finisher:
-    """Gets a reward from the verifier for each finished sample, then publishes it as one message.
-
-    Consumes finished samples from a bounded buffer, produces messages on SEQUENCES, waits for the verifier and the stream. If
-    either is unavailable, the buffer fills, generation slots stay taken, and nothing is dropped. The trainer (by reading) and
-    the verifier (by answering) unblock it. `on_published(group, sample_index)` is called once per stored sequence.
-    """
+    """Gets a reward from the verifier for each finished sample, then publishes it on SEQUENCES and calls `on_published(group,
+    sample_index)`. If verifier or stream are unavailable, the bounded buffer fills, generation slots stay taken, and nothing is
+    dropped."""
 
     def __init__(
         self,
@@ -102,11 +64,9 @@ class Finisher:
         self._buffer: asyncio.Queue[FinishedSample] = asyncio.Queue(maxsize=buffer_size)
 
     async def put(self, sample: FinishedSample) -> None:
-        """Add a sample, waiting while the buffer is full."""
         await self._buffer.put(sample)
 
     async def run(self) -> None:
-        """Process samples until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(WORKERS):
                 tasks.create_task(self._work())
@@ -130,8 +90,8 @@ class Finisher:
 
     async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
         """Return the batch with rewards, or failures. An item that the verifier refuses does not affect the others."""
-        good = [sample for sample in batch if not (sample.judged or sample.sequence.failure)]
-        done = [sample for sample in batch if sample.judged or sample.sequence.failure]
+        done = [sample for sample in batch if sample.group.episodic or sample.sequence.failure]
+        good = [sample for sample in batch if sample not in done]
         try:
             return done + await self._verified(good)
         except (ServiceError, MessageError) as error:
@@ -143,7 +103,6 @@ class Finisher:
             return [*done, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
 
     async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
-        """Return samples with the verifier's rewards. Raises `ServiceError`, `MessageError`."""
         if not samples:
             return []
         started = time.monotonic()
@@ -155,10 +114,13 @@ class Finisher:
                 items.append(verify_item(sample, trace_of(spans.enter_context(span))))
             results = await self._verifier.verify(items)
         self._metrics.verify_seconds.observe(time.monotonic() - started)
-        return [
-            replace(sample, sequence=with_reward(sample.sequence, result))
-            for sample, result in zip(samples, results, strict=True)
-        ]
+        rewarded = []
+        for sample, result in zip(samples, results, strict=True):
+            failure = f"reward_{status_name(result.status)}: {result.message}"[:500]
+            is_good = result.status == VERIFY_STATUS_OK
+            sequence = judged(sample.sequence, result) if is_good else without_arrays(sample.sequence, failure)
+            rewarded.append(replace(sample, sequence=sequence))
+        return rewarded
 
     async def _publish(self, sample: FinishedSample) -> None:
         started, sequence = time.monotonic(), sample.sequence
@@ -172,18 +134,18 @@ class Finisher:
         await self._on_published(sample.group, sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
-        """Publish until the stream has stored the sequence. Return the sequence's failure; empty for a good sequence.
-
-        A sequence that is invalid or larger than max_payload is stored as a failure without arrays and texts.
-        """
+        """Publish until the stream has stored the sequence. Return the sequence's failure; empty for a good sequence. A
+        sequence that is invalid or larger than max_payload is stored as a failure without arrays and texts."""
+        name = sequence.sequence_id
         try:
-            await self._publish_until_stored(sequence, headers)
+            payload = encode_sequence(sequence)
+            await retry_forever(lambda: self._bus.publish_sequence(payload, name, headers), f"publish {name}")
             return sequence.failure
         except MessageError as error:
             failure = f"invalid: {error}"[:500]
         except PayloadTooLarge as error:
             failure = f"too_large: {error}"
-        log.error("sequence %s cannot be stored as it is: %s", sequence.sequence_id, failure)
+        log.error("sequence %s cannot be stored as it is: %s", name, failure)
         bare = replace(
             without_arrays(sequence, failure),
             prompt_token_ids=np.empty(0, dtype=np.int32),
@@ -195,13 +157,9 @@ class Finisher:
             prompt_text="",
             reference_json="",
         )
-        await self._publish_until_stored(bare, headers)
-        return failure
-
-    async def _publish_until_stored(self, sequence: Sequence, headers: Headers) -> None:
-        """Publish a sequence, with retries. Raises `MessageError`, `PayloadTooLarge`."""
-        payload, name = encode_sequence(sequence), sequence.sequence_id
+        payload = encode_sequence(bare)
         await retry_forever(lambda: self._bus.publish_sequence(payload, name, headers), f"publish {name}")
+        return failure
 
 
 def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:
@@ -217,10 +175,3 @@ def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:
         finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason],
         traceparent=headers_of(trace).get("traceparent", ""),
     )
-
-
-def with_reward(sequence: Sequence, result: VerifyResult) -> Sequence:
-    """Return the sequence with its reward, or with the reason of its failure."""
-    if result.status != VERIFY_STATUS_OK:
-        return without_arrays(sequence, f"reward_{status_name(result.status)}: {result.message}"[:500])
-    return judged(sequence, result)

@@ -17,6 +17,7 @@ from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge
 from pipelinerl.messages.sequences import (
     Completion,
+    DeadLetter,
     FinishReason,
     PartialSequence,
     PromptGroup,
@@ -47,13 +48,14 @@ from services.actor.engine import (
     state_of,
 )
 from services.actor.episodes.episode import Episodes, sequence_of_episode, verdict_of
-from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
-from services.actor.hand_over import HeldGroups, hand_back
+from services.actor.finishing import FinishedSample, Finisher
+from services.actor.hand_over import HeldGroups, publish_samples
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.gate import EpisodeSalt, ServingGate
 
 log = logging.getLogger(__name__)
 
+REASON_CHARACTERS = 1000
 FETCH_TIMEOUT_S = 5.0
 FETCH_RETRY_S = 1.0
 ABORT_AGAIN_S = 0.01
@@ -61,11 +63,8 @@ ABORT_AGAIN_S = 0.01
 
 
 class Sampler:
-    """Samples completions and episodes of prompt groups, and decodes at most `places` of them at once.
-
-    A completion becomes a sequence without reward, an episode one with its reward, and a failure a failed sequence. An actor
-    has one sampler for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation.
-    """
+    """Samples completions and episodes of prompt groups, and decodes at most `places` of them at once. An actor has one sampler
+    for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation."""
 
     def __init__(
         self,
@@ -88,7 +87,6 @@ class Sampler:
         self._places = asyncio.Semaphore(places)
         self._stopped = stopped or asyncio.Event()
         self.generating: set[str] = set()
-        """Ids of the requests in the engine."""
         self._playing: set[asyncio.Task[Any]] = set()
         self.interrupted = False
 
@@ -98,10 +96,7 @@ class Sampler:
         return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
 
     async def interrupt(self, timeout_s: float) -> None:
-        """End sampling for good and keep the unfinished sequences.
-
-        If the engine does not answer within `timeout_s`, its sequences are lost and an error is logged.
-        """
+        """End sampling for good and keep the unfinished sequences, unless the engine does not answer within `timeout_s`."""
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -116,13 +111,10 @@ class Sampler:
             await asyncio.wait(self._playing, timeout=timeout_s)
 
     async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
-        index, began_s = start.sample_index, time.monotonic()
-        salt = EpisodeSalt(self._gate)
+        index, began_s, salt = start.sample_index, time.monotonic(), EpisodeSalt(self._gate)
         if self._episodes is None or group.task not in self._episodes.tasks:
-            problem = (
-                f"unknown_task: {group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
-            )
-            return failed_sequence(group, index, self._instance, problem)
+            problem = f"{group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
+            return failed_sequence(group, index, self._instance, f"unknown_task: {problem}")
         task = asyncio.current_task()
         assert task is not None
         self._playing.add(task)
@@ -200,14 +192,12 @@ class Sampler:
 
 
 class GenerationLoop:
-    """Keeps H sequences decoding, one in each place of its sampler. `metrics.busy` counts them.
+    """Keeps H sequences decoding, one in each place of its sampler.
 
-    Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
-    commit opens it), for a free slot (the finisher frees one when it takes a finished sample) and for a group (the trainer's
-    feeder issues it). Groups are admitted sample by sample, so a large group never leaves slots empty; if the gate closes
-    meanwhile, the remaining samples go back to PROMPTS for another actor. A sample that a leaving actor began is continued
-    where that actor stopped. With episodes, there are more slots than places, because an episode takes one of the H places only
-    while it decodes a turn.
+    Consumes prompt groups from PROMPTS, produces finished samples for the finisher. Waits for the serving gate (a commit opens
+    it), for a free slot (the finisher frees it) and for a group (the trainer's feeder issues it). If the gate closes while a
+    group is admitted, its remaining samples go back to PROMPTS. With episodes, there are more slots than places, because an
+    episode takes one of the H places only while it decodes a turn.
     """
 
     def __init__(
@@ -267,8 +257,7 @@ class GenerationLoop:
         except MessageError as error:
             log.error("a prompt group is set aside: %s", error, extra=AGGREGATED)
             self._metrics.bad_messages.labels("prompt_group").inc()
-            remains = remains_of_group(delivery.payload, run=self._bus.run)
-            await self._give_up(remains, delivery, f"unreadable_group: {error}")
+            await self._give_up(remains_of_group(delivery.payload, run=self._bus.run), delivery, f"unreadable_group: {error}")
             return None
         if delivery.num_deliveries > self._bus.limits.max_deliveries and not self._held.holds(group, delivery):
             # It may have crashed several actors.
@@ -280,18 +269,38 @@ class GenerationLoop:
         return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
-        """Return samples that were not begun to PROMPTS. Waits for the stream. Return whether another actor will get them."""
+        """Give back samples that were not begun, and return whether another actor will get them. Waits for the stream."""
         try:
-            await hand_back(self._bus, self._held, group.group_id, samples, instance=self._instance)
+            await publish_samples(self._bus, self._held[group.group_id], samples, self._instance)
         except (MessageError, PayloadTooLarge) as error:
             log.warning("cannot return %d samples of group %s, generating them: %s", len(samples), group.group_id, error)
             return False
+        for sample_index in samples:
+            await self._held.published(group, sample_index)
         log.info("returned %d samples of group %s for another actor: %s", len(samples), group.group_id, self._gate.reason)
         return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
-        """End a group's samples as failed sequences and acknowledge it when all are stored. `group` None: not identifiable."""
-        if not await keep_dead_letter(self._bus, delivery, failure, self._instance):
+        """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences and
+        acknowledge it when all are stored. `group` None: not identifiable."""
+        letter = DeadLetter(
+            run=self._bus.run,
+            msg_id=delivery.msg_id,
+            prompt_group=delivery.payload,
+            reason=failure[:REASON_CHARACTERS],
+            deliveries=delivery.num_deliveries,
+            actor=self._instance,
+            at_s=time.time(),
+        )
+        try:
+            try:
+                await self._bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
+            except PayloadTooLarge:
+                letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be stored)"
+                letter.ClearField("prompt_group")
+                await self._bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
+        except BusError as error:  # it will be delivered again
+            log.warning("a prompt group is not given up yet, because its dead letter cannot be stored: %s", error)
             return
         self._metrics.dead_letters.inc()
         if group is None:
@@ -325,7 +334,7 @@ class GenerationLoop:
                     span.set_attributes(attributes.generated(sequence))
             if sequence is not None:  # outside of the H places, so that a full buffer does not block episodes' turns
                 self._metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
-                await self._finisher.put(FinishedSample(group, sequence, follows, judged=group.episodic))
+                await self._finisher.put(FinishedSample(group, sequence, follows))
         finally:
             self.slots.release()
 

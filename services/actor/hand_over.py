@@ -1,14 +1,11 @@
-"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor.
-
-This module neither generates nor stops generation.
-"""
+"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +36,6 @@ class HeldGroup:
 
     group: PromptGroup
     messages: dict[int, HeldMessage] = field(default_factory=dict)
-    """Messages by position in the stream."""
     partials: dict[int, PartialSequence] = field(default_factory=dict)
     """Tokens of samples that are not stored yet, generated here or else taken from the message with the most tokens."""
 
@@ -49,34 +45,20 @@ class HeldGroup:
         return {index for message in self.messages.values() for index in message.missing}
 
 
-class HeldGroups:
-    """Keeps groups alive and acknowledges them when all their sequences are published.
+class HeldGroups(dict[str, HeldGroup]):
+    """Groups by id, kept alive and acknowledged when all their sequences are published. Bounded by H, since every group has a
+    sample in progress.
 
     A group arrives in several messages if it was handed over in parts, or if its first actor died after handing it over and
     before acknowledging it. Each sample is still generated once, and each message is acknowledged when its samples are stored.
-    Consumes published sample indices, produces acknowledgements. Bounded by H, since every group has a sample in progress.
     """
 
-    def __init__(self) -> None:
-        self._held: dict[str, HeldGroup] = {}
-
-    def __len__(self) -> int:
-        """Return the number of groups. May be called on any thread."""
-        return len(self._held)
-
-    def __getitem__(self, group_id: str) -> HeldGroup:
-        return self._held[group_id]
-
-    def unfinished(self) -> list[HeldGroup]:
-        """Return the groups with samples that are not stored yet."""
-        return [held for held in self._held.values() if held.missing]
-
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
-        return group.group_id in self._held and delivery.position in self._held[group.group_id].messages
+        return group.group_id in self and delivery.position in self[group.group_id].messages
 
     def take(self, group: PromptGroup, delivery: PromptDelivery) -> list[int]:
         """Take a message and return the indices of the samples to generate: those that no other held message covers."""
-        held = self._held.setdefault(group.group_id, HeldGroup(group))
+        held = self.setdefault(group.group_id, HeldGroup(group))
         if delivery.position in held.messages:  # redelivered: the later delivery must be answered
             held.messages[delivery.position].delivery = delivery
             return []
@@ -90,25 +72,19 @@ class HeldGroups:
 
     def keep(self, group: PromptGroup, sample: PartialSequence) -> None:
         """Keep the tokens of a sample that is not published yet, for a hand-over."""
-        held = self._held[group.group_id]
-        held.partials[sample.sample_index] = sample
+        self[group.group_id].partials[sample.sample_index] = sample
 
     async def published(self, group: PromptGroup, sample_index: int) -> None:
-        """Mark a sequence as stored in SEQUENCES, and acknowledge messages whose samples are all stored."""
-        await self.done_with(group.group_id, [sample_index])
-
-    async def done_with(self, group_id: str, samples: Iterable[int]) -> None:
-        """Mark samples as stored or handed over, and acknowledge messages that wait for no other sample."""
-        if held := self._held.get(group_id):
-            for sample_index in samples:
-                held.partials.pop(sample_index, None)
-                for message in held.messages.values():
-                    message.missing.discard(sample_index)
-            await self.acknowledge(group_id)
+        """Mark a sample as stored or given back, and acknowledge messages that wait for no other sample."""
+        if held := self.get(group.group_id):
+            held.partials.pop(sample_index, None)
+            for message in held.messages.values():
+                message.missing.discard(sample_index)
+            await self.acknowledge(group.group_id)
 
     async def acknowledge(self, group_id: str) -> None:
         """Acknowledge this group's messages that are done. If that fails, `keep_alive` tries again."""
-        held = self._held.get(group_id)
+        held = self.get(group_id)
         if held is None:
             return
         for position, message in list(held.messages.items()):
@@ -120,23 +96,19 @@ class HeldGroups:
                 log.warning("group %s is published but not acknowledged yet: %s", group_id, error)
             else:
                 held.messages.pop(position, None)
-        if not held.messages and self._held.get(group_id) is held:
-            del self._held[group_id]
+        if not held.messages and self.get(group_id) is held:
+            del self[group_id]
 
     async def acknowledge_all(self) -> None:
-        for group_id in list(self._held):
+        for group_id in list(self):
             await self.acknowledge(group_id)
-
-    def forget(self, group_id: str) -> None:
-        """Drop a group that was handed over or given back."""
-        del self._held[group_id]
 
     async def keep_alive(self, every_s: float) -> None:
         """Extend the ack deadlines of all messages periodically, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             await self.acknowledge_all()
-            for group_id, held in list(self._held.items()):
+            for group_id, held in list(self.items()):
                 for message in list(held.messages.values()):
                     try:
                         await message.delivery.in_progress()
@@ -145,25 +117,21 @@ class HeldGroups:
 
 
 HEADER_ROOM_BYTES = 1024
-"""Bytes reserved for a message's headers."""
 AT_ONCE = 16
 ANSWER_WITHIN_S = 1.0
 
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
-    """Return a leaving actor's unfinished groups to PROMPTS, with their generated tokens, so that another actor continues them.
-
-    Consumes held groups, produces new messages on PROMPTS and then acknowledges the old ones, so that no group is lost. Waits
-    for the stream for little more than `timeout_s`. A group that cannot be stored in time is given back or redelivered without
-    its tokens, and the loss is logged. `instance`: name of the leaving actor.
-    """
+    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens, then acknowledge
+    the old messages. Waits for the stream for little more than `timeout_s`. A group that cannot be stored in time is given back
+    or redelivered without its tokens, and the loss is logged."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:
         group_id = one.group.group_id
         try:
             async with asyncio.timeout_at(until), at_once:
-                await _publish(bus, one, sorted(one.missing), instance)
+                await publish_samples(bus, one, sorted(one.missing), instance)
         except (BusError, NotPermitted, MessageError, TimeoutError) as error:
             lost = sum(sample.num_sampled_tokens for sample in one.partials.values())
             log.error(
@@ -175,25 +143,16 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
             for sample in one.partials.values():
                 metrics.handed_over.labels(state_of(sample)).inc()
             await _answer(one, acknowledge=True)
-        held.forget(group_id)
+        del held[group_id]
 
-    await asyncio.gather(*(pass_on(one) for one in held.unfinished()))
+    await asyncio.gather(*(pass_on(one) for one in list(held.values()) if one.missing))
     with suppress(TimeoutError):  # finished groups are then redelivered and recognised by their sequences' ids
         async with asyncio.timeout(ANSWER_WITHIN_S):
             await held.acknowledge_all()
 
 
-async def hand_back(bus: Bus, held: HeldGroups, group_id: str, samples: Sequence[int], *, instance: str) -> None:
-    """Give `samples`, which this actor has not begun, back to PROMPTS for another actor.
-
-    Waits for the stream. Raises `MessageError`, `PayloadTooLarge`; the samples then stay here.
-    """
-    await _publish(bus, held[group_id], samples, instance)
-    await held.done_with(group_id, samples)
-
-
-async def _publish(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:
-    """Publish messages that ask for `samples` of a group. Raises `PayloadTooLarge`, `MessageError`."""
+async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:
+    """Publish messages that ask another actor for `samples` of a group. Raises `PayloadTooLarge`, `MessageError`."""
     group_id, partials = held.group.group_id, [held.partials[index] for index in sorted(held.partials)]
     room = bus.max_payload_bytes - HEADER_ROOM_BYTES
     payloads, left_out = messages_of(held.group, samples, partials, room)
@@ -207,8 +166,7 @@ async def _publish(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: 
 
 
 async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
-    """Acknowledge or give back the group's messages. If that fails, they are redelivered after their deadline, which repeats
-    work but loses nothing."""
+    """Acknowledge or give back the group's messages. If that fails, they are redelivered after their deadline."""
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             for message in held.messages.values():
@@ -221,11 +179,9 @@ async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
 def messages_of(
     group: PromptGroup, missing: Sequence[int], partials: Collection[PartialSequence], max_bytes: int
 ) -> tuple[list[bytes], int]:
-    """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence.
-
-    A message of more than `max_bytes` is split in half. A single sample that is still too long starts again from the prompt;
-    the second value counts the tokens that are dropped for this. Raises `MessageError`. Pure.
-    """
+    """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence. A
+    message of more than `max_bytes` is split in half. A single sample that is still too long starts again from the prompt; the
+    second value counts the tokens that are dropped for this. Raises `MessageError`. Pure."""
     others = tuple(sorted(set(range(group.num_samples)) - set(missing)))
     mine = tuple(sample for sample in partials if sample.sample_index in missing)
     payload = encode_group(replace(group, partials=mine, done_samples=others))

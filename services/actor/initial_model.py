@@ -2,7 +2,7 @@
 
 The actor's pod runs this first. It does nothing for a hub model or a folder, or if the model is already in
 PIPELINERL_MODEL_CACHE. It waits without limit for a trainer that is not up yet, or still serves another recipe's model, because
-a cluster starts both at once; a log line says what it waits for. It loads no model.
+a cluster starts both at once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ SILENT_S = 60.0
 
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
-    """Fetch the run's initial model into the cache, unless it is already there.
-
-    Raises `FieldError`, and `ServiceError` if `stop` is set first.
-    """
+    """Fetch the run's initial model into the cache. Raises `FieldError`, and `ServiceError` if `stop` is set first."""
     recipe = load_recipe(settings.recipe)
     if settings.model_dir or not is_built(recipe.model):
         log.info("the initial model is %s; nothing is fetched", settings.model_dir or recipe.model.name)
@@ -55,7 +52,11 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
         f"fetch the initial model of trainer {settings.trainer}",
         retried=lambda error: isinstance(error, grpc.aio.AioRpcError | MessageError | TimeoutError),
         backoff=Backoff(first_s=0.5, most_s=5.0),
-        explain=lambda error: _reason(error, settings.tls_dir),
+        explain=lambda error: (
+            explained(error, settings.tls_dir)
+            if isinstance(error, grpc.aio.AioRpcError)
+            else str(error) or f"nothing came for {SILENT_S:.0f} s"
+        ),
         level=logging.INFO,  # the trainer may still be building it
     )
     try:
@@ -66,11 +67,8 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
 
 
 async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
-    """Write the model's files into the empty `folder` and return the number of bytes. gRPC ends the stream in order only after
-    the last chunk. A new channel looks up the trainer's name again.
-
-    Raises `FieldError` on `tls_dir`, `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk.
-    """
+    """Write the model's files into the empty `folder` and return the number of bytes. Raises `FieldError` on `tls_dir`,
+    `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk."""
     received = 0
     async with open_channel(settings.trainer, settings.tls_dir) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
@@ -84,12 +82,6 @@ async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
                 raise MessageError("InitialModelChunk", "file", f"{chunk.file!r} is not a valid file name")
             with (folder / chunk.file).open("ab") as out:
                 received += out.write(chunk.data)
-
-
-def _reason(error: Exception, tls_dir: Path | None) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return explained(error, tls_dir)
-    return str(error) or f"nothing came for {SILENT_S:.0f} s"
 
 
 def main() -> int:

@@ -14,13 +14,9 @@ from pipelinerl.telemetry.metrics import MetricSet
 CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """Buckets for calls to another process, from the same machine to a reward at its deadline or an outage of the stream."""
 RECEIVE_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
-"""Buckets from megabytes within a machine to hundreds of gigabytes over a network."""
 STALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 15)
-"""Buckets from one decode step to a whole load of a model."""
 DECODE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
-"""Buckets of one decode step, from a small model to a large one on a CPU."""
 COMPLETION_TOKENS = tuple(2**power for power in range(2, 18))
-"""Buckets that double, from 4 to 131,072 tokens."""
 STAGING_STATES = ("idle", "receiving", "staged", "committing")
 CARRIED_STATES = ("unfinished", "finished")
 REFUSALS = (
@@ -69,26 +65,20 @@ class ActorMetrics:
         self.busy = BusyClock()
         self.tokens_total = 0
         self.finished_total = 0
-        self._serving(metrics)
         self._generating(metrics)
         self._finishing(metrics)
         self._episodes(metrics)
         self._weights(metrics)
 
-    def _serving(self, metrics: MetricSet) -> None:
+    def _generating(self, metrics: MetricSet) -> None:
         self.version = metrics.reading("policy_version", "Policy version served; none before the first.")
         self.ready = metrics.reading("ready", "1 when it takes prompts, else 0.", unit="1 or 0")
         self.ready.set(0)  # so that an engine that never starts is visible
         self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups taken and not acknowledged yet.")
         self.bad_messages = metrics.counter(
-            "bad_messages_total",
-            "Messages that were invalid and ignored.",
-            {"kind": ("prompt_group", "control")},
-            unit="messages",
+            "bad_messages_total", "Messages that were invalid and ignored.", {"kind": ("prompt_group", "control")}
         )
         self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups given up.", unit="groups")
-
-    def _generating(self, metrics: MetricSet) -> None:
         in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
         in_progress.set_function(lambda: self.busy.running)
         self.most_in_progress = metrics.reading(
@@ -97,8 +87,7 @@ class ActorMetrics:
         self.generated_tokens = metrics.counter(
             "generated_tokens_total", "Completion tokens sampled here, of finished and unfinished sequences."
         )
-        self._busy_seconds = metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.")
-        self._busy_seconds.read(lambda: self.busy.total_s)
+        metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.").read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
             "One engine step with sequences in progress, measured on the event loop, including the stall of a swap.",

@@ -33,11 +33,10 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
     found: dict[str, Any] = {"rows": [], "mistakes": [], "control": [], "unread": []}
     from transformers import AutoTokenizer
 
-    model, path, is_packed = recipe.model, Path(source), source.endswith(".gguf")
-    file = {"gguf_file": path.name} if is_packed else {}
-    tokenizer = AutoTokenizer.from_pretrained(
-        path.parent if is_packed else path, trust_remote_code=model.trust_remote_code, **file
-    )
+    model, folder, file = recipe.model, Path(source), {}
+    if source.endswith(".gguf"):
+        folder, file = folder.parent, {"gguf_file": folder.name}
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code, **file)
     try:
         if template := model.chat_template or tokenizer.chat_template:
             found["unread"] = unread_variables(template, model.chat_template_kwargs)
@@ -72,7 +71,6 @@ def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
 
 
 def _token_ids(problem: Problem, task: TaskConfig, tokenizer: Any, model: ModelConfig) -> list[int]:
-    """Return the tokens of a problem's prompt. Raises `FieldError`."""
     if not task.tools:
         if task.prompt_style == "chat":
             answer_end(tokenizer)

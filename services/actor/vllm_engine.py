@@ -1,8 +1,7 @@
 """vLLM's AsyncLLM behind the `InferenceEngine` protocol. In the actor, only this file and `weight_sync/` use vLLM.
 
-The engine takes and returns tokens. It neither tokenises prompts nor detokenises completions while it decodes, unless it has to
-look for stop strings. Text is made once per finished sequence, for rewards and people. Log-probabilities are those of the
-sampling distribution (`processed_logprobs`), and token versions come from vLLM itself (`weight_versions`).
+The engine takes and returns tokens; it detokenises while it decodes only to look for stop strings. Log-probabilities are those
+of the sampling distribution (`processed_logprobs`), and token versions come from vLLM itself (`weight_versions`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,12 +50,9 @@ async def build_off_loop(
     stop: asyncio.Event,
     children: Callable[[], Sequence[BaseProcess]] = multiprocessing.active_children,
 ) -> _Built:
-    """Call `build()` on a thread, so that probes are answered and a stop takes effect at once.
-
-    A stop terminates the processes that `build` has started, listed by `children()`. `build` then fails; its thread is awaited.
-    Raises the errors of `build` or, if `stop` is set, `StartStopped`. If `build` succeeds nevertheless, its result is returned
-    and the caller must end it.
-    """
+    """Call `build()` on a thread, so that probes are answered. A stop terminates the processes that it has started, listed by
+    `children()`; `build` then fails, and its thread is awaited. Raises its errors or, if `stop` is set, `StartStopped`. If it
+    succeeds nevertheless, its result is returned and the caller must end it."""
     building = asyncio.ensure_future(asyncio.to_thread(build))
     stopping = asyncio.ensure_future(stop.wait())
     try:
@@ -104,15 +100,14 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
     if on_gpu:
         arguments["gpu_memory_utilization"] = engine.memory_share
     else:
-        # After a part of a prompt, vLLM resets the seeded generator, which generators on a CPU do not support.
-        arguments["enable_chunked_prefill"] = False
-        arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 1024**3)
-        # Prompts are shared in whole blocks, and many are shorter than vLLM's default of 128 on CPU. Decoding is as fast.
-        arguments["block_size"] = 32
+        arguments |= {
+            "enable_chunked_prefill": False,  # it resets seeded generators, which a CPU does not support
+            "kv_cache_memory_bytes": int(engine.kv_cache_gib * 1024**3),
+            "block_size": 32,  # prompts are shared in whole blocks, and many are shorter than vLLM's default of 128 on CPU
+        }
         if engine.tensor_parallel_size == 1:
             # Run model and scheduler in one process. On CPU, vLLM replaces "uni" by a worker process to set its OpenMP
-            # threads, which our environment already sets. The engine then waits for the worker in a busy loop, which takes
-            # more time than the model on two cores.
+            # threads, which our environment already sets, and waits for it in a busy loop that costs more than the model.
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
@@ -139,20 +134,19 @@ async def start_engine(
     bind_host: str | None = None,
 ) -> AsyncIterator[VllmEngine]:
     """Start vLLM on a thread (for tens of seconds, while the event loop runs), warm it up, and shut it down at the end.
-
     `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the other ranks
-    of a transfer group reach this pod.
-
-    Raises `EngineError` if vLLM cannot serve the model (its own log says why), and `StartStopped` if `stop` is set first.
-    """
-    stop, warm = stop or asyncio.Event(), asyncio.Event()
+    of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model, and `StartStopped` if `stop` is set
+    first."""
+    stop, is_warm = stop or asyncio.Event(), False
 
     def step(decode_s: float | None, kv_cache_usage: float) -> None:
-        if on_step is not None and warm.is_set():
+        if on_step is not None and is_warm:
             on_step(decode_s, kv_cache_usage)
 
-    with _private_folder() as sockets:
-        os.environ["VLLM_RPC_BASE_PATH"] = sockets  # it removes none of them
+    folder, beside = tempfile.gettempdir(), tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
+    with beside as sockets:  # the path of a socket may have at most 107 characters
+        is_private = stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        os.environ["VLLM_RPC_BASE_PATH"] = folder if is_private else sockets  # vLLM removes none of its sockets
         llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step and step), stop)
         weights = WeightUpdateClient(
             llm, recompute_kv=recipe.weights.recompute_kv, bind_host=bind_host, staging_buffers=recipe.weights.staging_buffers
@@ -165,22 +159,13 @@ async def start_engine(
             llm._run_output_handler()  # built outside the loop, it would only start with the first request
             engine = VllmEngine(llm, weights)
             await unless_stopped(engine.warm_up(recipe), stop)
-            warm.set()
+            is_warm = True
             yield engine
         finally:
             warnings.setLevel(logging.ERROR)
             llm.shutdown(timeout=0)  # kill its processes, which have nothing to save; an orderly exit takes 2.5 s
             warnings.setLevel(level)
             await weights.close()
-
-
-def _private_folder() -> AbstractContextManager[str]:
-    """Return a private folder for vLLM's sockets: the folder of temporary files if that is private, else a new one. The path of
-    a socket may have at most 107 characters."""
-    folder = tempfile.gettempdir()
-    if stat.S_IMODE(os.stat(folder).st_mode) == 0o700:
-        return nullcontext(folder)
-    return tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
@@ -218,10 +203,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger for vLLM that only calls `on_step`.
-
-    Its class is a Prometheus logger's, because vLLM otherwise adds a logger of that class, with a hundred metrics.
-    """
+    """Return a stat logger that only calls `on_step`. Beside another class, vLLM would add a Prometheus logger."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
@@ -236,14 +218,10 @@ def step_logger(on_step: OnStep) -> StatLoggerFactory:
                 on_step(now_s - self._at_s if self._running else None, scheduler_stats.kv_cache_usage)
             self._running, self._at_s = running, now_s
 
-        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        def ignore(self, *args: Any, **kwargs: Any) -> None:
             return
 
-        def record_admission_rejection(self, reason: str) -> None:
-            return
-
-        def log_engine_initialized(self) -> None:
-            return
+        record_sleep_state = record_admission_rejection = log_engine_initialized = ignore
 
     return StepLogger
 
@@ -265,11 +243,8 @@ class VllmEngine:
         self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:
-        """Generate two tokens for each of H prompts of one token, and drop them.
-
-        vLLM compiles functions of its sampler at their first use and imports TorchInductor for that, which took 2.5 s in a
-        run's first batch, four times as long as the batch itself. No cached KV is left. Raises `EngineError`.
-        """
+        """Generate two tokens for each of H prompts of one token, because vLLM compiles functions of its sampler at their first
+        use, which took 2.5 s. No cached KV is left. Raises `EngineError`."""
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]

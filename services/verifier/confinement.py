@@ -1,9 +1,8 @@
 """Limit processes that run users' code, and end them with all processes that they started. Linux.
 
 Limits are on address space and CPU time. This is not a jail: users' code is trusted not to attack the machine, but on a model's
-output it may run too long or take too much memory. The same functions end such a process from outside and, from inside, the
-processes that its code left behind. A model may control code in a sandbox, so a process above the sandbox also limits how many
-processes and threads the code starts (`keep_in_bounds`).
+output it may run too long or take too much memory. A model may control code in a sandbox, so a process above the sandbox also
+limits how many processes and threads the code starts (`keep_in_bounds`).
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and _SEND, of 80 and 24 bytes."""
 _GO_ON = 1
 MIB = 1024**2
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def attach_to_parent() -> None:
     """Kill this process when the parent's thread that started it ends, and adopt orphaned descendants."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+def prctl(option: int, value: int) -> None:
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def go_below_another() -> None:
-    """Fork, and return only in the child, attached to its parent. The parent just waits for the child's end.
-
-    If one of the two processes above a sandbox is killed, the other ends the rest. The child has its own process group, because
-    the group of a dead worker is killed."""
+    """Fork, and return only in the child, attached to its parent, which just waits for the child's end. If one of the two
+    processes above a sandbox is killed, the other ends the rest. The child has its own process group, because the group of a
+    dead worker is killed."""
     if child := os.fork():
         keep_in_bounds(child)
     os.setpgid(0, 0)
@@ -59,11 +58,9 @@ def go_below_another() -> None:
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
     """Stay outside the sandbox of `child`, and answer the requests of its seccomp filter for further processes or threads.
-    `ends` is a socket pair whose first end receives the filter's listener; without it, no filter asks.
-
-    Wait for the end of the child or of the process above this one, kill the remaining descendants, and end as the child did.
-    This process must be attached to its parent.
-    """
+    `ends` is a socket pair whose first end receives the filter's listener; without it, no filter asks. Wait for the end of the
+    child or of the process above this one, kill the remaining descendants, and end as the child did. This process must be
+    attached to its parent."""
     code = 1
     try:
         _ignore_signals()
@@ -88,13 +85,16 @@ def _ignore_signals() -> None:
 def _exit_code_of(child: int, *ends: socket.socket) -> int:
     above = os.getppid()
     ended, above_ended = os.pidfd_open(child), os.pidfd_open(above)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # wakes this process, even if stopped, to end what is below
+    prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # wakes this process, even if stopped, to end what is below
     listeners = list[int]()
     if ends:
         handed, childs = ends
         childs.close()
         _, listeners, _, _ = socket.recv_fds(handed, 1, 1)  # none if the child ended first
-    _close_all_but(2, ended, above_ended, *listeners)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor not in (2, ended, above_ended, *listeners):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
     waiting = select.poll()
     for descriptor in (ended, above_ended, *listeners):
         waiting.register(descriptor, select.POLLIN)
@@ -112,8 +112,7 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
 
 
 def answer_call(listener: int, child: int | None = None) -> None:
-    """Answer whether `child`, or a process below it, may make one more process or thread. Without `child`, answer whether the
-    asking process may make one more thread."""
+    """Answer whether `child` and its descendants may start another process or thread, or else the asking one a thread."""
     call = bytearray(80)
     with contextlib.suppress(FileNotFoundError):  # the asking process was killed meanwhile
         fcntl.ioctl(listener, _RECEIVE_CALL, call)
@@ -129,13 +128,6 @@ def _num_threads(pid: int) -> int:
         return os.stat(f"/proc/{pid}/task").st_nlink - 2
     except OSError:  # it ended
         return 0
-
-
-def _close_all_but(*kept: int) -> None:
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor not in kept:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
 
 
 def take_pipes() -> tuple[Connection, Connection]:
@@ -157,10 +149,7 @@ def renew_cpu_limit(timeout_s: float) -> None:
 
 
 def clear_leftover_children() -> bool:
-    """Kill and reap every process that this one started or adopted. Return False if new ones appear faster than they end.
-
-    Takes one system call if none exists.
-    """
+    """Kill and reap every process that this one started or adopted. Return False if new ones appear faster than they end."""
     for _ in range(_CLEARING_PASSES):
         try:
             os.waitpid(-1, os.WNOHANG)
@@ -183,10 +172,8 @@ def children(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to the process, to its descendants in any process group, and to its own group. Reaps nothing.
-
-    All of them get SIGSTOP first, repeatedly until no new one is found, so that none can start another process meanwhile.
-    """
+    """Send SIGKILL to the process, to its descendants in any process group, and to its own group. Reaps nothing. All of them
+    get SIGSTOP first, repeatedly until no new one is found, so that none can start another process meanwhile."""
     stopped: set[int] = set()
     while found := {pid, *descendants(pid)} - stopped:
         for process in found:
@@ -215,9 +202,11 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def lower_limit(kind: int, soft: int) -> None:
+def lower_limit(kind: int, most: int, *, for_good: bool = False) -> None:
+    """Lower the soft limit; `for_good` also the hard one."""
     hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (soft, soft if for_good else hard))
 
 
 def address_space() -> int:

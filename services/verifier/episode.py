@@ -1,13 +1,15 @@
 """Run one episode: an environment, tools or an agent talks to the actor that samples the policy's turns.
 
-An episode has its own process, and the verifier enforces its deadlines (`episode_pool`). An error of users' code becomes the
-result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns 0.
+An error of users' code becomes the result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns
+0. The verifier enforces the deadlines (`episode_pool`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
+import importlib
 import inspect
 import json
 import math
@@ -16,11 +18,13 @@ import selectors
 import shlex
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from statistics import fmean
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipelinerl.episodes.environment import (
@@ -35,7 +39,8 @@ from pipelinerl.episodes.environment import (
     tool_of,
 )
 from pipelinerl.errors import FieldError, UserError, as_unicode, located
-from pipelinerl.recipe.fields import ProblemSet
+from pipelinerl.recipe.fields import ProblemSet, TaskConfig
+from pipelinerl.tasks.source import Division, Split
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import (
     VERIFY_STATUS_BAD_REWARD,
@@ -49,19 +54,20 @@ from pipelinerl.v1.verifier_pb2 import (
 from services.verifier.rewards.compose import imported, make_reward, wrong_number
 from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
 
+if TYPE_CHECKING:
+    from verifiers.v1 import Episode, Trace
+
 _MOST_ANSWER_BYTES = 1024**2
 _MOST_RESULT_CHARACTERS = 256 * 1024
 """Maximum size of the results of one turn's tool calls together, far below the actor's limit of a request."""
+_FIRST_OF_ENDLESS = 4096
+"""Number of tasks taken from an endless taskset of verifiers."""
 _ROW_IN_ENVIRONMENT_BYTES = 100_000
 """Limit of a row in an environment variable; Linux allows 128 KiB."""
 
 
 class PolicyFault(Exception):
-    """The actor refuses further turns of this episode. Attribute: `code`, one of `POLICY_FAULTS`."""
-
-    def __init__(self, code: str, message: str) -> None:
-        self.code = code
-        super().__init__(message)
+    """The actor refuses further turns of this episode; the text begins with one of `POLICY_FAULTS`."""
 
 
 class EpisodeFailed(Exception):
@@ -69,11 +75,9 @@ class EpisodeFailed(Exception):
 
 
 class Policy:
-    """A client of the episode's endpoint, which samples the policy's turns.
-
-    Each request opens a new connection, because the server would close an idle one while the environment works.
-    `on_wait` is called with True before a turn is requested and with False when it has arrived.
-    """
+    """A client of the episode's endpoint, which samples the policy's turns. Each request opens a new connection, because the
+    server would close an idle one while the environment works. `on_wait` is called with True before a turn is requested and
+    with False when it has arrived."""
 
     def __init__(self, base_url: str, on_wait: Callable[[bool], None]) -> None:
         self.base_url, self._on_wait = base_url, on_wait
@@ -118,22 +122,14 @@ class Policy:
             return answer
         refusal = answer.get("error") or {}
         if refusal.get("code") in POLICY_FAULTS:
-            raise PolicyFault(refusal["code"], str(refusal.get("message", "")))
+            raise PolicyFault(f"{refusal['code']}: {refusal.get('message', '')}")
         raise EpisodeFailed(f"the actor answers HTTP {response.status}: {text[:300].decode(errors='replace')}")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The content of `EpisodeRequest.reference_json`."""
-
-    row: Mapping[str, Any]
-    answer: str
-    """The reference answer; empty if the task has none."""
-
-    @classmethod
-    def of(cls, request: EpisodeRequest) -> Problem:
-        reference = json.loads(request.reference_json)
-        return cls(reference.get("row") or {}, str(reference.get("answer", "")))
+def row_of(request: EpisodeRequest) -> dict[str, Any]:
+    """Return the problem's row."""
+    row: dict[str, Any] = json.loads(request.reference_json).get("row") or {}
+    return row
 
 
 Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
@@ -150,11 +146,8 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: fl
         if wrong := wrong_number((result.reward, *result.components.values()), max_abs):
             result = failed(VERIFY_STATUS_BAD_REWARD, f"{wrong}: {result.reward}")
     except PolicyFault as fault:
-        result = VerifyResult(
-            status=VERIFY_STATUS_OK,
-            components={"answer": 0.0},
-            message=as_unicode(f"{fault.code}: {fault}")[:MESSAGE_CHARACTERS],
-        )
+        message = as_unicode(str(fault))[:MESSAGE_CHARACTERS]
+        result = VerifyResult(status=VERIFY_STATUS_OK, components={"answer": 0.0}, message=message)
     except MemoryError:  # the traceback holds the memory and is freed at the end of this block
         result = failed(VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
     except EpisodeFailed as failure:
@@ -171,7 +164,7 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
     """Return the function that runs an environment's episodes. `correct`: the reward of a right answer."""
 
     def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
-        done, turn = converse(make(), Problem.of(request).row, request.seed, policy)
+        done, turn = converse(make(), row_of(request), request.seed, policy)
         reward = float(done.reward)
         metrics = {str(name): float(value) for name, value in done.metrics.items()}
         if not all(map(math.isfinite, metrics.values())):
@@ -188,13 +181,14 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
 def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy: Policy) -> tuple[Done, Turn]:
     """Alternate turns and replies until the environment is done; return its result and the last turn."""
     offered = getattr(environment, "tools", ())
+
+    async def wait_for(value: Any) -> Any:
+        return await value
+
     with asyncio.Runner() as loop:
 
         def awaited(value: Any) -> Any:
-            async def wait() -> Any:
-                return await value
-
-            return loop.run(wait()) if inspect.isawaitable(value) else value
+            return loop.run(wait_for(value)) if inspect.isawaitable(value) else value
 
         messages = _messages(awaited(environment.start(row, seed)), "start")
         while True:
@@ -206,7 +200,6 @@ def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy
 
 
 def _messages(given: Any, method: str) -> Messages:
-    """Return messages that an environment gave as a text or a list. Raises `TypeError` for anything else."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if isinstance(given, list) and given and all(isinstance(each, dict) and "role" in each for each in given):
@@ -218,23 +211,26 @@ def _messages(given: Any, method: str) -> Messages:
 class ToolUse:
     """An environment for a problem from a file. The policy may call functions, also async ones, until it answers."""
 
-    def __init__(self, tools: Mapping[str, Tool], system_prompt: str, instruction: str, prompt_field: str) -> None:
-        self._tools, self._system_prompt, self._instruction = tools, system_prompt, instruction
-        self._prompt_field = prompt_field
+    def __init__(self, tools: Mapping[str, Tool], task: TaskConfig) -> None:
+        self._tools, self._task = tools, task
         self.tools = [tool.schema for tool in tools.values()]
 
     def start(self, row: Mapping[str, Any], seed: int) -> Messages:
-        system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
-        asked = "\n".join(filter(None, (str(row[self._prompt_field]), self._instruction)))
+        system = [{"role": "system", "content": self._task.system_prompt}] if self._task.system_prompt else []
+        asked = "\n".join(filter(None, (str(row[self._task.prompt_field]), self._task.instruction)))
         return [*system, {"role": "user", "content": asked}]
 
     async def reply(self, turn: Turn) -> Messages | Done:
         """Return the results of the turn's calls. A turn without calls ends the episode; a scorer gives the reward later."""
         if not turn.tool_calls:
             return Done(0.0)
-        most = _MOST_RESULT_CHARACTERS // len(turn.tool_calls)
-        answers = [(call.id, await self._answer(call)) for call in turn.tool_calls]
-        return [{"role": "tool", "tool_call_id": id_, "content": _shortened(answer, most)} for id_, answer in answers]
+        most, messages = _MOST_RESULT_CHARACTERS // len(turn.tool_calls), list[dict[str, Any]]()
+        for call in turn.tool_calls:
+            answer = await self._answer(call)
+            if len(answer) > most:  # else it may leave no room for another turn, and the episode would earn nothing
+                answer = f"{answer[:most]}\n[cut: these are {most} of {len(answer)} characters]"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
+        return messages
 
     async def _answer(self, call: ToolCall) -> str:
         """Return the function's result, or a message about what is wrong with the call. The policy sees either."""
@@ -259,18 +255,11 @@ class ToolUse:
             return f"error: {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
 
-def _shortened(answer: str, most: int) -> str:
-    """Cut a result. If a long one left no room for another turn, the episode would end without a reward."""
-    return answer if len(answer) <= most else f"{answer[:most]}\n[cut: these are {most} of {len(answer)} characters]"
-
-
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
-    """Run an agent's program and return its output. Raises `EpisodeFailed` if it fails or prints too much.
-
-    The program gets the problem's row on standard input and, up to `_ROW_IN_ENVIRONMENT_BYTES`, in PIPELINERL_ROW. Its standard
-    error goes to the verifier's log; the last line is the reason of a failure. `search_path`: its PYTHONPATH.
-    """
-    row = json.dumps(Problem.of(request).row)
+    """Run an agent's program and return its output. Raises `EpisodeFailed` if it fails or prints too much; the reason is the
+    last line of its standard error, which goes to the verifier's log. The program gets the problem's row on standard input and,
+    if it is short, in PIPELINERL_ROW. `search_path`: its PYTHONPATH."""
+    row = json.dumps(row_of(request))
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
     if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:
         own["PIPELINERL_ROW"] = row
@@ -296,22 +285,20 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
     assert program.stdin is not None
     assert program.stdout is not None
     assert program.stderr is not None
+
+    def feed(stdin: IO[bytes]) -> None:
+        with contextlib.suppress(BrokenPipeError), stdin:
+            stdin.write(given)
+
+    threading.Thread(target=feed, args=(program.stdin,), daemon=True).start()
     ended, printed, complained = os.pidfd_open(program.pid), bytearray(), bytearray()
     texts = {program.stdout.fileno(): printed, program.stderr.fileno(): complained}
     with selectors.DefaultSelector() as ready:
-        ready.register(program.stdin, selectors.EVENT_WRITE)
-        os.set_blocking(program.stdin.fileno(), False)
         for descriptor in (*texts, ended):
             ready.register(descriptor, selectors.EVENT_READ)
             os.set_blocking(descriptor, descriptor == ended)
         while True:
             found = {key.fd for key, _ in ready.select()}
-            has_ended = ended in found
-            if not program.stdin.closed and program.stdin.fileno() in found:
-                given = _left(program.stdin.fileno(), given)
-                if not given:
-                    ready.unregister(program.stdin)
-                    program.stdin.close()
             for descriptor, text in texts.items():
                 while chunk := _read_now(descriptor):
                     text += chunk
@@ -323,19 +310,11 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
                         raise EpisodeFailed(f"the agent printed more than {_MOST_ANSWER_BYTES} bytes")
                 if chunk == b"" and descriptor in ready.get_map():
                     ready.unregister(descriptor)
-            if has_ended:
+            if ended in found:
                 break
     program.wait()
     os.close(ended)
     return printed.decode(errors="replace"), complained.decode(errors="replace")
-
-
-def _left(descriptor: int, given: bytes) -> bytes:
-    """Write as much as fits into a pipe and return the rest."""
-    try:
-        return given[os.write(descriptor, given) :]
-    except BrokenPipeError:  # no process reads it
-        return b""
 
 
 def _read_now(descriptor: int) -> bytes | None:
@@ -379,20 +358,100 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
 
     if task.source == "agent":
         return lambda request, policy: scored(request, run_agent(task.command, request, search_path))
-    tools = {tool.name: tool for tool in map(_tool, task.tools)}
+    tools = {}
+    for path in task.tools:
+        try:
+            tool = tool_of(imported("task.tools", path))
+        except UserError as error:
+            raise error if isinstance(error, FieldError) else FieldError("task.tools", path, str(error)) from error
+        tools[tool.name] = tool
 
     def play_tools(request: EpisodeRequest, policy: Policy) -> VerifyResult | VerifyItem:
-        environment = ToolUse(tools, task.system_prompt, task.instruction, task.prompt_field)
-        _, turn = converse(environment, Problem.of(request).row, request.seed, policy)
+        _, turn = converse(ToolUse(tools, task), row_of(request), request.seed, policy)
         return scored(request, turn.text, turn, policy.completion_tokens)
 
     return play_tools
 
 
-def _tool(path: str) -> Tool:
+def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
+    """Import an environment of the package `verifiers` (0.4, v1) and return the function that runs its episodes with the
+    package's own loop, in which the policy is the agents' model. Raises `FieldError`.
+
+    An agent's program calls a server that the package runs in the episode's process, which forwards requests unchanged to the
+    actor. Programs run within the limits of that process, unless the environment's configuration names another runtime.
+    """
+    from pipelinerl.recipe.preflight import VERIFIERS, VERIFIERS_MISSING
+
+    if VERIFIERS.is_dir():
+        sys.path.insert(0, str(VERIFIERS))
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the programs and tool servers that it starts
+    os.environ["UV_PYTHON"] = sys.executable  # for uv, which prepares programs of the package
+    os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     try:
-        return tool_of(imported("task.tools", path))
-    except FieldError:
-        raise
-    except UserError as error:
-        raise FieldError("task.tools", path, str(error)) from error
+        import verifiers.v1 as vf
+    except ModuleNotFoundError as error:
+        raise FieldError("task.source", task.source, f"{VERIFIERS_MISSING} ({error})") from error
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    importlib.import_module("openai.resources")  # else each episode's process would import it
+    try:
+        taskset = {**task.config.get("taskset", {}), "id": task.name}
+        config = resolve_env_config({**task.config, "taskset": taskset})
+        for agent in agent_config_fields(config).values():
+            if "runtime" not in agent.model_fields_set:  # the package's default is a paid service
+                agent.runtime = vf.SubprocessConfig()
+            if agent.max_turns is None:  # the environment scores episodes that end here; a refusal by the actor would earn 0
+                agent.max_turns = task.max_turns
+        env = load_environment(config)
+        tasks = list(islice(env.taskset, _FIRST_OF_ENDLESS if env.taskset.INFINITE else None))
+    except Exception as error:
+        raise FieldError("task.name", task.name, f"verifiers cannot load it: {type(error).__name__}: {error}") from error
+    division = Division(len(tasks), task, seed, is_trained_on=is_trained_on, where=task.name)
+
+    def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
+        row = row_of(request)
+        number = division.number(Split(row["split"]), row["index"])
+        client = vf.EvalClientConfig(base_url=policy.base_url, api_key_var="OPENAI_API_KEY")
+        context = vf.ModelContext(model="policy", client=client)
+
+        async def played() -> Episode:
+            async with env.serving():
+                (slot,) = env.slots(tasks[number])
+                return await env.run_slot(slot, context)
+
+        return result_of(asyncio.run(played()), policy.base_url)
+
+    return play
+
+
+def result_of(episode: Episode, base_url: str) -> VerifyResult:
+    """Return the mean over the trained agents' runs. Raises `EpisodeFailed` if no run can be trained on. Pure."""
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise EpisodeFailed("verifiers: " + (f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not ok"))
+    for trace in episode.traces:
+        if not trace.agent.trainable and trace.agent.config.client.base_url == base_url:
+            raise EpisodeFailed(
+                f"agent {trace.agent.name} must not be trained, but the policy plays it: give it its own model, "
+                f"task.config.{trace.agent.name}.client and .model"
+            )
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    if not traces:
+        raise EpisodeFailed("none of its agents is trained")
+    reward = fmean(trace.reward for trace in traces)
+    told = [one for trace in traces for one in _told_by(trace)]
+    last = [node.message.content for node in traces[-1].nodes if node.sampled]
+    return VerifyResult(
+        status=VERIFY_STATUS_OK,
+        reward=reward,
+        components={"answer": reward},
+        metrics={name: fmean(value for known, value in told if known == name) for name, _ in told},
+        answer=str(last[-1] or "") if last else "",
+    )
+
+
+def _told_by(trace: Trace) -> list[tuple[str, float]]:
+    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    named = {**trace.metrics, **rewards}
+    return [(name, float(value)) for name, value in named.items() if value is not None and math.isfinite(value)]

@@ -1,7 +1,7 @@
 """Run a bounded number of episodes, each in a forked process that is killed at its deadline with all processes it started.
 
 The template is a process that has imported the user's code and forks the episodes (`episode_worker`). If it dies, it is started
-again, and callers must repeat the episodes that were running. An episode's code cannot affect other episodes.
+again, and callers must repeat the episodes that were running.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipelinerl.v1.verifier_pb2 import (
 )
 from services.verifier.episode_worker import BEGIN, ENDED, JUDGE, KILL, NOT_FORKED, ORDER, WAITS, WORKS
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerProcess, how_ended, start_worker
+from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerGone, WorkerProcess, how_ended, read_frame, start_worker
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,6 @@ class Template:
     ended: dict[int, asyncio.Future[int | None]] = field(default_factory=dict)
 
     def read_end(self) -> None:
-        """Read the end of one episode from the socket."""
         try:
             message = self.orders.recv(ENDED.size)
         except BlockingIOError:
@@ -127,11 +126,8 @@ class EpisodePool:
         self._tasks = recipe.episodic_tasks
         self._template: Template | None = None
         self._numbers = 0
-        metrics.episodes.set_function(self._under_way)
+        metrics.episodes.set_function(lambda: len(self._template.ended) if self._template is not None else 0)
         metrics.episode_capacity.set(max_episodes)
-
-    def _under_way(self) -> int:
-        return len(self._template.ended) if self._template is not None else 0
 
     async def keep_template(self, template: Template, readiness: Readiness) -> None:
         """Start another template whenever one dies, until cancelled."""
@@ -153,9 +149,7 @@ class EpisodePool:
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
         """Run an episode until all its processes have ended; return its result, or an answer for a judge. Cancelling ends them.
-
-        Raises `QueueFull` if too many episodes are running, and `EpisodeLost` if another call may succeed.
-        """
+        Raises `QueueFull` if too many episodes are running, and `EpisodeLost` if another call may succeed."""
         template = self._template
         if template is None:
             raise EpisodeLost("the process from which episodes are forked is being started")
@@ -175,23 +169,18 @@ class EpisodePool:
                     raise EpisodeLost(f"no episode can be forked: {error}") from error
                 raise
             try:
-                return await self._exchange(request, ours, ended)
+                reader, writer = await asyncio.open_unix_connection(sock=ours)
+                try:
+                    payload = request.SerializeToString()
+                    writer.write(FRAME_LENGTH.pack(len(payload)) + payload)
+                    return await self._result(request, reader, ended)
+                finally:
+                    writer.transport.abort()
             finally:
                 with contextlib.suppress(OSError):  # the template is gone, and the episode with it
                     if not ended.done():
                         await template.order(KILL, number)
                 await asyncio.shield(ended)  # the template still sets it if this call is cancelled again
-
-    async def _exchange(
-        self, request: EpisodeRequest, connection: socket.socket, ended: asyncio.Future[int | None]
-    ) -> VerifyResult | VerifyItem:
-        reader, writer = await asyncio.open_unix_connection(sock=connection)
-        try:
-            payload = request.SerializeToString()
-            writer.write(FRAME_LENGTH.pack(len(payload)) + payload)
-            return await self._result(request, reader, ended)
-        finally:
-            writer.transport.abort()
 
     async def _result(
         self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
@@ -203,20 +192,22 @@ class EpisodePool:
             left_s = began_s + task.episode_timeout_s - time.monotonic()
             within_s = min(left_s, task.answer_timeout_s) if works else left_s
             try:
-                frame = await _frame(reader, ended, within_s)
+                frame = await read_frame(reader, within_s, _LONGEST_FRAME_BYTES)
             except TimeoutError:
                 self._metrics.timeouts.inc()
                 name = "episode_timeout_s" if within_s == left_s else "answer_timeout_s"
                 said = f"took more than task.{name} = {getattr(task, name):g} s and was killed"
                 return _failed(request, VERIFY_STATUS_TIMEOUT, said, began_s)
-            if frame is None:
+            except WorkerGone as too_long:
+                return _failed(request, VERIFY_STATUS_CRASHED, str(too_long).removeprefix("it "), began_s)
+            except (asyncio.IncompleteReadError, ConnectionError):
                 await asyncio.wait((ended,), timeout=_ENDS_WITHIN_S)
                 if not ended.done():
                     return _failed(request, VERIFY_STATUS_CRASHED, "closed its socket", began_s)
                 if (code := ended.result()) is None:
-                    raise EpisodeLost("the process from which episodes are forked died")
+                    raise EpisodeLost("the process from which episodes are forked died") from None
                 if code == NOT_FORKED:
-                    raise EpisodeLost("no process could be forked for it; the verifier's log says why")
+                    raise EpisodeLost("no process could be forked for it; the verifier's log says why") from None
                 return _failed(request, VERIFY_STATUS_CRASHED, f"died with {how_ended(code)}", began_s)
             if frame in (WAITS, WORKS):
                 works = frame == WORKS
@@ -230,25 +221,6 @@ class EpisodePool:
                 said = "wrote something other than results to its socket"
                 return _failed(request, VERIFY_STATUS_CRASHED, said, began_s)
             return result
-
-
-async def _frame(reader: asyncio.StreamReader, ended: asyncio.Future[int | None], within_s: float) -> bytes | None:
-    """Return the next frame, or None if the process ended without one. Raises `TimeoutError`."""
-    frame = asyncio.create_task(_next_frame(reader))
-    try:
-        done, _ = await asyncio.wait((frame, ended), timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            raise TimeoutError
-        return await frame  # the last one if the process has ended, since no other process holds its socket
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-    finally:
-        frame.cancel()
-
-
-async def _next_frame(reader: asyncio.StreamReader) -> bytes:
-    (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))
-    return await reader.readexactly(min(length, _LONGEST_FRAME_BYTES))
 
 
 def _failed(request: EpisodeRequest, status: VerifyStatus, said: str, began_s: float) -> VerifyResult:

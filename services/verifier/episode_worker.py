@@ -1,13 +1,12 @@
 """`python -m services.verifier.episode_worker`: fork a process for each episode. The verifier starts it. Linux.
 
 This template process imports the user's code but does not run it, so that a fork takes milliseconds and little memory. It
-consumes orders on a socket and reports there when an episode's process ends. It waits for the next order, which the verifier
-sends, and for the end of a process. An order to begin comes with a socket for the episode. On that socket, the verifier first
-sends its request. The episode sends one byte whenever it starts or stops waiting for the policy, and finally its result, or its
-answer for the judge.
+consumes orders on a socket and reports there when an episode's process ends. An order to begin comes with a socket, on which
+the verifier sends its request. The episode sends one byte whenever it starts or stops waiting for the policy, and finally its
+result, or its answer for the judge. Frames are those of `multiprocessing.connection`.
 
 An episode's process has its own session and limits of address space and CPU time, and dies with the template. When it ends, or
-when the verifier orders its end, all processes that it started are killed. Frames are those of `multiprocessing.connection`.
+when the verifier orders its end, all processes that it started are killed.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from services.verifier.confinement import (
     renew_cpu_limit,
     take_pipes,
 )
-from services.verifier.episode import Play, Policy, load_play, run_episode
+from services.verifier.episode import Play, Policy, load_play, play_verifiers, run_episode
 from services.verifier.sandbox import NoSandbox, confine, confinement_missing
 from services.verifier.worker import failed
 
@@ -69,7 +68,12 @@ def main() -> int:
     try:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
         tasks = recipe.episodic_tasks
-        plays = {name: _play_of(recipe, name, search_path=sys.argv[2]) for name in tasks}
+        plays = {
+            name: play_verifiers(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
+            if share.task.source == "verifiers"
+            else load_play(share, search_path=sys.argv[2])
+            for name, share in tasks.items()
+        }
         if missing := confinement_missing():
             for share in tasks.values():
                 if share.reward.sandbox:
@@ -85,15 +89,6 @@ def main() -> int:
     return 0
 
 
-def _play_of(recipe: Recipe, name: str, search_path: str) -> Play:
-    share = recipe.episodic_tasks[name]
-    if share.task.source != "verifiers":
-        return load_play(share, search_path)
-    from services.verifier.verifiers_play import play_verifiers
-
-    return play_verifiers(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
-
-
 class Template:
     def __init__(
         self,
@@ -104,7 +99,6 @@ class Template:
     ) -> None:
         self._tasks, self._plays, self._orders, self._pipes = tasks, plays, orders, pipes
         self._running: dict[int, int] = {}
-        """Number of each running episode, by its process id."""
         self._pid, self._wake = os.getpid(), socket.socketpair()
 
     def serve(self) -> None:
@@ -157,18 +151,15 @@ class Template:
                 return
             if ended is None:
                 return
-            is_episode = ended.si_pid in self._running
-            if is_episode:
+            if ended.si_pid in self._running:
                 kill_group(ended.si_pid)  # before the process is reaped, as its number may be reused afterwards
             _, status = os.waitpid(ended.si_pid, 0)
             for orphan in set(children(os.getpid())) - self._running.keys():
                 kill_tree(orphan)
-            if is_episode:
-                number = self._running.pop(ended.si_pid)
+            if (number := self._running.pop(ended.si_pid, None)) is not None:
                 self._orders.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
 
     def _become_episode(self, descriptor: int) -> NoReturn:
-        """Run the episode in the new process."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -196,7 +187,6 @@ def is_confined(share: ProblemSet) -> bool:
 
 
 def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifier: Connection) -> None:
-    """Consume one request and produce its result."""
     request = EpisodeRequest.FromString(verifier.recv_bytes())
     share, play = tasks[request.task], plays[request.task]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -207,9 +197,9 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
         try:
             confine([*filter(None, [share.task.path]), *named], urlsplit(request.base_url).port)
         except NoSandbox as error:
-            result = failed(VERIFY_STATUS_CRASHED, f"the episode has no sandbox: {error}")
-            result.sequence_id = request.sequence_id
-            verifier.send_bytes(result.SerializeToString())
+            refusal = failed(VERIFY_STATUS_CRASHED, f"the episode has no sandbox: {error}")
+            refusal.sequence_id = request.sequence_id
+            verifier.send_bytes(refusal.SerializeToString())
             return
     random.seed(request.seed)  # otherwise all episodes would draw the same numbers from the template's state
     pid = os.getpid()

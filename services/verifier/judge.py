@@ -1,16 +1,12 @@
 """Ask another model to judge a completion, through an OpenAI-compatible chat completions endpoint over HTTP.
 
-The verifier's own process makes the call: URL and template come from the user, and waiting must not occupy a worker. A worker
-scores the answer, because it is untrusted text, like every item; the item carries it as `judgement`.
-
-Answers are cached by the text of the question, so that a verifier normally asks each text once; failures are not cached. An
-item without the judge's answer fails and has no reward.
+The verifier's own process makes the call, since waiting must not occupy a worker. A worker scores the answer, because it is
+untrusted text; the item carries it as `judgement`. Answers are cached by the text of the question; failures are not.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import http.client
 import json
@@ -23,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from pipelinerl.errors import FieldError, PipelineRLError, as_unicode
@@ -35,11 +32,9 @@ from services.verifier.pool import QueueFull, RewardPool
 log = logging.getLogger(__name__)
 
 MOST_ANSWERS = 10_000
-"""Maximum number of cached answers; the least recently used ones are dropped first."""
 ANSWER_CHARACTERS = 8192
 """Number of characters kept from the end of an answer, where models put their verdict."""
 MOST_BYTES = 4 * 1024**2
-"""Maximum number of bytes read of a response."""
 _BACKOFF = Backoff(first_s=0.5, most_s=10.0, jitter=0.5)
 _HEALS = (408, 409, 425, 429)
 """HTTP statuses, in addition to 5xx, after which the call is repeated."""
@@ -66,10 +61,7 @@ class Answer:
 
 
 class Judge:
-    """The judge of one reward. `key`: API key, empty = none; it appears in no log and no message.
-
-    Use it as an async context manager. Callers bound the number of calls, since each waits for its answers.
-    """
+    """The judge of one reward, an async context manager. `key`: API key, empty = none; it appears in no log and no message."""
 
     def __init__(self, reward: RewardConfig, key: str, metrics: VerifierMetrics) -> None:
         assert reward.judge is not None
@@ -79,7 +71,6 @@ class Judge:
         self._places = asyncio.Semaphore(reward.judge.concurrency)
         self._next_at_s = 0.0
         self.num_waiting = 0
-        """Number of texts that wait for their answer."""
 
     async def __aenter__(self) -> Judge:
         return self
@@ -91,8 +82,8 @@ class Judge:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer(self, item: verifier_pb2.VerifyItem) -> Answer | None:
-        """Return the judge's answer for an item; equal questions share one. If the caller is cancelled, the call goes on, since
-        the item comes again. Return None for a completion that earns nothing because it was cut."""
+        """Return the judge's answer for an item, or None if the item earns nothing because it was cut. If the caller is
+        cancelled, the call goes on, since the item comes again."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             return None
         text = filled(self._config.template, item)
@@ -121,7 +112,7 @@ class Judge:
                 self._answers.pop(key, None)
 
     async def _answer_in_time(self, text: str) -> Answer:
-        """Try to get an answer until the timeout, which starts when the rate limit allows the first try."""
+        """Try to get an answer within the timeout, which starts when the rate limit allows the first try."""
         timeout_s, failure = self._config.timeout_s, ""
         await self._turn()
         until_s = time.monotonic() + timeout_s
@@ -155,7 +146,6 @@ class Judge:
             return Answer(f"the judge refuses: {error}", verifier_pb2.VERIFY_STATUS_CRASHED)
 
     async def _turn(self) -> None:
-        """Wait until `requests_per_minute` allows another call."""
         if self._config.requests_per_minute:
             now_s = time.monotonic()
             mine_s = max(now_s, self._next_at_s)
@@ -164,7 +154,7 @@ class Judge:
 
 
 class JudgedPool:
-    """A pool that asks an item's judge before a worker scores it. `judges`: by task; items of other tasks need no judge."""
+    """A pool that asks an item's judge, if its task has one, before a worker scores it. `judges`: by task."""
 
     def __init__(self, pool: RewardPool, judges: Mapping[str, Judge]) -> None:
         self._pool, self._judges, self.max_queue = pool, judges, pool.max_queue
@@ -198,9 +188,8 @@ class JudgedPool:
 
 def api_key(config: JudgeConfig) -> str:
     """Return the API key; "" if none is needed. Raises `FieldError` if the recipe's variable is missing or unusable."""
-    if not config.api_key_env:
-        return ""
-    if not (key := os.environ.get(config.api_key_env, "").strip()):
+    key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
+    if config.api_key_env and not key:
         problem = "the verifier's environment has no such variable; set it where the verifier starts"
         raise FieldError("reward.judge.api_key_env", config.api_key_env, problem)
     if not (key.isascii() and key.isprintable()):  # http.client would raise an error that contains the key
@@ -258,26 +247,14 @@ def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
 
 async def in_thread(call: Callable[[], str]) -> str:
     """Run `call()` on a daemon thread, which cannot delay the process's exit after the caller has left."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[str] = loop.create_future()
-
-    def settle(result: str | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result or "")
+    future = Future[str]()
+    future.set_running_or_notify_cancel()  # so that the result can be set after the caller has left
 
     def run() -> None:
-        result: str | None = None
-        raised: BaseException | None = None
         try:
-            result = call()
+            future.set_result(call())
         except Exception as error:  # noqa: BLE001 - handed to the caller
-            raised = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, raised)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="judge-call", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)

@@ -17,15 +17,12 @@ UNKNOWN_TASK = "(unknown)"
 CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED", "INTERNAL")
 """Statuses of calls that reached the server. Callers count all others."""
 LOSSES = ("timeout", "death", "retirement")
-"""Reasons for the end of a worker."""
 MEANS = ("bubblewrap", "landlock", "none")
 CODE = ("programs", "rewards", "episodes")
 """Kinds of untrusted code: a model's programs; users' functions; environments, tools and agents."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-"""Buckets from the comparison of two strings to a program in a sandbox at `reward.timeout_s`."""
 _EPISODE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _REWARDS = (-2, -1, -0.75, -0.5, -0.25, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.25, 1.5, 2, 5)
-"""Buckets around 0 and 1, the range of built-in rewards and their terms; users' rewards may exceed it."""
 
 STATUSES = tuple(status_name(status) for status in verifier_pb2.VerifyStatus.values() if status)
 

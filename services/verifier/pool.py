@@ -1,8 +1,5 @@
 """Score items in worker processes, so that a reward that hangs, dies or takes all memory only costs its own item.
 
-Each worker's loop consumes one item of the queue at a time and produces its result. It waits for an item, for the worker and
-for the reward's deadline. Callers unblock the first wait, the worker the second, the clock the third.
-
 After its deadline a worker is killed with all processes it started, and its item times out. If a worker dies, its item is tried
 once more, since the cause may have been an outside signal or an earlier item; after a second death the item fails.
 
@@ -72,7 +69,6 @@ class Job:
     on_result: Callable[[verifier_pb2.VerifyResult], None]
     future: asyncio.Future[verifier_pb2.VerifyResult]
     deaths: int = 0
-    """Number of workers that died on this item."""
 
     def resolve(self, result: verifier_pb2.VerifyResult) -> None:
         if not self.future.done():
@@ -80,8 +76,8 @@ class Job:
             self.on_result(result)
 
     def fail(self, status: verifier_pb2.VerifyStatus, message: str, seconds: float = 0.0) -> None:
-        item = self.item.sequence_id
-        self.resolve(verifier_pb2.VerifyResult(sequence_id=item, status=status, message=message, seconds=seconds))
+        name = self.item.sequence_id
+        self.resolve(verifier_pb2.VerifyResult(sequence_id=name, status=status, message=message, seconds=seconds))
 
 
 @asynccontextmanager
@@ -89,9 +85,7 @@ async def run_pool(
     recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, *, workers: int, max_queue: int
 ) -> AsyncIterator[RewardPool]:
     """Start the workers, and at the end kill them with all processes they started. The service is ready while at least one
-    worker is up.
-
-    Raises `UserError` if the recipe's reward does not exist, and `ServiceError` if one of the first workers does not start.
+    worker is up. Raises `UserError` if the recipe's reward does not exist, and `ServiceError` if a first worker does not start.
     """
     pool = RewardPool(recipe, metrics, readiness, max_queue)
     starts = await asyncio.gather(*(start_worker(recipe) for _ in range(workers)), return_exceptions=True)
@@ -125,10 +119,8 @@ class RewardPool:
     async def score(
         self, items: Iterable[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
     ) -> list[verifier_pb2.VerifyResult]:
-        """Return one result per item, in order; `on_result` gets each at once. If `QueueFull` is raised, no item is queued.
-
-        If the call is cancelled, its items leave the queue.
-        """
+        """Return one result per item, in order; `on_result` gets each at once. If `QueueFull` is raised, no item is queued. If
+        the call is cancelled, its items leave the queue."""
         loop = asyncio.get_running_loop()
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
         if len(self._jobs) + len(jobs) > self.max_queue:
@@ -166,7 +158,14 @@ class RewardPool:
     async def _serve(self, worker: WorkerProcess) -> Loss:
         """Score items until the worker is lost, and return the reason."""
         while True:
-            if not await self._wait_for_job(worker):
+            while not self._jobs and not worker.ended.done():
+                self._filled.clear()
+                filled = asyncio.create_task(self._filled.wait())
+                try:
+                    await asyncio.wait((filled, worker.ended), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    filled.cancel()
+            if worker.ended.done():
                 gone = await worker.gone()
                 log.warning("reward worker %d ended while idle: %s", worker.pid, gone)
                 return gone.loss
@@ -186,17 +185,6 @@ class RewardPool:
                 self._try_again(job, gone)
                 return gone.loss
             job.resolve(result)
-
-    async def _wait_for_job(self, worker: WorkerProcess) -> bool:
-        """Wait for an item. Return False if the worker ended first."""
-        while not self._jobs and not worker.ended.done():
-            self._filled.clear()
-            filled = asyncio.create_task(self._filled.wait())
-            try:
-                await asyncio.wait((filled, worker.ended), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                filled.cancel()
-        return not worker.ended.done()
 
     def _try_again(self, job: Job, gone: WorkerGone) -> None:
         """Queue an item again, or fail it after too many deaths. If the worker retired, it had not begun the item."""
@@ -226,25 +214,39 @@ class WorkerGone(Exception):
         super().__init__(how)
 
 
+async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: int) -> bytes:
+    """Return the next frame, even if it arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone` if it is too
+    long, and `IncompleteReadError` or `ConnectionError` if there is none."""
+
+    async def read() -> bytes:
+        (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))
+        if length > most_bytes:
+            raise WorkerGone(f"it wrote a result of {length:,} bytes, and at most {most_bytes:,} are allowed")
+        return await reader.readexactly(length)
+
+    frame = asyncio.create_task(read())
+    try:
+        done, _ = await asyncio.wait((frame,), timeout=within_s)
+        if not done:
+            raise TimeoutError
+        return frame.result()
+    finally:
+        frame.cancel()
+
+
 class WorkerProcess:
     """A worker, which `start_worker` creates and `kill` must end."""
 
     def __init__(self, process: Process) -> None:
-        self._process = process
+        self._process, self.pid = process, process.pid
         assert process.stdin is not None
         assert process.stdout is not None
         self._stdin, self._stdout = process.stdin, process.stdout
         self._last_output = ""
         self._output = asyncio.create_task(self._log_output())
         self.ended = asyncio.create_task(process.wait())
-        """Task that is done when the process has ended, even if that happens while the worker is idle."""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def write(self, payload: bytes) -> None:
-        """Queue one frame."""
         self._stdin.write(FRAME_LENGTH.pack(len(payload)) + payload)
 
     async def score(self, item: verifier_pb2.VerifyItem, within_s: float) -> verifier_pb2.VerifyResult:
@@ -260,23 +262,11 @@ class WorkerProcess:
         return result
 
     async def read(self, within_s: float) -> bytes:
-        """Return the next frame, even if it arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone`."""
-        frame = asyncio.create_task(self._next_frame())
+        """Return the next frame. Raises `TimeoutError`, `WorkerGone`."""
         try:
-            done, _ = await asyncio.wait((frame,), timeout=within_s)
-            if not done:
-                raise TimeoutError
-            return frame.result()
+            return await read_frame(self._stdout, within_s, LONGEST_RESULT_BYTES)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self.gone() from None
-        finally:
-            frame.cancel()
-
-    async def _next_frame(self) -> bytes:
-        (length,) = FRAME_LENGTH.unpack(await self._stdout.readexactly(FRAME_LENGTH.size))
-        if length > LONGEST_RESULT_BYTES:
-            raise WorkerGone(f"it wrote a result of {length:,} bytes, and at most {LONGEST_RESULT_BYTES:,} are allowed")
-        return await self._stdout.readexactly(length)
 
     async def gone(self) -> WorkerGone:
         """Describe the end of a worker that has exited or closed its pipe."""
@@ -321,11 +311,8 @@ class WorkerProcess:
 async def start_worker(
     recipe: Recipe, module: str = "services.verifier.worker", *arguments: str, pass_fds: tuple[int, ...] = ()
 ) -> WorkerProcess:
-    """Start a process of `module` and wait until it has imported the user's code.
-
-    Its environment holds Python's search path, the locale and one thread per numeric library, but no secrets. Raises
-    `UserError` if the recipe names missing code, and `ServiceError` if the process does not start.
-    """
+    """Start a process of `module`, whose environment holds no secrets, and wait until it has imported the user's code. Raises
+    `UserError` if the recipe names missing code, and `ServiceError` if the process does not start."""
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "PYTHONUNBUFFERED": "1",

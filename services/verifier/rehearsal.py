@@ -1,11 +1,10 @@
 """`python -m services.verifier.rehearsal`: try a recipe's rewards on given completions, before a run loads any model.
 
 It reads one JSON object from standard input: `recipe`, `items` with the fields of a `VerifyItem`, and the `forms` of each item:
-completions, each with the answer that the reward has to find in it (empty: any). It scores the items one after another in a
-worker process, as the verifier does, each with the first form that fits. It prints a line of JSON before each item (`calling`:
-its number) and after it (`completion`, `answer`, `status`, `reward`, `seconds`, `message`). If the process ends early, the
-reader thus knows at which item. If the start fails, it prints `{"problem": "..."}`. If a reward costs a worker, its task gets
-no further item, because each would take seconds.
+completions, each with the answer that the reward has to find in it (empty: any). It scores each item in a worker process, with
+the first form that fits. It prints a line of JSON before each item (`calling`: its number), so that the reader knows at which
+one it ends early, and after it (`completion`, `answer`, `status`, `reward`, `seconds`, `message`), or `{"problem": "..."}` if
+the start fails. If a reward costs a worker, its task gets no further item, because each would take seconds.
 """
 
 from __future__ import annotations

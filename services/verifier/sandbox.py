@@ -29,9 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import PipelineRLError
-from services.verifier.confinement import MIB, answer_call, attach_to_parent, keep_in_bounds
+from services.verifier.confinement import MIB, answer_call, attach_to_parent, keep_in_bounds, libc, lower_limit, prctl
 
 
 class Means(StrEnum):
@@ -75,7 +75,6 @@ class Ended:
     stdout: bytes
     stderr: bytes
     timed_out: bool
-    seconds: float
 
 
 _FILES = (
@@ -108,7 +107,7 @@ _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _STREAM, _SEQPACKET, _MSG_FASTOPEN = 1, 5, 0x20000000
 _ALLOW, _ASK, _REFUSE = 0x7FFF0000, 0x7FC00000, 0x00050000
-_NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
+_EQUAL, _MASKED_EQUAL = 4, 7
 _CLONE_THREAD = 0x10000
 _CLONE_ASIDE = 0x7E02_8000
 """CLONE_PARENT, which would make the new process a sibling of the calling one, and the flags of all namespaces."""
@@ -204,7 +203,6 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
         library.seccomp_release(context)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on every architecture
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _CONNECT_TCP = 2
@@ -216,7 +214,7 @@ _SCOPES = 3
 
 
 def _call(number: int, *arguments: object) -> int:
-    result = int(_libc.syscall(number, *arguments))
+    result = int(libc.syscall(number, *arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
@@ -278,16 +276,10 @@ def _beside_private(path: str) -> Iterator[tuple[str, int]]:
                 yield from _beside_private(entry.path)
 
 
-def _forbid_privileges() -> None:
-    """Prevent the process from gaining privileges by starting a program."""
-    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-
-
 def _give_up_privileges() -> None:
     """Drop all capabilities, because /proc shows root more than Landlock restricts, and prevent regaining any."""
-    _forbid_privileges()
-    if _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 
 
@@ -308,7 +300,6 @@ def _restrict_calls(program: bytes, flags: int = 0) -> int:
 
 
 def _python_paths() -> list[str]:
-    """Return the paths that a Python program reads: interpreter, libraries, packages."""
     paths = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", sys.base_prefix, sys.prefix)
     return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
 
@@ -332,14 +323,12 @@ class _Running:
 
 
 def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits, means: Means) -> Ended:
-    """Run `program` to its end, in a folder with `files`, whose names have no slash.
-
-    The calling process must have one thread, since the new process sets its limits between fork and exec. Raises `OSError` or
-    `subprocess.SubprocessError` if the sandbox, not the program, fails.
-    """
+    """Run `program` to its end, in a folder with `files`, whose names have no slash. The calling process must have one thread,
+    since the new process sets its limits between fork and exec. Raises `OSError` or `subprocess.SubprocessError` if the
+    sandbox, not the program, fails."""
     with ExitStack() as stack:
         given, printed = (stack.enter_context(_in_memory(content)) for content in (stdin, b""))
-        return _ended(stack, [_start(stack, program, files, given, printed, limits, means)], limits)[0]
+        return _ended([_start(stack, program, files, given, printed, limits, means)], limits)[0]
 
 
 Command = tuple[Sequence[str], Mapping[str, bytes]]
@@ -355,7 +344,7 @@ def run_pair(served: Command, asking: Command, limits: Limits, means: Means) -> 
         for (program, files), end, output in zip((served, asking), ends, (ends[0], printed), strict=True):
             with end:
                 running.append(_start(stack, program, files, end, output, limits, means))
-        first, second = _ended(stack, running, limits)
+        first, second = _ended(running, limits)
         return first, second
 
 
@@ -363,7 +352,7 @@ def _start(
     stack: ExitStack, program: Sequence[str], files: Mapping[str, bytes], given: Any, printed: Any, limits: Limits, means: Means
 ) -> _Running:
     complained = stack.enter_context(_in_memory())
-    folder, prefix, confined, descriptors, status = None, [], _nothing, [], None
+    folder, prefix, readable, calls, descriptors, status = None, [], [], b"", [], None
     if means is Means.BUBBLEWRAP:
         status = stack.enter_context(_in_memory())
         contents = [stack.enter_context(_in_memory(content)) for content in (_filter(signals=True), *files.values())]
@@ -375,27 +364,22 @@ def _start(
             Path(folder, name).write_bytes(content)
         if means is Means.LANDLOCK:
             readable, calls = [*_python_paths(), folder], _filter(signals=landlock_version() >= _SCOPED)
-            confined = _confinement(readable, calls)
     outside, inside = map(stack.enter_context, socket.socketpair())
     is_asked = means is not Means.NONE and not _listener_refusal()
 
     def limited() -> None:
-        cpu_s = int(limits.timeout_s) + 2
-        bounds = {
-            resource.RLIMIT_CPU: cpu_s,
-            resource.RLIMIT_AS: limits.memory_mib * MIB,
-            resource.RLIMIT_FSIZE: max(limits.output_bytes, *map(len, files.values())),  # bubblewrap writes these
-            resource.RLIMIT_CORE: 0,
-            resource.RLIMIT_NOFILE: 64,
-        }
-        for kind, most in bounds.items():
-            hard = resource.getrlimit(kind)[1]
-            least = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(kind, (least, least))
+        lower_limit(resource.RLIMIT_CPU, int(limits.timeout_s) + 2, for_good=True)
+        lower_limit(resource.RLIMIT_AS, limits.memory_mib * MIB, for_good=True)
+        largest = max(limits.output_bytes, *map(len, files.values()))  # bubblewrap writes these files
+        lower_limit(resource.RLIMIT_FSIZE, largest, for_good=True)
+        lower_limit(resource.RLIMIT_CORE, 0, for_good=True)
+        lower_limit(resource.RLIMIT_NOFILE, 64, for_good=True)
         if is_asked:
-            _forbid_privileges()
+            prctl(_PR_SET_NO_NEW_PRIVS, 1)
             socket.send_fds(inside, [b"."], [_restrict_calls(_ASKS_ABOUT_THREADS, _LISTENER)])
-        confined()
+        if calls:
+            _restrict_files(readable, None)
+            _restrict_calls(calls)
 
     process = subprocess.Popen(
         [*prefix, *program],
@@ -414,9 +398,9 @@ def _start(
     return _Running(process, status, printed, complained, listener)
 
 
-def _ended(stack: ExitStack, running: Sequence[_Running], limits: Limits) -> list[Ended]:
+def _ended(running: Sequence[_Running], limits: Limits) -> list[Ended]:
     """Wait for the end of the last program, or kill it after its time; kill the others; return all results."""
-    started_s, last = time.perf_counter(), running[-1]
+    last = running[-1]
     try:
         timed_out = not _ends_within(running, limits.timeout_s)
     finally:
@@ -432,8 +416,7 @@ def _ended(stack: ExitStack, running: Sequence[_Running], limits: Limits) -> lis
                 raise OSError(f"bubblewrap does not start: {_content(each.complained, 500).decode(errors='replace')}")
             code = 128 - code if code > 128 else code
         printed = b"" if isinstance(each.printed, socket.socket) else _content(each.printed, limits.output_bytes)
-        seconds = time.perf_counter() - started_s
-        ended.append(Ended(code, printed, _content(each.complained, limits.output_bytes), timed_out, seconds))
+        ended.append(Ended(code, printed, _content(each.complained, limits.output_bytes), timed_out))
     return ended
 
 
@@ -442,8 +425,8 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     `sys.path` and `readable`, but not the run's folder, and may write nothing. With `connect_port` it may connect to that TCP
     port of any host.
 
-    Return in a child that is attached to the calling process, which stays outside, limits the child's processes and ends as the
-    child does. The process must have one thread, as Landlock applies to the calling thread. Raises `NoSandbox`.
+    Return in a child of the calling process, which stays outside, limits the child's processes and ends as the child does. The
+    process must have one thread, as Landlock applies to the calling thread. Raises `NoSandbox`.
     """
     threads = len(os.listdir("/proc/self/task"))  # counted before `confinement_missing` uses another thread
     if missing := confinement_missing():
@@ -456,8 +439,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
             keep_in_bounds(child, outside, inside)
         outside.close()
         attach_to_parent()
-        most_files = min(_MOST_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+        lower_limit(resource.RLIMIT_NOFILE, _MOST_FILES, for_good=True)
         # A fork waits for the answer from outside, which the end of another child must not interrupt.
         signal.siginterrupt(signal.SIGCHLD, False)
         shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)
@@ -473,9 +455,8 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
 
 @cache
 def confinement_missing() -> str:
-    """Return what `confine` needs and this machine lacks; empty if nothing. A confined process must be able to signal only its
-    own processes, which Landlock supports from Linux 6.12 on. A container runtime must not already listen to its calls, since
-    Linux allows one listener per process."""
+    """Return what `confine` needs and this machine lacks; empty if nothing. Linux allows one listener per process, so that a
+    container runtime must not already listen to its calls."""
     if landlock_version() < _SCOPED:
         return f"Landlock of Linux 6.12 or later is needed; its version here is {landlock_version()}, of {_SCOPED}"
     try:
@@ -490,26 +471,13 @@ def confinement_missing() -> str:
 @cache
 def _listener_refusal() -> str:
     """Return why a filter here cannot have a listener; empty if it can."""
+
+    def listen() -> None:
+        _give_up_privileges()
+        os.close(_restrict_calls(_ADMITS_ALL, _LISTENER))
+
     with ThreadPoolExecutor(1) as thread:  # a filter only applies to its thread, and ends with it
-        return str(thread.submit(_listen).exception() or "")
-
-
-def _listen() -> None:
-    """Try to add a listener for this thread's calls. Raises `OSError` if that is impossible, or if it already has one."""
-    _give_up_privileges()
-    os.close(_restrict_calls(_ADMITS_ALL, _LISTENER))
-
-
-def _nothing() -> None:
-    pass
-
-
-def _confinement(readable: Iterable[str | Path], calls: bytes) -> Callable[[], None]:
-    def confined() -> None:
-        _restrict_files(readable, None)
-        _restrict_calls(calls)
-
-    return confined
+        return str(thread.submit(listen).exception() or "")
 
 
 def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits) -> list[str]:
@@ -530,7 +498,6 @@ def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits
 
 
 def _in_memory(content: bytes = b"") -> Any:
-    """Return an open, anonymous file, at its beginning."""
     file = os.fdopen(os.memfd_create("sandbox"), "r+b", buffering=0)
     file.write(content)
     file.seek(0)
@@ -564,17 +531,11 @@ def _ends_within(running: Sequence[_Running], seconds: float) -> bool:
 def strongest_means() -> Means:
     """Return the strongest sandbox that can run a test program on this machine."""
     program, files = python("print(1 + 1)")
-    for means in (Means.BUBBLEWRAP, Means.LANDLOCK):
-        if means is Means.BUBBLEWRAP and not shutil.which("bwrap"):
-            continue
-        if means is Means.LANDLOCK and landlock_version() < _LEAST:
-            continue
-        try:
-            ended = run(program, files, b"", Limits(timeout_s=20.0), means)
-        except (OSError, subprocess.SubprocessError):
-            continue
-        if ended.stdout == b"2\n":
-            return means
+    found = {Means.BUBBLEWRAP: bool(shutil.which("bwrap")), Means.LANDLOCK: landlock_version() >= _LEAST}
+    for means in (means for means, is_there in found.items() if is_there):
+        with suppress(OSError, subprocess.SubprocessError):
+            if run(program, files, b"", Limits(timeout_s=20.0), means).stdout == b"2\n":
+                return means
     return Means.NONE
 
 

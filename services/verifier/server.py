@@ -1,7 +1,4 @@
-"""The verifier's process: the gRPC service, its workers, its health, and the spans of its calls.
-
-This process imports and runs no reward itself, but it fetches judges' answers.
-"""
+"""The verifier's process: the gRPC service, its workers, its health, and the spans of its calls. It runs no reward itself."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ from services.verifier.episode_pool import NO_TEMPLATE, EpisodeLost, EpisodePool
 from services.verifier.episode_worker import is_confined
 from services.verifier.judge import Judge, JudgedPool, api_key
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
-from services.verifier.pool import NO_WORKER, QueueFull, RewardPool, run_pool
+from services.verifier.pool import NO_WORKER, QueueFull, run_pool
 
 log = logging.getLogger(__name__)
 
@@ -85,14 +82,14 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     """Serves one recipe's tasks with the pool of their kind; items and episodes of other tasks get UNKNOWN_TASK."""
 
     def __init__(
-        self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | JudgedPool | None, episodes: EpisodePool | None
+        self, recipe: Recipe, metrics: VerifierMetrics, *, pool: JudgedPool | None, episodes: EpisodePool | None
     ) -> None:
         self._tasks = {name: share.task.is_episodic for name, share in recipe.problem_sets.items()}
         """True if samples of the task are episodes."""
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
     async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:
-        """Score items. RESOURCE_EXHAUSTED means that the queue is too full, INVALID_ARGUMENT that the items can never fit."""
+        """Score items. The status is RESOURCE_EXHAUSTED if the queue is too full, INVALID_ARGUMENT if they can never fit."""
         started_s, spans, pool = time.perf_counter(), CallSpans(request.items), self._pool
         try:
             async with self._answering(context, spans.end):
@@ -127,7 +124,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return result
 
     async def _run(self, episodes: EpisodePool, request: verifier_pb2.EpisodeRequest) -> verifier_pb2.VerifyResult:
-        """Run an episode. If a judge must score its answer, have it scored."""
         started_s = time.perf_counter()
         ended = await episodes.run(request)
         if isinstance(ended, verifier_pb2.VerifyResult):
@@ -146,17 +142,13 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         try:
             yield
             code = grpc.StatusCode.OK
-        except QueueFull as full:
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await context.abort(code, str(full))
-        except EpisodeLost as lost:
-            code = grpc.StatusCode.UNAVAILABLE
-            await context.abort(code, str(lost))
-        except UserError:
-            code = grpc.StatusCode.INVALID_ARGUMENT
-            raise
-        except asyncio.CancelledError:
-            code = grpc.StatusCode.CANCELLED
+        except (QueueFull, EpisodeLost) as error:
+            is_full = isinstance(error, QueueFull)
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else grpc.StatusCode.UNAVAILABLE
+            await context.abort(code, str(error))
+        except (UserError, asyncio.CancelledError) as error:
+            is_mistake = isinstance(error, UserError)
+            code = grpc.StatusCode.INVALID_ARGUMENT if is_mistake else grpc.StatusCode.CANCELLED
             raise
         finally:
             end(code.name)
@@ -174,24 +166,20 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 async def _servicer(
     recipe: Recipe, settings: VerifierSettings, registry: RunRegistry, readiness: Readiness
 ) -> AsyncIterator[VerifierServicer]:
-    """Start the processes that the recipe's tasks need and yield the servicer."""
-    metrics, episodes = VerifierMetrics(registry, recipe.problem_sets), None
-    pool: RewardPool | JudgedPool | None = None
-    workers, max_queue = settings.workers, settings.max_queue
+    metrics, pool, episodes = VerifierMetrics(registry, recipe.problem_sets), None, None
     async with AsyncExitStack() as stack:
         if recipe.episodic_tasks:
             running = run_episode_pool(recipe, metrics, readiness.part(NO_TEMPLATE), settings.max_episodes)
             episodes = await stack.enter_async_context(running)
         if recipe.scored_tasks:
-            rewards = run_pool(recipe, metrics, readiness.part(NO_WORKER), workers=workers, max_queue=max_queue)
-            pool = scorers = await stack.enter_async_context(rewards)
+            limits = {"workers": settings.workers, "max_queue": settings.max_queue}
+            workers = await stack.enter_async_context(run_pool(recipe, metrics, readiness.part(NO_WORKER), **limits))
             judges = {
                 name: await stack.enter_async_context(Judge(share.reward, api_key(share.reward.judge), metrics))
                 for name, share in recipe.problem_sets.items()
                 if share.reward.judge is not None
             }
-            if judges:
-                pool = JudgedPool(scorers, judges)
+            pool = JudgedPool(workers, judges)
         for code, means in (await _sandboxes(recipe)).items():
             metrics.sandbox.labels(code, means).set(1)
             log.info("sandbox of %s: %s", code, means, extra={"sandbox": means})
@@ -202,19 +190,16 @@ async def _sandboxes(recipe: Recipe) -> dict[str, str]:
     """Return the sandbox of each kind of code in the recipe; `none` if any code of the kind runs without one."""
     sets, found = recipe.problem_sets.values(), dict[str, str]()
     if programs := [share.reward.sandbox is not False for share in sets if share.reward.scorer == "code"]:
-        found["programs"] = await _strongest_means() if all(programs) else "none"
+        found["programs"] = "none"
+        if all(programs):  # a process with one thread finds the strongest sandbox
+            command = (sys.executable, "-m", "services.verifier.sandbox")
+            process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+            found["programs"] = (await process.communicate())[0].decode().strip()
     if rewards := [share.reward.sandbox for share in sets if share.reward.is_function and not share.task.is_episodic]:
         found["rewards"] = "landlock" if all(rewards) else "none"
     if episodes := [is_confined(share) for share in recipe.episodic_tasks.values()]:
         found["episodes"] = "landlock" if all(episodes) else "none"
     return found
-
-
-async def _strongest_means() -> str:
-    """Find the strongest sandbox in a separate process, because the test needs a process with one thread."""
-    command = (sys.executable, "-m", "services.verifier.sandbox")
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
-    return (await process.communicate())[0].decode().strip()
 
 
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:

@@ -1,11 +1,7 @@
 """`python -m services.verifier.worker`: score items in a separate process. The verifier starts it. Linux.
 
-It consumes items one after another on its standard input and produces the result of each on its standard output. The verifier
-unblocks it. Before a reward's code is imported, both pipes move to descriptors that children do not inherit; a reward has no
-standard input and prints to the verifier's log.
-
-The process limits its address space and CPU time, dies with the verifier, and kills processes that a reward left behind
-(`confinement`).
+It consumes items one after another on its standard input and produces the result of each on its standard output. The process
+limits its address space and CPU time, dies with the verifier, and kills processes that a reward left behind (`confinement`).
 """
 
 from __future__ import annotations
@@ -98,7 +94,6 @@ def failed(status: verifier_pb2.VerifyStatus, message: str) -> verifier_pb2.Veri
 
 
 def _hint(error: BaseException, item: verifier_pb2.VerifyItem, answer: str | None) -> str:
-    """Return a hint about the item for the reward's author, or ""."""
     if isinstance(error, KeyError):
         reference = _reference(item.reference_json)
         row = reference.get("row")

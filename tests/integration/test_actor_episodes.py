@@ -22,10 +22,9 @@ from pipelinerl.service.settings import host_port
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor import app
 from services.actor.engine import GenerationRequest
-from services.actor.episodes.endpoint import episode_app
+from services.actor.episodes.endpoint import Rendering, episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import TemplateFormat
-from services.actor.episodes.rendering import Rendering
 from services.actor.metrics import ActorMetrics
 from services.trainer.data.evaluation import ActorClient, branches_of
 from tests.integration.test_episodes import NAME, recipe

@@ -18,10 +18,9 @@ from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.service.http import serve_http
 from services.actor.engine import EngineError
 from services.actor.episodes import endpoint
-from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
+from services.actor.episodes.endpoint import MAX_BODY_BYTES, Rendering, episode_app
 from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes, base_path
 from services.actor.episodes.formats import Answer, ChatFormat, TemplateFormat
-from services.actor.episodes.rendering import Rendering
 from services.actor.metrics import ActorMetrics
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
 from tests.unit.builders import make_recipe

@@ -16,9 +16,9 @@ from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
 from pipelinerl.messages.sequences import Completion, FinishReason, SamplingParams, VersionSpan
+from services.actor.episodes.endpoint import Rendering, message_of, read_messages
 from services.actor.episodes.episode import Episode
 from services.actor.episodes.formats import ChatFormat, FamilyFormat, PlainFormat, TemplateFormat, Unrenderable, chat_format
-from services.actor.episodes.rendering import Rendering, message_of, read_messages
 from tests.support.generation import recorded
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
 

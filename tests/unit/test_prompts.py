@@ -16,8 +16,8 @@ from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig, TaskShare
 from pipelinerl.recipe.loading import RecipeError, recipe_from_data, recipe_yaml
 from pipelinerl.recipe.preflight import check_environment
 from pipelinerl.tasks.source import Problem
+from services.actor.episodes.endpoint import Rendering
 from services.actor.episodes.formats import TemplateFormat, Unrenderable, chat_format, chat_format_of
-from services.actor.episodes.rendering import Rendering
 from services.actor.preview import preview
 from services.trainer.data.feeder import encode
 from services.trainer.policy_trainer import load_tokenizer

@@ -1,13 +1,16 @@
 """The HTTP endpoint at which environments and agents request turns: OpenAI's chat completions, or tokens in, tokens out.
 
 Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by its
-probabilities; a request only sets length, stop strings and tools. Answers are sent whole. If a request asks for a stream, its
-connection is kept alive until then.
+probabilities; a request only sets length, stop strings and tools. Answers are sent whole, even as a stream.
+
+`Rendering` converts messages to tokens and back. Recorded tokens are never rendered again; only the messages after them are. If
+the model's format cannot do that, or if the request's history was not recorded, the whole history begins a branch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import secrets
@@ -23,31 +26,28 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from pipelinerl.episodes.environment import TOO_LARGE
-from pipelinerl.messages.sequences import SamplingParams
+from pipelinerl.errors import as_unicode
+from pipelinerl.messages.sequences import SamplingParams, TokenIds
+from services.actor.engine import before_stop
 from services.actor.episodes.episode import EnvironmentRun, Episodes, RecordedTurn, Refused, no_such_episode
-from services.actor.episodes.formats import Answer, Message, Tools, Unrenderable
-from services.actor.episodes.rendering import Rendering, message_of, read_messages
+from services.actor.episodes.formats import Answer, ChatFormat, Message, ToolCall, Tools, Unrenderable, parsed_json
 from services.actor.metrics import IGNORED_FIELDS, ActorMetrics
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Maximum size of a request. It has room for a context of about a million tokens."""
+"""Maximum size of a request, with room for a context of about a million tokens."""
 BODY_WITHIN_S = 30.0
-"""Time within which a request must arrive completely."""
 KEEP_ALIVE_S = 2.0
 """Time until a stream's head is sent, and between the comments that keep clients with short timeouts waiting."""
 MAX_STOPS = 16
-_WHOLE = {"top_p": 1, "top_k": 0}
-"""Values of a request that do not count as ignored: they ask for an uncut distribution, which is always used."""
+ROLES = ("system", "user", "assistant", "tool")
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """The parts of a chat-completion request that are used."""
-
     messages: list[Message]
     tools: Tools
     may_call: bool
@@ -65,14 +65,14 @@ def episode_app(episodes: Episodes, rendering: Rendering, metrics: ActorMetrics,
     app.add_api_route("/episodes/{key}/v1/chat/completions", endpoint.chat_completions, methods=["POST"])
     app.add_api_route("/episodes/{key}/inference/v1/generate", endpoint.generate, methods=["POST"])
     app.add_exception_handler(Refused, endpoint.refuse)
+    app.add_exception_handler(Unrenderable, endpoint.invalid)
+    app.add_exception_handler(RecursionError, endpoint.invalid)
     app.add_exception_handler(HTTPException, endpoint.not_found)
     app.add_exception_handler(Exception, endpoint.fail)
     return app
 
 
 class Endpoint:
-    """Handlers of `episode_app`."""
-
     def __init__(self, episodes: Episodes, rendering: Rendering, metrics: ActorMetrics, model: str, vocab_size: int) -> None:
         self._episodes, self._rendering, self._metrics = episodes, rendering, metrics
         self._model, self._vocab_size = model, vocab_size
@@ -86,11 +86,8 @@ class Endpoint:
     async def chat_completions(self, key: str, request: Request) -> Response:
         run, body = await self._received(key, request)
         episode, rendering = run.episode, self._rendering
-        try:
-            asked = read_chat(body)
-            context = rendering.context(episode.served, asked.messages, asked.tools)
-        except (Unrenderable, RecursionError) as error:
-            raise Refused(400, "invalid_request", str(error)) from error
+        asked = read_chat(body)
+        context = rendering.context(episode.served, asked.messages, asked.tools)
         self._count_ignored(ignored_fields(body, episode.sampling))
         stop = (*episode.sampling.stop, *asked.stop)
 
@@ -105,10 +102,7 @@ class Endpoint:
 
     async def generate(self, key: str, request: Request) -> Response:
         run, body = await self._received(key, request)
-        try:
-            token_ids, max_tokens, stop, stop_token_ids = read_generate(body, self._vocab_size)
-        except Unrenderable as error:
-            raise Refused(400, "invalid_request", str(error)) from error
+        token_ids, max_tokens, stop, stop_token_ids = read_generate(body, self._vocab_size)
         ignored = ignored_fields(body.get("sampling_params") or {}, run.episode.sampling)
         self._count_ignored(name for name in ignored if name != "logprobs")  # the answer has them
         context = np.array(token_ids, dtype=np.int32)
@@ -118,19 +112,21 @@ class Endpoint:
         return Response(answer, media_type="application/json")
 
     async def refuse(self, _: Request, error: Exception) -> Response:
-        """Answer with an error in OpenAI's form."""
         assert isinstance(error, Refused)
         # OpenAI's clients would otherwise retry after a 408 or 5xx, and be refused again.
         headers = {"x-should-retry": "false"} | ({"connection": "close"} if error.status == 408 else {})
         return JSONResponse(self._told(error), error.status, headers=headers)
 
     def _told(self, error: Refused) -> dict[str, Any]:
+        """Count a refusal and return it in OpenAI's form."""
         self._metrics.episode_refusals.labels(error.code).inc()
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
+    async def invalid(self, request: Request, error: Exception) -> Response:
+        return await self.refuse(request, Refused(400, "invalid_request", str(error)))
+
     async def fail(self, request: Request, error: Exception) -> Response:
-        """Answer a request that failed by a defect. The server logs the defect afterwards."""
         return await self.refuse(request, _defect(error))
 
     async def not_found(self, request: Request, error: Exception) -> Response:
@@ -177,7 +173,6 @@ class Endpoint:
         return self._episodes[key], body  # the run may have ended meanwhile
 
     def _count_ignored(self, fields: Iterable[str]) -> None:
-        """Count ignored fields, and log each name once."""
         for name in fields:
             self._metrics.episode_ignored_fields.labels(name).inc()
             if name not in self._logged_fields:
@@ -206,14 +201,13 @@ async def _body_of(request: Request) -> bytes:
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """Parse a body as a JSON object. Raises `Refused`. Pure."""
     try:
         parsed = json.loads(body)
         json.dumps(parsed, ensure_ascii=False).encode()  # JSON can write halves of surrogate pairs
     except (ValueError, RecursionError) as error:
-        raise Refused(400, "invalid_request", f"the body is not JSON of Unicode text: {error}") from error
+        raise Unrenderable(f"the body is not JSON of Unicode text: {error}") from error
     if not isinstance(parsed, dict):
-        raise Refused(400, "invalid_request", "the body is not a JSON object")
+        raise Unrenderable("the body is not a JSON object")
     return parsed
 
 
@@ -237,8 +231,7 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
 
 
 def read_generate(body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], int | None, tuple[str, ...], tuple[int, ...]]:
-    """Read vLLM's request for tokens in, tokens out: its tokens, maximum tokens to sample, stop strings and stop tokens. Raises
-    `Unrenderable`. Pure."""
+    """Read the tokens, maximum tokens, stop strings and stop tokens of vLLM's request. Raises `Unrenderable`. Pure."""
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise Unrenderable("sampling_params: give an object")
@@ -246,8 +239,7 @@ def read_generate(body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], 
         raise Unrenderable("features, content_parts, stream: this endpoint only takes text tokens, and does not stream")
     token_ids, stop_token_ids = body.get("token_ids"), sampling.get("stop_token_ids") or []
     for name, ids in (("token_ids", token_ids), ("sampling_params.stop_token_ids", stop_token_ids)):
-        known = isinstance(ids, list) and all(type(one) is int and 0 <= one < vocab_size for one in ids)
-        if not known:
+        if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < vocab_size for one in ids):
             raise Unrenderable(f"{name}: give a list of token ids from 0 to {vocab_size - 1}")
     if not token_ids:
         raise Unrenderable("token_ids: is empty")
@@ -256,14 +248,16 @@ def read_generate(body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
     """Return the fields that ask for another distribution or answer than the recipe's `sampling`. Pure."""
-    given = {name for name in IGNORED_FIELDS if body.get(name) not in (None, False, {}, [])}
-    as_recipe = {**_WHOLE, "temperature": sampling.temperature}
-    given -= {name for name, value in as_recipe.items() if name in given and body[name] == value}
-    if body.get("tool_choice") in ("auto", "none"):
-        given.discard("tool_choice")
-    if body.get("response_format") == {"type": "text"}:
-        given.discard("response_format")
-    return sorted(given)
+    unchanged = {
+        # The recipe's distribution, which is uncut.
+        "temperature": (sampling.temperature,),
+        "top_p": (1,),
+        "top_k": (0,),
+        "tool_choice": ("auto", "none"),
+        "response_format": ({"type": "text"},),
+    }
+    given = {name: body[name] for name in IGNORED_FIELDS if body.get(name) not in (None, False, {}, [])}
+    return sorted(name for name, value in given.items() if value not in unchanged.get(name, ()))
 
 
 def chat_completion(turn: RecordedTurn, answer: Answer, *, model: str) -> dict[str, Any]:
@@ -306,12 +300,8 @@ def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in zip(token_ids, logprobs, strict=True)
     ]
-    choice = {
-        "index": 0,
-        "token_ids": token_ids,
-        "logprobs": {"content": content},
-        "finish_reason": str(turn.made.finish_reason),
-    }
+    reason = str(turn.made.finish_reason)
+    choice = {"index": 0, "token_ids": token_ids, "logprobs": {"content": content}, "finish_reason": reason}
     return {"request_id": f"gen-{secrets.token_hex(12)}", "model": model, "choices": [choice], "usage": _usage(turn)}
 
 
@@ -350,7 +340,6 @@ async def _hung_up(request: Request) -> None:
 
 
 def _hung_up_on() -> Refused:
-    """Return the refusal for a client that hung up, which is counted although no client reads it."""
     return Refused(499, "hung_up", "the client hung up")
 
 
@@ -376,3 +365,125 @@ def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
 def _usage(turn: RecordedTurn) -> dict[str, int]:
     prompt, completion = len(turn.context_token_ids), len(turn.made.completion_token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class Rendering:
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self.stop_token_ids = chat.stop_token_ids
+
+    def context(self, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
+        """Return the turn's context, int32[context]. It extends the last turn in `served` that is part of the request's
+        history, if any. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
+        turn = _last_known(served, _history(messages, tools))
+        messages, tools = self._chat.control.parted(messages), self._chat.control.parted(tools)
+        token_ids = None
+        if turn is not None:
+            prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
+            num_known = len(turn.messages) - 1
+            token_ids = self._chat.extend(prompt_ids, sampled_ids, messages, num_known, tools)
+        return np.array(token_ids or self._chat.render(messages, tools), dtype=np.int32)
+
+    def answer(
+        self, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: tuple[str, ...] = (), may_call: bool = True
+    ) -> Answer:
+        """Return the turn as a message, without the stop string that ended it, and note its history in the turn."""
+        prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
+        parsed = self._chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
+
+        def made_id(number: int) -> str:  # never changes, and has nine letters and digits, as Mistral's templates require
+            salt = number.to_bytes(8, "little")
+            return hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=salt).hexdigest()[:9]
+
+        calls = tuple(
+            ToolCall(as_unicode(call.name), as_unicode(call.arguments), as_unicode(call.id) or made_id(number))
+            for number, call in enumerate(parsed.tool_calls)
+        )
+        answer = Answer(before_stop(parsed.content, stop), before_stop(parsed.reasoning, stop), calls)
+        turn.messages = _history([*messages, message_of(answer)], tools)
+        return answer
+
+
+def message_of(answer: Answer) -> Message:
+    """Return an answer as a message."""
+    message: Message = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.tool_calls
+        ]
+    return message
+
+
+def read_messages(given: Any) -> list[Message]:
+    """Read a request's messages: text parts are joined, arguments of calls parsed. Raises `Unrenderable`."""
+    if not isinstance(given, list) or not given:
+        raise Unrenderable("messages: give a list with at least one message")
+    return [_read_message(message, f"messages[{number}]") for number, message in enumerate(given)]
+
+
+def _read_message(given: Any, where: str) -> Message:
+    role = given.get("role") if isinstance(given, Mapping) else None
+    role = "system" if role == "developer" else role
+    if role not in ROLES:
+        raise Unrenderable(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}")
+    message: Message = {"role": role, "content": _text_of(given.get("content"), f"{where}.content")}
+    for field in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(given.get(field), str):
+            message[field] = given[field]
+    if calls := given.get("tool_calls"):
+        try:
+            message["tool_calls"] = [_read_call(call) for call in calls]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Unrenderable(f"{where}.tool_calls: each needs function.name and function.arguments") from error
+    return message
+
+
+def _read_call(given: Any) -> dict[str, Any]:
+    function = given["function"]
+    arguments = parsed_json(function["arguments"])
+    return {
+        "id": given.get("id") or "",
+        "type": "function",
+        "function": {"name": str(function["name"]), "arguments": arguments},
+    }
+
+
+def _text_of(content: Any, where: str) -> str:
+    parts = content if isinstance(content, list) else ["" if content is None else content]
+    try:
+        return "".join(part if isinstance(part, str) else part["text"] for part in parts)
+    except (TypeError, KeyError) as error:
+        raise Unrenderable(f"{where}: only text is supported, as a string or as parts of type text") from error
+
+
+def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
+    """Return a key by which histories are compared: tools, and each message's role, content, names, and calls with ids and
+    parsed arguments. Reasoning and empty fields, which clients drop or add, do not count."""
+    return (
+        json.dumps(tools, sort_keys=True),
+        *(
+            json.dumps(
+                [message["role"], message.get("content", ""), message.get("name"), message.get("tool_call_id")]
+                + [
+                    [call["id"], call["function"]["name"], parsed_json(call["function"]["arguments"])]
+                    for call in message.get("tool_calls", ())
+                ],
+                sort_keys=True,
+            )
+            for message in messages
+        ),
+    )
+
+
+def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
+    """Return the turn that is the longest proper start of `history`; among equal ones, one that no other turn extends."""
+    extended = {id(turn.extends) for turn in served}
+    known = [
+        turn
+        for turn in served
+        if turn.messages and len(turn.messages) < len(history) and history[: len(turn.messages)] == turn.messages
+    ]
+    return max(known, key=lambda turn: (len(turn.messages), id(turn) not in extended), default=None)

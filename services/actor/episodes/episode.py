@@ -1,11 +1,9 @@
 """Episodes: their turns as tokens, the turns that environments request, and the runs of environments at verifiers.
 
-The environment or agent is a separate program that asks over HTTP (`endpoint`). Turns that extend each other's tokens form a
-branch. A turn begins a new branch, whose prompt is the turn's context, if it extends no other turn, or only one that an earlier
-turn already extends.
-
-An environment runs again if its verifier died or if another actor continues the episode. Then no turn counts as served, and a
-request with the context of a recorded turn gets that turn. Turns that the last run did not request are dropped.
+Turns that extend each other's tokens form a branch. A turn begins a new branch, whose prompt is the turn's context, if it
+extends no other turn, or only one that an earlier turn already extends. An environment runs again if its verifier died or if
+another actor continues the episode. Then no turn counts as served, and a request with the context of a recorded turn gets that
+turn. Turns that the last run did not request are dropped.
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ from pipelinerl.messages.sequences import (
 )
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, judged, status_name
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.retry import LOG_EVERY_S, Backoff
 from pipelinerl.tasks.source import Split, episode_seed
 from pipelinerl.telemetry.tracing import Trace, headers_of
@@ -85,7 +84,7 @@ class RecordedTurn:
     is_asked_for: bool = False
     """True if this run of the environment has requested the turn, even if the client hung up later."""
     messages: Any = None
-    """The request's messages and the answer, for `rendering`; None for a request with tokens."""
+    """The request's messages and the answer, for `endpoint.Rendering`; None for a request with tokens."""
 
     @property
     def is_finished(self) -> bool:
@@ -96,37 +95,21 @@ class RecordedTurn:
         """Context and sampled tokens, int32[context + sampled]."""
         return np.concatenate([self.context_token_ids, self.made.completion_token_ids])
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.context_token_ids) + len(self.made.completion_token_ids)
-
-    def is_start_of(self, token_ids: TokenIds) -> bool:
-        """Return whether `token_ids` begin with this turn's context and sampled tokens."""
-        seen, sampled = len(self.context_token_ids), self.made.completion_token_ids
-        return (
-            seen + len(sampled) <= len(token_ids)
-            and np.array_equal(token_ids[seen : seen + len(sampled)], sampled)
-            and np.array_equal(token_ids[:seen], self.context_token_ids)
-        )
-
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """`max_turns`: turns that one run of the environment may request, including those for which its client hung up.
-    `max_context`: tokens of a branch, including its prompt. `turn_timeout_s`: time for a turn, waiting for a slot included."""
-
     max_turns: int
+    """Turns that one run of the environment may request, including those for which its client hung up."""
     max_context: int
+    """Tokens of a branch, including its prompt."""
     turn_timeout_s: float
+    """Time for a turn, including the wait for a slot."""
 
 
 class Episode:
-    """One running episode. `sampling`: the group's, whose `max_tokens` bounds a turn. `decode`: the engine's. `carried`:
-    branches that another actor has recorded.
-
-    A turn is sampled to its end even if its client hangs up; a client that repeats the request gets it. `turns`: all recorded
-    turns, in the order of their first requests.
-    """
+    """One running episode. `sampling.max_tokens` bounds a turn. `carried`: branches that another actor has recorded. `turns`:
+    all recorded turns, in the order of their first requests. A turn is sampled to its end even if its client hangs up; a client
+    that repeats the request gets it."""
 
     def __init__(
         self,
@@ -142,7 +125,6 @@ class Episode:
         self.failure = ""
         """Why the episode cannot go on: the engine failed or a turn missed its deadline. All further requests are refused."""
         self.policy_fault = ""
-        """The first of `POLICY_FAULTS` in this run of the environment."""
         self._sample, self._metrics, self.decode = sample, metrics, decode
         self._run = 0
         self._requests, self._calls = itertools.count(1), itertools.count()
@@ -173,10 +155,8 @@ class Episode:
         stop: tuple[str, ...] = (),
         stop_token_ids: tuple[int, ...] = (),
     ) -> RecordedTurn:
-        """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. Raises `Refused`.
-
-        `max_tokens` can lower the recipe's; `stop` and `stop_token_ids` add to the recipe's. If this call is cancelled, the
-        turn counts as not served."""
+        """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. Raises `Refused`. If this
+        call is cancelled, the turn counts as not served."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
         num_tokens, limits = len(context_token_ids), self.limits
@@ -229,18 +209,17 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest turn that the context extends. Among equal turns, which parallel requests may have sampled, one
-        that no other turn extends is preferred."""
+        """Return the longest turn that the context extends; among equal ones, one that no other turn extends."""
         extended = {id(turn.extends) for turn in self.turns if turn.served}
-        starts = [turn for turn in self.turns if turn.served and turn.is_finished and turn.is_start_of(context_token_ids)]
-        return max(starts, key=lambda turn: (turn.num_tokens, id(turn) not in extended), default=None)
+        known = [(turn, turn.token_ids) for turn in self.turns if turn.served and turn.is_finished]
+        starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]
+        return max(starts, key=lambda start: (start[1], id(start[0]) not in extended), default=(None, 0))[0]
 
     async def end(self) -> None:
         """Cancel turns that are still being sampled."""
-        for task in list(self._sampling.values()):
+        for task in (tasks := list(self._sampling.values())):
             task.cancel()
-        if self._sampling:
-            await asyncio.wait(list(self._sampling.values()))
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def result(self) -> tuple[Branch, ...]:
         """Return the branches of the finished turns that the environment's last run was served; none if it requested no turn.
@@ -276,7 +255,6 @@ class Episode:
         return task
 
     async def _go_on_with(self, turn: RecordedTurn, sampling: SamplingParams) -> None:
-        """Sample the rest of a turn whose first tokens were sampled by an actor that stopped."""
         try:
             async with asyncio.timeout(self.limits.turn_timeout_s):
                 made = await self._sample(turn.context_token_ids, turn.made, sampling, next(self._calls))
@@ -310,16 +288,11 @@ def no_such_episode() -> Refused:
 
 
 def base_path(key: str) -> str:
-    """Return the path of `base_url`, after the address of the actor's episode port."""
     return f"/episodes/{key}/v1"
 
 
 class Episodes:
-    """The running episodes of one recipe's tasks. `decode`: the engine's.
-
-    Each run of an environment has a key, under which the endpoint serves its turns. `address`: `host:port` at which
-    environments reach the endpoint; the caller sets it before the first episode.
-    """
+    """The running episodes of one recipe's tasks. The caller sets `address`, `host:port` of the endpoint."""
 
     def __init__(
         self, verifier: VerifierClient, metrics: ActorMetrics, recipe: Recipe, decode: Callable[[TokenIds], str]
@@ -342,7 +315,6 @@ class Episodes:
             run.over.set()
 
     def __getitem__(self, key: str) -> EnvironmentRun:
-        """Return the run with this key. Raises `Refused`."""
         if run := self._runs.get(key):
             return run
         raise no_such_episode()
@@ -350,11 +322,9 @@ class Episodes:
     async def play(
         self, group: PromptGroup, start: PartialSequence, sample: Sample, *, split: Split, stopped: asyncio.Event, trace: Trace
     ) -> tuple[Episode, VerifyResult | None]:
-        """Run an episode and return it with its environment's result, or with None if `stopped` was set before its end.
-
-        Waits without limit for a verifier that accepts the episode. If its verifier is lost, the environment runs again, at
-        another verifier if possible, and gets turns that were sampled already. `start`: the turns that another actor recorded.
-        """
+        """Run an episode and return it with its environment's result, or with None if `stopped` was set before its end. Waits
+        without limit for a verifier that accepts the episode. If its verifier is lost, the environment runs again, at another
+        verifier if possible, and gets turns that were sampled already."""
         request = EpisodeRequest(
             sequence_id=group.sequence_id(start.sample_index),
             task=group.task,
@@ -369,15 +339,11 @@ class Episodes:
         limits = EpisodeLimits(task.max_turns, max_context, task.turn_timeout_s)
         episode = Episode(group.sampling, limits, sample, self._metrics, self._decode, start.branches)
         timeout_s = task.episode_timeout_s + CALL_SLACK_S + (judge.timeout_s if judge is not None else 0.0)
-        running = asyncio.create_task(self._run(episode, request, timeout_s))
-        stopping = asyncio.create_task(stopped.wait())
         try:
-            await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-            return episode, running.result() if running.done() else None
+            return episode, await unless_stopped(self._run(episode, request, timeout_s), stopped)
+        except StartStopped:
+            return episode, None
         finally:
-            running.cancel()
-            stopping.cancel()
-            await asyncio.wait((running, stopping))
             await episode.end()
 
     async def _run(self, episode: Episode, request: EpisodeRequest, timeout_s: float) -> VerifyResult:
@@ -389,30 +355,20 @@ class Episodes:
                     return await self._verifier.run_episode(request, timeout_s * 2**lost)  # it may await its judge
                 except VerifierAway as error:
                     tries, lost = tries + 1, lost + bool(episode.num_asked_for)
-                    self._tell(error)
                     failure = f"{lost} verifiers were lost while they ran it, the last one with: {error}"
+                    if (now_s := time.monotonic()) - self._told_at_s >= LOG_EVERY_S:  # over all episodes
+                        self._told_at_s = now_s
+                        log.warning("episodes are run again: %s", error)
                 except (ServiceError, MessageError) as error:
-                    return _refused(request, str(error))
+                    return VerifyResult(sequence_id=request.sequence_id, message=str(error))
             if lost >= MOST_RUNS:
-                return _refused(request, failure)
+                return VerifyResult(sequence_id=request.sequence_id, message=failure)
             await asyncio.sleep(_BACKOFF.delay_s(tries))
-
-    def _tell(self, error: VerifierAway) -> None:
-        """Log the error, at most once a minute over all episodes."""
-        now_s = time.monotonic()
-        if now_s - self._told_at_s >= LOG_EVERY_S:
-            self._told_at_s = now_s
-            log.warning("episodes are run again: %s", error)
-
-
-def _refused(request: EpisodeRequest, failure: str) -> VerifyResult:
-    return VerifyResult(sequence_id=request.sequence_id, message=failure)
 
 
 def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResult]:
-    """Return why the episode cannot be used, or "", and its result.
-
-    An environment that fails after the policy exceeded its turns or length counts as reward 0. Pure."""
+    """Return why the episode cannot be used, or "", and its result. An environment that fails after the policy exceeded its
+    turns or length counts as reward 0. Pure."""
     if episode.failure:
         return episode.failure, result
     if result.status == VERIFY_STATUS_CRASHED and episode.policy_fault:
@@ -420,11 +376,10 @@ def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResul
         return "", VerifyResult(
             sequence_id=result.sequence_id, status=VERIFY_STATUS_OK, components={"answer": 0.0}, message=why
         )
-    if not result.status:
-        return f"verifier_refused: {result.message}"[:500], result
-    if result.status != VERIFY_STATUS_OK:
-        return f"episode_{status_name(result.status)}: {result.message}"[:500], result
-    return "", result
+    if result.status == VERIFY_STATUS_OK:
+        return "", result
+    code = f"episode_{status_name(result.status)}" if result.status else "verifier_refused"
+    return f"{code}: {result.message}"[:500], result
 
 
 def sequence_of_episode(
@@ -451,10 +406,8 @@ def _branches(turns: list[RecordedTurn]) -> tuple[Branch, ...]:
     """Arrange turns in branches, each turn once. Only the first turn that extends another one continues its branch."""
     paths: dict[int, list[RecordedTurn]] = {}  # by the last turn of each
     for turn in turns:
-        path = paths.pop(id(turn.extends), [])
-        paths[id(turn)] = [*path, turn]
-    order = {id(turn): number for number, turn in enumerate(turns)}
-    return tuple(_branch(path) for path in sorted(paths.values(), key=lambda path: order[id(path[0])]))
+        paths[id(turn)] = [*paths.pop(id(turn.extends), []), turn]
+    return tuple(_branch(path) for path in sorted(paths.values(), key=lambda path: turns.index(path[0])))
 
 
 def _branch(path: list[RecordedTurn]) -> Branch:
@@ -476,7 +429,6 @@ def _branch(path: list[RecordedTurn]) -> Branch:
 
 
 def _turns_of(branch: Branch) -> list[RecordedTurn]:
-    """Return the turns of a branch, the inverse of `_branch`."""
     token_ids = np.concatenate([branch.prompt_token_ids, branch.completion_token_ids])
     offset, read, made = len(branch.prompt_token_ids), 0, list[RecordedTurn]()
     for turn in branch.turns or (Turn(0, len(branch.completion_token_ids), FinishReason.STOP),):

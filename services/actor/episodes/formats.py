@@ -25,7 +25,7 @@ from pipelinerl.recipe.fields import ModelConfig
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-"""A message of OpenAI's chat completions, as `rendering.read_messages` returns it: content is text, and no field is empty."""
+"""A message of OpenAI's chat completions, as `endpoint.read_messages` returns it: content is text, and no field is empty."""
 Tools = list[dict[str, Any]]
 
 
@@ -63,7 +63,6 @@ class ChatFormat(Protocol):
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
         """Return the tokens of all messages, up to the start of the model's next turn. Raises `Unrenderable`."""
-        ...
 
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
@@ -71,27 +70,21 @@ class ChatFormat(Protocol):
         """Return `prompt_ids` and `sampled_ids`, which stand unchanged for the first `num_known` messages, followed by the
         tokens of the other messages, up to the start of the model's next turn. Return None if this format would now write the
         known messages differently. Raises `Unrenderable`."""
-        ...
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         """Read a sampled turn as a message. `tools`: tools that it may call."""
-        ...
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model. A chat template in the recipe, or values of its variables, override the format of
-    the model's name."""
+    """Return the format of a recipe's model. A changed chat template overrides the format of the model's name."""
     is_changed = bool(model.chat_template or model.chat_template_kwargs)
     return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
 
 
 def chat_format(tokenizer: Any, model: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatFormat:
-    """Return the format of a Hugging Face tokenizer. `model`: the recipe's name of the model. `variables`: values that override
-    the chat template's defaults.
-
-    A known model name selects its family's renderer. Other names, such as folders and fine-tuned models, get the first renderer
-    that writes the chat template's tokens for all `PROBES`, or else the template.
-    """
+    """Return the format of a Hugging Face tokenizer. A known `model` name selects its family's renderer. Other names, such as
+    folders and fine-tuned models, get the first renderer that writes the chat template's tokens for all `PROBES`, or else the
+    template. `variables`: values that override the chat template's defaults."""
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
     from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
@@ -150,8 +143,8 @@ def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
 
 
 class RendererTokenizer:
-    """The part of a tokenizer that renderers need. Renderers write the whole conversation again for each turn, so the tokens of
-    its texts are cached. Without `__call__`, renderers do not compute character offsets, which are slow and not used here."""
+    """The part of a tokenizer that renderers need, with a cache, as they write the whole conversation again for each turn.
+    Without `__call__`, they do not compute character offsets, which are slow and not used here."""
 
     def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
         self.name_or_path: str = tokenizer.name_or_path
@@ -159,24 +152,18 @@ class RendererTokenizer:
         self.convert_tokens_to_ids, self.decode = tokenizer.convert_tokens_to_ids, tokenizer.decode
         self.apply_chat_template, self.chat_template = tokenizer.apply_chat_template, tokenizer.chat_template
         self.all_special_tokens = tokenizer.all_special_tokens
-        self._control, self._kept = control, lru_cache(_KEPT_TEXTS)(self._encoded)
+        self._control, self._kept = control, lru_cache(_KEPT_TEXTS)(lambda text: array("i", control.encode(text)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if add_special_tokens or len(text) > _KEPT_CHARACTERS:
             return self._control.encode(text, add_special_tokens=add_special_tokens)
         return list(self._kept(text))
 
-    def _encoded(self, text: str) -> array[int]:
-        return array("i", self._control.encode(text))
-
 
 class FamilyFormat:
-    """A hand-written renderer of one model family, by its name in the package `renderers`.
-
-    If a template drops a turn's thoughts before a user's message, its renderer does not extend the turn by that message. A turn
-    without thoughts is extended nevertheless, since its text stays the same except for white space. Some renderers take
-    `variables` of the chat template as settings.
-    """
+    """A hand-written renderer of one model family, by its name in the package `renderers`. Some take `variables` of the chat
+    template as settings. If a template drops a turn's thoughts before a user's message, its renderer does not extend the turn
+    by it. A turn without thoughts is extended nevertheless, since its text stays the same except for white space."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -207,17 +194,14 @@ class FamilyFormat:
                 raise Unrenderable(f"the model's chat format does not take these messages: {error}") from error
             if bridged is None or bridged.token_ids[: len(known)] != known:
                 continue
-            if renderer is self.renderer or self._is_written(bridged.token_ids, messages, tools):
-                return list(bridged.token_ids)
+            token_ids = list(bridged.token_ids)
+            if renderer is not self.renderer and (anew := self.render(messages, tools)) != token_ids:
+                # Arrays are faster than lists, of which transformers inspects every token first.
+                texts = {"".join(self._tokenizer.decode(np.array(ids)).split()) for ids in (token_ids, anew)}
+                if len(texts) > 1:
+                    continue
+            return token_ids
         return None
-
-    def _is_written(self, token_ids: list[int], messages: list[Message], tools: Tools) -> bool:
-        anew = self.render(messages, tools)
-        if anew == token_ids:
-            return True
-        # Arrays are faster than lists, of which transformers inspects every token first.
-        texts = [self._tokenizer.decode(np.array(ids)).split() for ids in (token_ids, anew)]
-        return "".join(texts[0]) == "".join(texts[1])
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         parsed = self.renderer.parse_response(sampled_ids, prompt_ids=prompt_ids, tools=tools or None)
@@ -258,7 +242,12 @@ class TemplateFormat:
         if self._is_next_role:
             self._end, _ = self._turn_end(asked_again=True)
         self.stop_token_ids = tuple(sorted({self._end, tokenizer.eos_token_id} - {None}))
-        self._has_tools, self._has_system = self._knows_tools(), self._knows([{"role": "system", "content": "zero"}, *_ASK])
+        self._has_system = bool(self._tried([{"role": "system", "content": "zero"}, *_ASK], []))
+        calls = _hermes_calls(self._tried(_CALLED, [_TOOL]))
+        self._has_tools = "probe_tool" in self._tried(_ASK, [_TOOL]) and any(
+            call and call.name == "probe_tool" for call in calls
+        )
+        """True if the template writes tools, and writes calls in the form of Hermes models."""
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
         return self.control.encode(self._text(messages, tools))
@@ -285,11 +274,10 @@ class TemplateFormat:
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         text = _decoded(self._tokenizer, sampled_ids, self.stop_token_ids)
-        written = list(_TOOL_CALL.finditer(text)) if tools else []
-        calls = [call for match in written if (call := _hermes_call(match[1]))]
-        if not calls or len(calls) < len(written):
+        calls = _hermes_calls(text) if tools else []
+        if not calls or None in calls:
             return Answer(text)
-        return Answer(text[: written[0].start()].rstrip("\n"), "", tuple(calls))
+        return Answer(_TOOL_CALL.split(text, maxsplit=1)[0].rstrip("\n"), "", tuple(filter(None, calls)))
 
     def _text(self, messages: list[Message], tools: Tools, *, begins_turn: bool = True) -> str:
         if not self._has_tools:
@@ -306,20 +294,11 @@ class TemplateFormat:
             return None, ""
         return tokens[0], str(self._tokenizer.decode(tokens[1:]))
 
-    def _knows(self, messages: list[Message]) -> bool:
+    def _tried(self, messages: list[Message], tools: Tools) -> str:
         try:
-            return bool(written(self._tokenizer, messages))
-        except Exception:  # noqa: BLE001 - the template calls raise_exception
-            return False
-
-    def _knows_tools(self) -> bool:
-        """Return whether the template writes tools, and writes calls in the form of Hermes models."""
-        try:
-            with_tools, called = (written(self._tokenizer, messages, [_TOOL]) for messages in (_ASK, _CALLED))
-        except Exception:  # noqa: BLE001 - the template does not know the role, or a call's fields
-            return False
-        calls = [call for match in _TOOL_CALL.finditer(called) if (call := _hermes_call(match[1]))]
-        return "probe_tool" in with_tools and any(call.name == "probe_tool" for call in calls)
+            return written(self._tokenizer, messages, tools)
+        except Exception:  # noqa: BLE001 - the template calls raise_exception, or does not know a field
+            return ""
 
 
 class PlainFormat:
@@ -360,15 +339,9 @@ class PlainFormat:
 
 def _with_tool_names(messages: list[Message]) -> list[Message]:
     """Add the name of the function to tool messages that lack it, since some formats write the name."""
-    names = {
-        call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ()) if call["id"]
-    }
-    return [
-        {"name": names[message["tool_call_id"]], **message}
-        if message["role"] == "tool" and message.get("tool_call_id") in names
-        else message
-        for message in messages
-    ]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {call["id"]: {"name": call["function"]["name"]} for call in calls if call["id"]}
+    return [{**names.get(m.get("tool_call_id"), {}), **m} if m["role"] == "tool" else m for m in messages]
 
 
 def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:
@@ -401,11 +374,14 @@ def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: boo
     return said
 
 
-def _hermes_call(text: str) -> ToolCall | None:
-    call = parsed_json(text)
-    if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict):
-        return ToolCall(call["name"], _as_json(call["arguments"]))
-    return None
+def _hermes_calls(text: str) -> list[ToolCall | None]:
+    """Return the calls in a text, None for each that is not valid."""
+    return [
+        ToolCall(call["name"], _as_json(call["arguments"]))
+        if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)
+        else None
+        for call in map(parsed_json, _TOOL_CALL.findall(text))
+    ]
 
 
 def _decoded(tokenizer: Any, token_ids: list[int], ends: tuple[int, ...]) -> str:

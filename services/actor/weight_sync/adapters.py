@@ -1,13 +1,12 @@
 """Low-rank adapters inside a vLLM model: each adapted layer computes W·x + s · B·(A·x), as the trainer's forward pass does.
 
-Adapters are not merged, because 16-bit weights would lose them: an update below half a unit in the last place of a weight
-vanishes in the sum. For the same reason the sum of both products is rounded only once. `install` wraps the linear method of
-each layer, which is vLLM's extension point, before vLLM compiles the model or captures CUDA graphs. A and B have fixed
-addresses, start at zero, and are overwritten between two decode steps. All requests have the same adapter, so both products are
-plain matrix products, unlike those of vLLM's own LoRA.
+Adapters are not merged, because an update below half a unit in the last place of a 16-bit weight vanishes in the sum. For the
+same reason the sum of both products is rounded only once. `install` wraps the linear method of each layer, which is vLLM's
+extension point, before vLLM compiles the model or captures CUDA graphs. A and B have fixed addresses, start at zero, and are
+overwritten between two decode steps. All requests have the same adapter, unlike in vLLM's own LoRA.
 
 vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several checkpoint layers (q, k and v) stacks
-their A, and holds their B as one block-diagonal matrix. This module neither receives weights nor knows versions.
+their A, and holds their B as one block-diagonal matrix.
 """
 
 from __future__ import annotations
@@ -54,17 +53,14 @@ class AdaptedLinearMethod(LinearMethodBase):
     """
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
-        self.plain, self.parts, self.rank, self.scaling = plain, parts, config.rank, config.scaling
-        self.in_size, self.out_size = _sizes(layer)
+        self.plain, self.rank, self.scaling = plain, config.rank, config.scaling
+        self.in_size, out_size = getattr(layer, "input_size_per_partition", layer.input_size), sum(_part_sizes(layer))
         self.a = like.new_zeros(parts * self.rank, self.in_size)
-        self.b = like.new_zeros(self.out_size, parts * self.rank)
+        self.b = like.new_zeros(out_size, parts * self.rank)
         is_plain = type(plain) is UnquantizedLinearMethod and not envs.VLLM_BATCH_INVARIANT
         self.rounds_once = is_plain and like.dtype != torch.float32
-        self.unpacked = (
-            like.new_empty(self.in_size, self.out_size)
-            if self.rounds_once and not layer.get_parameter("weight").numel()
-            else None
-        )
+        is_packed = self.rounds_once and not layer.get_parameter("weight").numel()
+        self.unpacked = like.new_empty(self.in_size, out_size) if is_packed else None
         self.unpack(layer)
 
     def __getattr__(self, name: str) -> Any:
@@ -101,11 +97,6 @@ def plain_method(method: Any) -> Any:
     return method.plain if isinstance(method, AdaptedLinearMethod) else method
 
 
-def _sizes(layer: LinearBase) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs on this rank."""
-    return getattr(layer, "input_size_per_partition", layer.input_size), sum(_part_sizes(layer))
-
-
 def _part_sizes(layer: LinearBase) -> list[int]:
     return list(getattr(layer, "output_partition_sizes", None) or getattr(layer, "output_sizes", None) or [layer.output_size])
 
@@ -136,10 +127,8 @@ class Place:
 
 
 def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> dict[str, Place]:
-    """Prepare each layer that the recipe adapts. Return the places by the checkpoint's names; {} if it adapts none.
-
-    Call this before the model is compiled. Layers whose weights are also used elsewhere, as in MLA, are left out.
-    """
+    """Prepare each layer that the recipe adapts, before the model is compiled. Return the places by the checkpoint's names; {}
+    if it adapts none. Layers whose weights are also used elsewhere, as in MLA, are left out."""
     content = vllm_config.additional_config.get(CONFIG) if isinstance(vllm_config.additional_config, dict) else None
     if content is None:
         return {}
@@ -158,7 +147,9 @@ def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> 
         parts = packed.get(leaf, [leaf])
         sizes = _part_sizes(layer)
         names = [f"{owner}.{part}" if owner else part for part in parts]
-        if len(parts) not in (1, len(sizes)) or not any(_meant(one, config) for one in names):
+        targets = config.target_modules
+        is_meant = targets == "all-linear" or any(f".{one}".endswith(f".{target}") for one in names for target in targets)
+        if len(parts) not in (1, len(sizes)) or not is_meant:
             continue
         layer.quant_method = AdaptedLinearMethod(layer, layer.quant_method, len(parts), config, like)
         shards: list[Any] = ["q", "k", "v"] if isinstance(layer, QKVParallelLinear) else list(range(len(sizes)))
@@ -166,11 +157,6 @@ def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> 
             rows = _whole_sizes(layer)[number] if len(parts) > 1 else layer.output_size
             places[one] = Place(one, layer, rows, number, shards[number] if len(parts) > 1 else None)
     return places
-
-
-def _meant(name: str, config: LoraConfig) -> bool:
-    targets = config.target_modules
-    return targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 class AdapterLoader:
@@ -224,19 +210,15 @@ class AdapterLoader:
         method, layer = place.method, place.layer
         _, a, b = self._staged.setdefault(id(method), (method, torch.zeros_like(method.a), torch.zeros_like(method.b)))
         columns = slice(place.part * method.rank, (place.part + 1) * method.rank)
+        whole = (method.rank, layer.input_size) if is_a else (place.rows, method.rank)
+        if tensor.shape != whole:
+            raise ValueError(f"{place.name}: {name} is {tuple(tensor.shape)}, not {whole}")
         split = isinstance(layer, RowParallelLinear)
         if is_a and not split:
-            if tensor.shape != a[columns].shape:
-                raise ValueError(f"{place.name}: A is {tuple(tensor.shape)}, not {tuple(a[columns].shape)}")
             a[columns] = tensor.to(a)
         elif split and not is_a:
-            if tensor.shape != b.shape:
-                raise ValueError(f"{place.name}: B is {tuple(tensor.shape)}, not {tuple(b.shape)}")
             b.copy_(tensor)
         else:
-            whole = (method.rank, layer.input_size) if is_a else (place.rows, method.rank)
-            if tensor.shape != whole:
-                raise ValueError(f"{place.name}: {name} is {tuple(tensor.shape)}, not {whole}")
             target = nn.Parameter(a if is_a else torch.zeros_like(b[:, columns]).contiguous(), requires_grad=False)
             set_weight_attrs(target, {"input_dim": 1} if is_a else {"output_dim": 0})
             shard = () if place.shard is None else (place.shard,)

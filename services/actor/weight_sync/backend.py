@@ -31,20 +31,19 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """`socket_path`: socket of the actor's process. `force_paused`: load while paused even if a swap is possible."""
+    """Arguments of `WeightUpdateClient` for the workers. `socket_path`: socket of the actor's process."""
 
     socket_path: str
     manifest: bytes
     stall_timeout_s: float
     staging_buffers: int
-    force_paused: bool = False
+    force_paused: bool
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """`version`: `<incarnation>:<number>` of the staged version to serve."""
-
     version: str
+    """`<incarnation>:<number>` of the staged version to serve."""
 
 
 class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -58,9 +57,8 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._loader: Loader | None = None
-        self._reason = ""
-        self._force_paused = False
+        self._whole: dict[bool, tuple[Loader, str]] = {}
+        """The loader of whole weights, and why it is not the shadow loader, by `force_paused`."""
         self._worker: TransferWorker | None = None
         self._places = install(model, vllm_config, device)
         self._base_replaced = False
@@ -71,20 +69,23 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Between two decode steps, check the manifest and start the transfer thread. `Hello` reports a mismatch."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
-        self._sends_adapter, problem = bool(manifest.low_rank), ""
-        loader: Loader | None = None
-        reason = ""
+        self._sends_adapter, problem, reason = bool(manifest.low_rank), "", ""
+        loader: Loader = PausedLoader(self.model, self.vllm_config, self.device)  # a refused manifest is never loaded
         try:
             if self._sends_adapter:
                 if self._base_replaced:
                     raise ManifestMismatch("adapters need the checkpoint's weights, which were replaced: restart this actor")
                 loader = AdapterLoader(self.model, self._places, manifest)
             else:
-                loader, reason = self._whole(init_info.force_paused)
+                forced = init_info.force_paused
+                if forced not in self._whole:
+                    self._whole = {forced: choose(self.model, self.vllm_config, self.device, forced)}
+                loader, reason = self._whole[forced]
+                if loader.mode == "paused":
+                    logger.warning("weights are loaded while generation is paused: %s", reason)
             loader.check(manifest)
         except ManifestMismatch as error:
             problem = str(error)
-        loader = loader or PausedLoader(self.model, self.vllm_config, self.device)  # a refused manifest is never loaded
         self._worker = TransferWorker(
             Hello(get_world_group().rank_in_group, WeightLoading(loader.mode, reason), problem),
             loader,
@@ -94,15 +95,6 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             staging_buffers=init_info.staging_buffers,
             device=self.device,
         )
-
-    def _whole(self, force_paused: bool) -> tuple[Loader, str]:
-        """Return the loader of whole weights, and why it is not the shadow loader."""
-        if self._loader is None or force_paused != self._force_paused:
-            self._force_paused = force_paused
-            self._loader, self._reason = choose(self.model, self.vllm_config, self.device, force_paused)
-            if self._loader.mode == "paused":
-                logger.warning("weights are loaded while generation is paused: %s", self._reason)
-        return self._loader, self._reason
 
     def start_weight_update(self) -> None:
         """Do nothing, since the weights are already staged."""

@@ -1,11 +1,8 @@
 """Update a vLLM engine's weights from the actor's process: prepare, join, receive, commit, discard.
 
-`join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, as one JSON object per line. vLLM's own
-remote calls are only answered between decode steps, and block decoding while they run. Over the socket, a transfer can begin,
-report and be given up during a decode step, without polling, and the socket closes if a worker dies. `prepare` (once) and
-`commit` are vLLM's calls. vLLM labels tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
-
-This module does not talk to the trainer, and does not decide which version is served or given up.
+`join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, as one JSON object per line, because
+vLLM's own remote calls are only answered between decode steps, and block decoding while they run. `prepare` (once) and `commit`
+are vLLM's calls. vLLM labels tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
 """
 
 from __future__ import annotations
@@ -44,10 +41,8 @@ class WeightLoading:
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """A complete, checked version beside the live weights, in the engine's layout.
-
-    `checksum`: 64 bits over all received bytes, for the trainer to compare. With several ranks, times are the slowest rank's.
-    """
+    """Figures of a complete, checked version beside the live weights. `checksum`: 64 bits over all received bytes, for the
+    trainer to compare. With several ranks, times are the slowest rank's."""
 
     checksum: int
     num_bytes: int
@@ -68,7 +63,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """Join a transfer group. A worker's rank in it is the rank in `group` plus the worker's own."""
+    """Join a transfer group, at the rank in `group` plus the worker's own."""
 
     group: GroupSpec
     timeout_s: float
@@ -102,11 +97,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class WorkerLink:
-    """The actor's end of the socket. An order goes to all workers and is complete when all have replied.
-
-    Open it with `WorkerLink.listen`, pass `path` to the workers, await `hellos`, then `ask`. If a connection is lost, all
-    waiting calls fail.
-    """
+    """The actor's end of the socket, at `path`. An order is complete when all workers have replied."""
 
     def __init__(self, directory: str, num_workers: int) -> None:
         self.path = os.path.join(directory, "weights.sock")
@@ -137,10 +128,8 @@ class WorkerLink:
         return self._hellos
 
     async def ask(self, body: Join | Receive | Discard) -> list[StagedWeights]:
-        """Send an order to all workers and return what they have staged, if anything.
-
-        Raises TransferError if a worker fails or its connection is lost, and GroupFailed if the group broke.
-        """
+        """Send an order to all workers and return what they have staged, if anything. Raises TransferError if a worker fails or
+        its connection is lost, and GroupFailed if the group broke."""
         if self._lost:
             raise TransferError(self._lost)
         number, self._next_number = self._next_number, self._next_number + 1
@@ -159,7 +148,6 @@ class WorkerLink:
         return [reply.staged for reply in replies if reply.staged]
 
     async def close(self) -> None:
-        """Close all connections, which also ends the workers' transfer threads."""
         self._lose("closed")
         for writer in self._writers:
             writer.close()
@@ -168,7 +156,6 @@ class WorkerLink:
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read replies until one worker's connection ends."""
         try:
             self._hellos.append(msgspec.json.decode(await reader.readline(), type=Hello))
             self._writers.append(writer)
@@ -200,15 +187,12 @@ def as_line(message: Hello | Order | Reply) -> bytes:
 def parse_version(text: str) -> PolicyVersion:
     """Parse vLLM's label `<incarnation>:<number>`. Weights that no trainer sent are version 0 of incarnation 0."""
     incarnation, separator, number = text.partition(":")
-    if not separator:
-        return PolicyVersion(0, 0)
-    return PolicyVersion(int(incarnation), int(number))
+    return PolicyVersion(int(incarnation), int(number)) if separator else PolicyVersion(0, 0)
 
 
 class WeightUpdateClient:
-    """Loads versions into vLLM. It receives them while vLLM decodes, and swaps the weights between two decode steps.
-
-    Calls must not overlap, except that `discard` may come while `receive` waits. All raise `TransferError`.
+    """Loads versions into vLLM. Calls must not overlap, except that `discard` may come while `receive` waits. All raise
+    `TransferError`.
 
     `recompute_kv`: recompute the KV cache of unfinished sequences under new weights (vLLM's `clear_cache`) instead of keeping
     the stale one. `stall_timeout_s`: time limit of one chunk, which also bounds `discard`. `bind_host`: address at which other
@@ -235,10 +219,8 @@ class WeightUpdateClient:
         """Callback while the engine is paused for a commit, before the swap."""
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
-        """Prepare the workers for a manifest. The first call blocks decoding while the shadow model is built.
-
-        Raises `ManifestMismatch` if the served model cannot take these weights.
-        """
+        """Prepare the workers for a manifest. The first call blocks decoding while the shadow model is built. Raises
+        `ManifestMismatch` if the served model cannot take these weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self.close()
@@ -277,34 +259,28 @@ class WeightUpdateClient:
         return replace(staged[0], receive_s=receive_s, prepare_s=prepare_s)
 
     async def commit(self, version: PolicyVersion) -> float:
-        """Pause between two decode steps, swap, resume, and return the stall in seconds. Unfinished sequences continue.
-
-        The stall lasts from the engine's report of idleness to its report of resumption. A TransferError other than
-        CommitFailed means that `version` was not staged and that the old weights are still served.
-        """
-        async with self.swapping:
-            return await self._swap(version)
-
-    async def _swap(self, version: PolicyVersion) -> float:
+        """Pause between two decode steps, swap, resume, and return the seconds of the pause. Unfinished sequences continue. A
+        TransferError other than CommitFailed means that `version` was not staged and that the old weights are still served."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        # `AsyncLLM.pause_generation` would add a sleep of 20 ms, for the order in which a caller sees outputs.
-        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
-        started = time.monotonic()
-        try:
-            if self.before_swap is not None:
-                await self.before_swap()
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
-        except Exception as error:  # vLLM reports a worker's exception as a bare Exception
-            await self._llm.resume_generation()
-            raise TransferError(f"version {version} cannot be committed: {error}") from error
-        try:
-            await self._llm.finish_weight_update(weight_version=str(version))
-            await self._llm.resume_generation()
-        except Exception as error:
-            raise CommitFailed(f"the swap to version {version} failed: {error}") from error
-        return time.monotonic() - started
+        async with self.swapping:
+            # `AsyncLLM.pause_generation` would add a sleep of 20 ms, for the order in which a caller sees outputs.
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
+            started = time.monotonic()
+            try:
+                if self.before_swap is not None:
+                    await self.before_swap()
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
+            except Exception as error:  # vLLM reports a worker's exception as a bare Exception
+                await self._llm.resume_generation()
+                raise TransferError(f"version {version} cannot be committed: {error}") from error
+            try:
+                await self._llm.finish_weight_update(weight_version=str(version))
+                await self._llm.resume_generation()
+            except Exception as error:
+                raise CommitFailed(f"the swap to version {version} failed: {error}") from error
+            return time.monotonic() - started
 
     async def discard(self) -> None:
         """Give up a running transfer or a staged version. Wait for the workers, for at most the stall timeout."""

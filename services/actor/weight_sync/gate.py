@@ -1,7 +1,5 @@
 """Lag bound of an actor: when it may take prompts, and which requests may share cached keys and values across weight swaps.
-
-`UpdateListener` opens and closes the gate; the generation loop waits for it. This module uses no clock and no socket.
-"""
+`UpdateListener` opens and closes the gate; the generation loop waits for it."""
 
 from __future__ import annotations
 
@@ -14,11 +12,8 @@ from pipelinerl.messages.sequences import PolicyVersion
 
 class ServingGate:
     """Groups may be taken only while this gate is open: the served version is at most `max_lag` + 1 behind the last announced
-    one. The trainer announces a version before actors serve it. Groups that were taken before the gate closes continue.
-
-    The gate is closed before the first commit, when the actor serves weights that no trainer recorded. If `max_lag` is None,
-    any served version opens it.
-    """
+    one, since the trainer announces a version before actors serve it. Before the first commit, when the actor serves weights
+    that no trainer recorded, it is closed. If `max_lag` is None, any served version opens it."""
 
     def __init__(self, max_lag: int | None) -> None:
         self._max_lag = max_lag
@@ -27,13 +22,11 @@ class ServingGate:
         self.announced: PolicyVersion | None = None
         self.draining = False
         self.swapping = False
-        """True if a swap to another version is running."""
 
     @property
     def cache_salt(self) -> str:
         """Salt of a request that begins now. Only requests of one salt share cached keys and values, so that none reads a cache
-        of weights older than its own. During a swap, a request may begin with either version, so it shares nothing.
-        """
+        of weights older than its own. During a swap, a request may begin with either version, so it shares nothing."""
         return uuid.uuid4().hex if self.swapping else f"begun at {self.served}"
 
     @property
@@ -61,7 +54,7 @@ class ServingGate:
 
     def announce(self, version: PolicyVersion) -> None:
         """Note the trainer's newest version. Older ones, which a joiner's side group receives, are ignored."""
-        if self.announced is None or newer(version, self.announced):
+        if self.announced is None or version > self.announced:
             self.announced = version
         self._update()
 
@@ -76,11 +69,6 @@ class ServingGate:
             self.opened.set()
 
 
-def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
-    """Return whether `one` comes from a later trainer than `other`, or from the same one after more optimizer steps. Pure."""
-    return (one.incarnation, one.number) > (other.incarnation, other.number)
-
-
 class EpisodeSalt:
     """The cache salt of an episode. Its first turn with tokens fixes the salt, so that later turns find the cached prefix."""
 
@@ -93,5 +81,4 @@ class EpisodeSalt:
         return self._kept
 
     def keep(self, num_sampled: int) -> None:
-        """Note how many tokens a request with this salt has sampled."""
         self._is_kept = self._is_kept or num_sampled > 0

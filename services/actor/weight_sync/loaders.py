@@ -3,10 +3,7 @@
 `ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live ones.
 `InPlaceLoader` prepares the same instance and copies it into the live weights, because CUDA graphs and compiled models hold
 addresses. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither and for
-devices without room for a second instance. `choose` picks the best one and says why it is not a better one. `adapters.py`
-loads adapters.
-
-Loaders do not receive tensors and do not know versions. Each load is a whole model.
+devices without room for a second instance. Each load is a whole model.
 """
 
 from __future__ import annotations
@@ -40,24 +37,20 @@ class Loader(Protocol):
 
     def check(self, manifest: Manifest) -> None:
         """Raise ManifestMismatch if the model cannot take these parameters. Moves no weights."""
-        ...
 
     def load(self, tensors: Iterable[Named]) -> None:
         """Load a whole version. After an error, nothing is loaded."""
-        ...
 
     def swap(self) -> None:
         """Make the loaded version live. On a device, queue this on the caller's stream, and free no memory that it may read."""
-        ...
 
     def drop(self) -> None:
         """Drop a version that is loaded but not live. Idempotent."""
-        ...
 
 
 def no_room(live: nn.Module, device: torch.device, share: float) -> str:
-    """Return why a second instance of `live` does not fit on `device` beside an engine with `share` of its memory; empty if it
-    fits, or on a CPU. Logs a warning if it leaves little room for receiving."""
+    """Return why a second instance of `live` does not fit on a GPU beside an engine with `share` of its memory; empty if it
+    does. Logs a warning if it leaves little room for receiving."""
     if device.type != "cuda":
         return ""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
@@ -72,25 +65,27 @@ def no_room(live: nn.Module, device: torch.device, share: float) -> str:
 
 def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force_paused: bool) -> tuple[Loader, str]:
     """Return the loader for `live`, and why it is not the shadow loader, or "". Must not run during a decode step."""
+    from vllm.config import CompilationMode
+
     lacking = no_room(live, device, vllm_config.cache_config.gpu_memory_utilization)
     reason = "asked for" if force_paused else shadow_obstacle(live, vllm_config) or lacking
     if not reason:
-        reason = held_addresses(vllm_config)
-        if not reason:
+        if vllm_config.compilation_config.mode != CompilationMode.NONE:
+            reason = "the model is compiled (set enforce_eager)"
+        elif not vllm_config.model_config.enforce_eager:
+            reason = "CUDA graphs hold the weights' addresses (set enforce_eager)"
+        else:
             return ShadowLoader(live, vllm_config, device), ""
         in_place = InPlaceLoader(live, vllm_config, device)
-        problem = in_place.obstacle()
-        if not problem:
+        if not (problem := in_place.obstacle()):
             return in_place, reason
         reason = f"{reason}; {problem}"
     return PausedLoader(live, vllm_config, device, on_host=bool(lacking)), reason
 
 
 def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
-    """Return why a second instance of this model cannot be prepared in the background; empty if it can.
-
-    Quantised and MLA layers keep derived tensors outside their own module.
-    """
+    """Return why a second instance of this model cannot be prepared in the background; empty if it can. Quantised and MLA
+    layers keep derived tensors outside their own module."""
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -135,36 +130,20 @@ def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 _KERNEL = ("moe_kernel", "moe_quant_config")
-"""Attributes that post-processing sets on the method of an expert layer: a kernel, and a configuration with its biases.
-
-As long as a kernel is set, vLLM on CPU assumes that new weights already have its layout, and does not convert them."""
-
-
-def held_addresses(vllm_config: VllmConfig) -> str:
-    """Return what holds the weights' addresses besides the modules; empty if nothing does."""
-    from vllm.config import CompilationMode
-
-    if vllm_config.compilation_config.mode != CompilationMode.NONE:
-        return "the model is compiled (set enforce_eager)"
-    if not vllm_config.model_config.enforce_eager:
-        return "CUDA graphs hold the weights' addresses (set enforce_eager)"
-    return ""
-
-
-# --- A second instance of the model -------------------------------------------------------------------------------------
+"""Attributes that post-processing sets on the method of an expert layer. As long as a kernel is set, vLLM on CPU assumes that
+new weights already have its layout, and does not convert them."""
 
 
 class ShadowLoader:
     """Prepares a second instance of the served model and exchanges its weights with the live ones, module by module. All state
     that depends on the weights must be held by modules.
 
-    vLLM's own model class builds the instance, its `load_weights` fills it, and its post-processing finishes it, as at
-    start-up, so that fused, packed and tied weights are right by construction. Between updates the instance takes no memory,
-    since its parameters are on `meta`. Construct it outside of decode steps: building a model sets torch's default dtype.
+    vLLM builds, fills and finishes the instance as at start-up, so that fused, packed and tied weights are right by
+    construction. Between updates it takes no memory, since its parameters are on `meta`. Construct it outside of decode steps:
+    building a model sets torch's default dtype.
 
     A swap exchanges parameters and everything that post-processing set on a module (on CPU: the closure `cpu_linear` over a
-    packed oneDNN weight) or on the method of a mixture's experts. KV caches, attention state and module identity stay with the
-    live modules. `pairs`: every module by name, the live one with its shadow.
+    packed oneDNN weight) or on the method of a mixture's experts. `pairs`: every module by name, the live one with its shadow.
     """
 
     mode = "shadow"
@@ -188,14 +167,13 @@ class ShadowLoader:
         ]
         """The attributes of `_kernel_of` of each expert layer, live and shadow."""
         # (module, attribute, parameter on `meta`): a tied parameter occurs several times as the same object.
-        self._blueprint: list[tuple[nn.Module, str, Tensor]] = []
-        metas: dict[int, Tensor] = {}
-        for module in self._model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in metas:
-                        metas[id(parameter)] = to_meta_tensor(parameter)
-                    self._blueprint.append((module, name, metas[id(parameter)]))
+        metas = {id(parameter): to_meta_tensor(parameter) for parameter in self._model.parameters()}
+        self._blueprint: list[tuple[nn.Module, str, Tensor]] = [
+            (module, name, metas[id(parameter)])
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
         self.drop()
 
     def check(self, manifest: Manifest) -> None:
@@ -319,12 +297,10 @@ def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str])
 
 
 class InPlaceLoader(ShadowLoader):
-    """Copies the shadow's weights into the live ones, in place.
+    """Copies the shadow's weights into the live ones, in place, during a pause for one copy within the device.
 
-    The pause lasts only for one copy of the weights within the device. The result is correct if only parameters depend on the
-    weights: post-processing must set nothing else on a module, and must give every parameter the layout of the live one.
-    `obstacle` checks this on the shadow.
-    """
+    Only parameters may depend on the weights: post-processing must set nothing else on a module, and must give every parameter
+    the layout of the live one. `obstacle` checks this on the shadow."""
 
     mode = "in_place"
 
@@ -393,11 +369,9 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class PausedLoader:
-    """Loads while generation is paused, with vLLM's layerwise reload, for models that cannot be swapped.
-
-    The stall lasts for the whole load, and all received tensors are held until then. With `on_host` they are held in host
-    memory, so that the device only needs room for one layer and for the chunks in transfer.
-    """
+    """Loads while generation is paused, with vLLM's layerwise reload, for models that cannot be swapped. All received tensors
+    are held until then; with `on_host` in host memory, so that the device only needs room for one layer and for the chunks in
+    transfer."""
 
     mode = "paused"
 

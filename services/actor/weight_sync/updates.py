@@ -30,12 +30,11 @@ from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, tr
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
-from services.actor.weight_sync.gate import ServingGate, newer
+from services.actor.weight_sync.gate import ServingGate
 
 log = logging.getLogger(__name__)
 
 CONTROL_TYPES = {"epoch": EpochStart, "announce": Announce, "commit": Commit, "abort": Abort, "end": RunEnd}
-"""Types of the trainer's messages by kind, except the manifest."""
 REASON_CHARACTERS = 500
 
 
@@ -44,8 +43,7 @@ class UpdateListener:
 
     A separate task receives weights, so that an abort can be handled during a transfer; generation goes on until a commit.
     Messages of another incarnation, of an epoch without this process, or out of order are ignored. During an outage of NATS the
-    listener waits. If the model cannot take the manifest's weights, it reports this to the trainer and ends the process.
-    `serving` is locked during a commit; lock it to keep one version for a while.
+    listener waits. `serving` is locked during a commit; lock it to keep one version for a while.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class UpdateListener:
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
         self._expected: PolicyVersion | None = None
-        """Latest version announced in this epoch."""
         self._staged: PolicyVersion | None = None
         self.epoch: EpochStart | None = None
         self._alone = False
@@ -78,10 +75,7 @@ class UpdateListener:
         return "receiving" if receiving is not None and not receiving.done() else "idle"
 
     async def run(self) -> None:
-        """Handle control messages until cancelled. Waits until the trainer has made the streams.
-
-        Raises `UserError` if the served model does not fit the trainer's, and `CommitFailed` if a swap failed half-way.
-        """
+        """Handle control messages until cancelled. Raises `UserError` if the model does not fit, and `CommitFailed`."""
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
             stack.push_async_callback(self._end)
             kinds = ("manifest", *CONTROL_TYPES)
@@ -108,7 +102,7 @@ class UpdateListener:
             case Commit():
                 await self._on_commit(decoded, trace_in(message.headers))
             case Abort():
-                if self._in_epoch(decoded.incarnation, decoded.epoch):
+                if self._in_epoch(decoded):
                     log.warning("version %d of epoch %d is aborted: %s", decoded.version, decoded.epoch, decoded.reason)
                     await self._stop_receiving()
             case RunEnd():
@@ -139,9 +133,8 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
-        """Join an epoch that includes this process. `alone`: the order is for this actor only, as in a side group.
-
-        A side group outlives epochs without this process. It ends if an epoch includes the process or the trainer leaves it."""
+        """Join an epoch that includes this process. `alone`: the order is for this actor only, as in a side group, which
+        outlives epochs without this process."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:
@@ -169,10 +162,10 @@ class UpdateListener:
     async def _on_announce(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         self._gate.announce(version)
-        if not self._in_epoch(announce.incarnation, announce.epoch) or version == self._expected:
+        if not self._in_epoch(announce) or version == self._expected:
             return
         await self._stop_receiving()
-        if self._gate.served is not None and newer(self._gate.served, version):
+        if self._gate.served is not None and self._gate.served > version:
             error = TransferError(f"serves {self._gate.served} already, which is newer")
             await self._fail(announce, announce.version, error)
             return
@@ -209,7 +202,7 @@ class UpdateListener:
 
     async def _on_commit(self, commit: Commit, trace: Trace) -> None:
         version = PolicyVersion(commit.incarnation, commit.version)
-        if not self._in_epoch(commit.incarnation, commit.epoch) or self._staged != version:
+        if not self._in_epoch(commit) or self._staged != version:
             return
         self._staged, self._gate.swapping = None, True
         try:
@@ -252,9 +245,9 @@ class UpdateListener:
         except TransferError as error:
             log.warning("cannot discard the received weights: %s", error)
 
-    def _in_epoch(self, incarnation: int, epoch: int) -> bool:
+    def _in_epoch(self, order: Announce | Commit | Abort) -> bool:
         mine = self.epoch
-        return mine is not None and (mine.incarnation, mine.epoch) == (incarnation, epoch)
+        return mine is not None and (mine.incarnation, mine.epoch) == (order.incarnation, order.epoch)
 
     async def _fail(self, about: EpochStart | Announce | Commit, version: int, error: TransferError) -> None:
         log.error("weight update failed here: %s", error)
@@ -263,7 +256,6 @@ class UpdateListener:
         await self._answer("failed", Abort(**self._of(about), version=version, reason=reason, group_broke=group_broke))
 
     def _of(self, order: EpochStart | Announce | Commit) -> dict[str, Any]:
-        """Return the fields of every answer: this actor and the order's epoch."""
         return {"actor": self._instance, "incarnation": order.incarnation, "epoch": order.epoch}
 
     async def _answer(self, kind: str, message: EpochJoined | Staged | Serving | Abort, headers: Headers = NO_HEADERS) -> None:

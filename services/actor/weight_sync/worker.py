@@ -1,11 +1,8 @@
 """Receive and prepare versions in a vLLM worker process, on a thread beside its decode steps.
 
 The `_read` thread consumes orders from the actor's Unix socket; the transfer thread performs them one after another. A Discard
-also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. vLLM calls the swap
-(`backend.py`) on the main thread, while it is paused.
-
-Tensors are loaded directly into the engine's layout beside the live weights (`loaders.py`), so that no further copy of all
-bytes is held. This module does not depend on vLLM, and does not decide what happens after a failed transfer.
+also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. Tensors are loaded
+directly into the engine's layout beside the live weights (`loaders.py`), so that no further copy of all bytes is held.
 """
 
 from __future__ import annotations
@@ -54,13 +51,12 @@ class StagingMemory:
 
 
 class Receiver:
-    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete.
+    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. The group is in
+    use until `tensors()` is closed, which takes at most the stall timeout.
 
-    Iterate `tensors()` to the end, close it in any case, then call `staged`. The group is in use until it is closed, which
-    takes at most the stall timeout.
-    `buffers`: chunks held at a time, including the one being loaded. With one, receiving and loading alternate; with more, a
-    thread receives the next chunks while the caller checks and loads earlier ones. A tensor of several chunks is held as a
-    whole. `memory`: reusable memory to receive into; None = new memory.
+    `buffers`: chunks held at a time, including the one being loaded. With more than one, a thread receives the next chunks
+    while the caller checks and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to
+    receive into; None = new memory.
     """
 
     def __init__(
@@ -113,7 +109,6 @@ class Receiver:
         )
 
     def _take(self, chunk: Chunk, unpacker: Unpacker) -> tuple[Tensor, int]:
-        """Receive one chunk and return its bytes with the expected checksum."""
         started, placement = time.monotonic(), self._group.placement
         with placement.scope():
             header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
@@ -148,11 +143,7 @@ class Receiver:
 
 
 class TransferWorker:
-    """Performs the actor's orders in one vLLM worker. `device`: the model's.
-
-    `stall_timeout_s`: time limit of one chunk, which also bounds a discard. `staging_buffers`: chunks held at a time,
-    including the one being loaded.
-    """
+    """Performs the actor's orders in one vLLM worker, as in `WeightUpdateClient`. `device`: the model's."""
 
     def __init__(
         self,
@@ -174,8 +165,7 @@ class TransferWorker:
         self._to_swap: PolicyVersion | None = None
         self._loading = threading.Lock()  # held while the loader is in use
         self._aborted = threading.Event()
-        self._discards = 0  # received and not yet performed
-        self._closed = False
+        self._discards = 0  # received and not yet performed, plus one after the end
         self._discarding = threading.Lock()
         self._orders: queue.Queue[Order | str | None] = queue.Queue(MAX_WAITING_ORDERS)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -184,7 +174,7 @@ class TransferWorker:
         for target in (self._read, self._work):
             threading.Thread(target=target, name=f"weights-{target.__name__}", daemon=True).start()
 
-    # --- called by vLLM on the worker's main thread ----------------------------------------------------------------
+    # vLLM calls the next three methods on the worker's main thread.
 
     def check_staged(self, version: PolicyVersion) -> None:
         """Raise NothingStaged if `version` is not the one staged."""
@@ -208,12 +198,10 @@ class TransferWorker:
 
     def close(self) -> None:
         """End both threads. Returns at once; a running transfer ends within the stall timeout."""
-        self._abort_for_good()
+        self._abort()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    # --- threads ---------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         try:
@@ -221,13 +209,11 @@ class TransferWorker:
                 for line in lines:
                     order = msgspec.json.decode(line, type=Order)
                     if isinstance(order.body, Discard):
-                        with self._discarding:
-                            self._discards += 1
-                            self._aborted.set()
+                        self._abort()
                     self._orders.put(order)
         except (OSError, ValueError) as error:
             log.info("the actor's connection ended: %s", error)
-        self._abort_for_good()
+        self._abort()
         self._orders.put(None)
 
     def _work(self) -> None:
@@ -238,9 +224,8 @@ class TransferWorker:
                     if self._staged is None:
                         self._loader.drop()
                 continue
-            reply = as_line(self._perform(order))
             with contextlib.suppress(OSError):
-                self._socket.sendall(reply)
+                self._socket.sendall(as_line(self._perform(order)))
         self._leave()
         self.close()  # so that the actor's process does not wait for replies that never come
 
@@ -299,12 +284,13 @@ class TransferWorker:
             self._loader.drop()
         with self._discarding:
             self._discards -= 1
-            if not self._discards and not self._closed:
+            if not self._discards:
                 self._aborted.clear()
 
-    def _abort_for_good(self) -> None:
+    def _abort(self) -> None:
+        """Abort running orders until a discard is performed; after the end none is, so that all orders fail."""
         with self._discarding:
-            self._closed = True
+            self._discards += 1
             self._aborted.set()
 
     def _leave(self) -> None:
@@ -314,12 +300,9 @@ class TransferWorker:
 
 
 def _use_one_core() -> None:
-    """Prepare weights with one thread, on any free core.
-
-    vLLM binds its decoding threads to cores, and this thread inherits that binding. A second team of OpenMP threads would make
-    both teams wait for each other at every barrier: 7.5 s instead of 1.6 to 3.7 s for 135M parameters on two busy cores. vLLM
-    replaces `torch.set_num_threads` on CPU, hence the private call; OpenMP's number of threads is per calling thread.
-    """
+    """Prepare weights with one thread, on any free core, instead of the cores of vLLM's decoding threads. A second team of
+    OpenMP threads would make both wait for each other at every barrier: 7.5 s instead of 1.6 to 3.7 s for 135M parameters on
+    two busy cores. vLLM replaces `torch.set_num_threads` on CPU, hence the private call."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch._C.set_num_threads(1)

@@ -53,7 +53,6 @@ _MALFORMED = (
     *(LookupError, TypeError, ValueError, SyntaxError, AttributeError, RecursionError, EOFError),
     *(zlib.error, pickle.PickleError),
 )
-"""Exceptions that mean that tests have none of the known forms."""
 _BUDGET = 0.8
 """Share of `reward.timeout_s` that programs may take, so that the verifier's deadline, which fails the item, is not reached."""
 
@@ -83,7 +82,6 @@ def code_scorer(config: RewardConfig) -> Scorer:
             "scorer code runs programs that a model wrote, but this machine has neither bubblewrap with user namespaces nor "
             "Landlock with libseccomp as a sandbox; install one, or set sandbox: false to trust all programs",
         )
-    memory_mib = config.memory_mib
 
     def score(item: RewardInput) -> Score:
         tests = tests_of(item.reference, config.tests_field)
@@ -96,7 +94,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
             if left_s <= 0:
                 problems.append(f"no time was left for the tests from {number} on (reward.timeout_s)")
                 break
-            problem = _run(source, test, Limits(min(config.test_timeout_s, left_s), memory_mib), means)
+            problem = _run(source, test, Limits(min(config.test_timeout_s, left_s), config.memory_mib), means)
             passed += not problem
             if problem:
                 problems.append(f"test {number} of {len(tests)}: {problem}")
@@ -108,8 +106,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """Return the program and a description of its place: the last fenced block marked as Python, even if cut; else the last
-    block without a mark; else the whole answer."""
+    """Return the last fenced block marked as Python, or else without a mark, or else all; and a text about its place."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:
@@ -118,7 +115,6 @@ def program_in(answer: str) -> tuple[str, str]:
 
 
 def _blocks(answer: str) -> Iterator[tuple[str, str]]:
-    """Yield language and content of each fenced block."""
     fence, language, depth, body = "", "", 0, list[str]()
     for line in answer.replace("\r\n", "\n").split("\n"):
         indent, opens = len(line) - len(line.lstrip()), _FENCE.match(line)
@@ -218,10 +214,8 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
     """Return the test of a call. Arguments in a text are JSON, one per line; the result is then JSON, too."""
     if isinstance(put, str):
-        put, got = (
-            [json.loads(line) for line in put.splitlines() if line.strip()],
-            json.loads(got) if isinstance(got, str) else got,
-        )
+        put = [json.loads(line) for line in put.splitlines() if line.strip()]
+        got = json.loads(got) if isinstance(got, str) else got
     if not isinstance(put, list):
         raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one in a line")
     call = ["__call__", [["yours", str(name)], *(harness.encode(each, list) for each in put)], {}]
@@ -271,14 +265,12 @@ def _does_something(node: ast.stmt) -> bool:
 
 
 def _text(given: Any) -> str:
-    """Return a text that may be given as a list of lines."""
     if given is None or isinstance(given, dict) or (isinstance(given, list) and any(isinstance(each, list) for each in given)):
         raise TypeError(f"{given!r:.80} where a text is needed")
     return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
-    """Run a test and return what is wrong; empty if the program passes."""
     if test.statements or test.call:
         program, files = python(Path(harness.__file__).read_text())
         served = program, {**files, "program.py": source.encode("utf-8", "replace")}
@@ -311,7 +303,8 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
         kind, *said = json.loads(ended.stdout)
         if kind == "raise":
             return f"{said[0][0]}: {said[1]}"[: 2 * _SHOWN_CHARACTERS]
-        result = _plain(said[0])
+        result = harness.decode(said[0], _refuse)  # tuples and arrays become lists, and keys become texts
+        result = json.loads(json.dumps(result, default=operator.methodcaller("tolist")))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return _how_ended(ended, limits, "it ends too soon" if not ended.stdout else "returns a value that is not JSON")
     if _same(result, test.returned) or (test.in_list and _same([result], test.returned)):
@@ -319,13 +312,8 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
     return f"returns {result!r:.80}, not {test.returned!r:.80}"
 
 
-def _plain(message: Any) -> Any:
-    """Decode a message to JSON values: tuples and arrays become lists, keys become texts. Raises if that is impossible."""
-
-    def refuse(whose: str, number: Any) -> Any:
-        raise TypeError(f"{whose} {number} is not JSON")
-
-    return json.loads(json.dumps(harness.decode(message, refuse), default=operator.methodcaller("tolist")))
+def _refuse(whose: str, number: Any) -> Any:
+    raise TypeError(f"{whose} {number} is not JSON")
 
 
 def _same(result: Any, wanted: Any) -> bool:

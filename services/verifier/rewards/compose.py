@@ -4,14 +4,9 @@ reward = correct * score + format_weight * [the format matches] + overlong penal
 
 With `truncated: zero`, a completion that was cut only gets the penalty, and has a term `truncated`.
 
-A scorer may be a user's own function, `my_pkg.rewards:score`:
-
-    def score(item):  # services.verifier.rewards.item.RewardInput
-        return 1.0 if item.answer == item.reference["answer"] else 0.0
-
-It returns a number, or a mapping of named numbers that are added up. It is trusted code that handles untrusted completions, so
-it runs in a worker process, with a deadline and a memory limit. Functions written for verl or TRL are recognised by the names
-of their parameters and are called as these libraries call them.
+A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or a mapping of
+named numbers that are added up. Functions written for verl or TRL are recognised by the names of their parameters and are
+called as these libraries call them.
 """
 
 from __future__ import annotations
@@ -54,11 +49,10 @@ class ComposedReward:
         self._format = re.compile(config.format_pattern, re.DOTALL) if config.format_pattern else None
 
     def find_answer(self, completion: str) -> str | None:
-        """Return group 1 of the last match of `answer_pattern`, stripped; without a pattern, the whole completion. Return None
-        if nothing matches, or if the group is not part of the last match.
-
-        First, `.` stays within a line, so that `Answer: (.*)` takes only its line. After the last such match, the search goes
-        on with a `.` that crosses lines, so that `<answer>(.*)</answer>` finds an answer of several lines."""
+        """Return group 1 of the last match of `answer_pattern`, stripped; without a pattern, the whole completion; None if
+        nothing matches, or if the group is not part of the last match. First, `.` stays within a line, so that `Answer: (.*)`
+        takes only its line. After the last such match, the search goes on with a `.` that crosses lines, so that
+        `<answer>(.*)</answer>` finds an answer of several lines."""
         if not self._answers:
             return completion.strip()
         answer, end = None, 0
@@ -71,33 +65,30 @@ class ComposedReward:
         """Return a finite value and its terms. Raises `BadReference`, `BadReward`, and all errors of the scorer."""
         cut = self._config.truncated == "zero" and item.finish_reason == "length"
         score = Score(0.0, "cut at its length limit (reward.truncated)") if cut else self._scorer(item)
-        terms, reasons = self._answer_terms(score), [score.reason] if score.reason else []
+        reasons = [score.reason] if score.reason else []
+        if score.parts and not self._binary:
+            terms = {f"answer.{name}": self._config.correct * part for name, part in score.parts.items()}
+        elif math.isnan(score.value):
+            raise BadReward("the scorer returned nan")
+        else:
+            value = float(score.value >= 1.0 - _ALMOST) if self._binary else score.value
+            terms = {"answer": self._config.correct * value}
         if cut:
             terms["truncated"] = 0.0
         if self._format is not None and not cut:
             matches = self._format.fullmatch(item.completion.strip()) is not None
             terms["format"] = self._config.format_weight * matches
             reasons += [] if matches else ["the completion does not match reward.format_pattern"]
-        if self._config.overlong.buffer_tokens:
-            terms["overlong"] = self._overlong(item)
+        if (overlong := self._config.overlong).buffer_tokens:
+            if item.max_tokens < 1:
+                problem = "0, but reward.overlong needs the limit under which the completion was sampled"
+                raise BadReference("max_tokens", problem)
+            sizes = item.completion_tokens, item.max_tokens, overlong.buffer_tokens
+            terms["overlong"] = overlong_penalty(*sizes, overlong.penalty)
         total = sum(terms.values())
         if wrong := wrong_number((total, *terms.values()), self._config.max_abs):
             raise BadReward(f"{wrong}: {', '.join(f'{name} = {term}' for name, term in terms.items())}"[:200])
         return Score(total, "; ".join(reasons), terms, score.metrics)
-
-    def _answer_terms(self, score: Score) -> dict[str, float]:
-        if score.parts and not self._binary:
-            return {f"answer.{name}": self._config.correct * part for name, part in score.parts.items()}
-        if math.isnan(score.value):
-            raise BadReward("the scorer returned nan")
-        value = float(score.value >= 1.0 - _ALMOST) if self._binary else score.value
-        return {"answer": self._config.correct * value}
-
-    def _overlong(self, item: RewardInput) -> float:
-        overlong = self._config.overlong
-        if item.max_tokens < 1:
-            raise BadReference("max_tokens", "0, but reward.overlong needs the limit under which the completion was sampled")
-        return overlong_penalty(item.completion_tokens, item.max_tokens, overlong.buffer_tokens, overlong.penalty)
 
 
 def wrong_number(values: Iterable[float], max_abs: float) -> str:
@@ -109,11 +100,9 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
 
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """Return the soft overlong penalty (DAPO, arXiv 2503.14476, equation 13), a slope before the length limit.
-
-    It is `penalty` times the equation: 0 up to `max_tokens - buffer_tokens`, -1 from `max_tokens` on, linear between. Lengths
-    are in tokens. L_max is `max_tokens`, at which completions are cut; L_cache is `buffer_tokens` (at least 1), at most L_max.
-    """
+    """Return the soft overlong penalty, `penalty` times equation 13 of DAPO (arXiv 2503.14476): 0 up to `max_tokens -
+    buffer_tokens`, -1 from `max_tokens` on, linear between. L_max is `max_tokens`, at which completions are cut; L_cache is
+    `buffer_tokens` (at least 1), at most L_max."""
     zone = min(buffer_tokens, max_tokens)
     over = completion_tokens - (max_tokens - zone)
     return 0.0 - penalty * min(max(over / zone, 0.0), 1.0)
@@ -160,7 +149,6 @@ def imported(field: str, path: str) -> Callable[..., Any]:
     return returned
 
 
-_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _FORMS = (
     "must take one argument, the item, or be a function of verl's form, (data_source, solution_str, ground_truth, extra_info), "
     "or of TRL's, (completions, **columns)"
@@ -222,8 +210,8 @@ def _verl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
     row = _row(item, task)
     answer, given = item.reference.get("answer"), value_in(row, task.answer_field)
     truth = answer if given is ABSENT or task.answer_pattern else given
-    values = (row.get("data_source", item.task or task.name), item.completion, truth, row.get("extra_info") or {})
-    return dict(zip(_VERL, values, strict=True))
+    about = {"data_source": row.get("data_source", item.task or task.name), "extra_info": row.get("extra_info") or {}}
+    return {"solution_str": item.completion, "ground_truth": truth, **about}
 
 
 def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
@@ -244,7 +232,7 @@ def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
 
 def _own_score(returned: Any) -> Score:
     if isinstance(returned, Mapping):
-        parts = {_term(name): _number(value, f"part {name!r}") for name, value in _few(returned).items()}
+        parts = {name: _number(value, f"part {name!r}") for name, value in _terms(returned).items()}
         return Score(sum(parts.values()), parts=parts)
     return Score(_number(returned, "the reward"))
 
@@ -255,8 +243,9 @@ def _verl_score(returned: Any) -> Score:
         return Score(_number(returned, "the reward"))
     if "score" not in returned:
         raise BadReward(f"the reward has no 'score', only {', '.join(map(str, returned)) or 'nothing'}"[:200])
-    others = {name: value for name, value in _few(returned).items() if name != "score" and not isinstance(value, str | bytes)}
-    metrics = {_term(name): float(value) for name, value in others.items() if isinstance(value, SupportsFloat)}
+    others = {name: value for name, value in returned.items() if name != "score" and not isinstance(value, str | bytes)}
+    numbers = {name: value for name, value in others.items() if isinstance(value, SupportsFloat)}
+    metrics = {name: float(value) for name, value in _terms(numbers).items()}
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     return Score(_number(returned["score"], "'score'"), metrics=finite)
 
@@ -268,17 +257,14 @@ def _trl_score(returned: Any) -> Score:
     return Score(_number(values[0], "the reward"))
 
 
-def _few(returned: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def _terms(returned: Mapping[Any, Any]) -> dict[str, Any]:
     if len(returned) > MOST_TERMS:
         raise BadReward(f"the reward has {len(returned):,} terms; return at most {MOST_TERMS}")
-    return returned
-
-
-def _term(name: Any) -> str:
-    term = as_unicode(str(name))
-    if len(term) > TERM_CHARACTERS:
-        raise BadReward(f"the name of a term has {len(term):,} characters; use at most {TERM_CHARACTERS}: {term:.40}...")
-    return term
+    terms = {as_unicode(str(name)): value for name, value in returned.items()}
+    if (longest := max(terms, key=len, default="")) and len(longest) > TERM_CHARACTERS:
+        problem = f"the name of a term has {len(longest):,} characters; use at most {TERM_CHARACTERS}"
+        raise BadReward(f"{problem}: {longest:.40}...")
+    return terms
 
 
 def _number(value: Any, what: str) -> float:
@@ -316,9 +302,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
     """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if that is empty, the reference's schema.
-
-    Raises `FieldError` if `schema` is not a JSON Schema.
-    """
+    Raises `FieldError` if `schema` is not a JSON Schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for
@@ -362,8 +346,7 @@ def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
 
 
 def judge_scorer(config: JudgeConfig) -> Scorer:
-    """Return a scorer that gives the judge's number, divided by the full marks. A number that is missing or out of range is not
-    the policy's fault, so the item fails."""
+    """Return a scorer that gives the judge's number over the full marks. An item without a valid number fails."""
     pattern = re.compile(config.pattern)
 
     def score(item: RewardInput) -> Score:

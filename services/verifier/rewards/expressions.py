@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from mpmath import mp, mpc, mpf
 
 MOST_CHARACTERS = 2000
-"""Maximum length of a text; no answer is longer."""
 _EXACT_BITS = 65_536
 """Maximum size of exact numbers; 2004! has 19,000 bits."""
 _PRECISION_BITS, _RANGE_BITS, _EQUAL_BITS = 1000, 450, 930
@@ -189,7 +188,6 @@ def _tokens(text: str) -> list[str]:
 
 
 def _letters(run: str) -> list[str]:
-    """Return the tokens of a run of letters: a function, a word, or a product of variables."""
     if len(run) == 1 or run in ("and", "or"):
         return [run]
     if run in ("oo", "inf", "infinity"):
@@ -237,7 +235,7 @@ class _Reader:
         return token
 
     def _is_next(self, *tokens: str) -> bool:
-        """Take the next token if it is one of these, and return whether it was."""
+        """Take the next token if it is one of these; return whether it was."""
         is_there = self._peek() in tokens
         self._at += is_there
         return is_there
@@ -265,7 +263,6 @@ class _Reader:
         return self._joined("relation", _RELATIONS, partial(self._joined, "ratio", {":": ":"}, union))
 
     def _quantity(self) -> Node:
-        """Parse a sum with the words after it, or words alone."""
         if self._peek().startswith(_MARK):
             return self._text()
         node, words = self._sum(), list[str]()
@@ -325,7 +322,6 @@ class _Reader:
         return self._mixed()
 
     def _mixed(self) -> Node:
-        r"""Parse a power, or a mixed number such as 1 1/2 or 1\frac{1}{2}."""
         node, token = self._suffixed(self._primary()), self._peek()
         if not _is_whole(node) or not (token[:1].isdigit() or token == r"\frac"):
             return node
@@ -403,13 +399,12 @@ class _Reader:
         brackets = opening + self._take(*wanted)
         if opening in (r"\lfloor", r"\lceil"):
             return Node("call", opening[2:], (node,))
+        brackets = brackets.replace(r"\langle\rangle", "()")
         is_list = node.kind == "list" and not node.name
-        if opening == "{" or (not is_list and brackets in ("()", "[]", r"\langle\rangle")):
+        if opening == "{" or (not is_list and brackets in ("()", "[]")):
             return node
         items = node.parts if is_list else (node,)
-        return (
-            Node("list", "set", items) if opening == r"\{" else Node("group", brackets.replace(r"\langle\rangle", "()"), items)
-        )
+        return Node("list", "set", items) if opening == r"\{" else Node("group", brackets, items)
 
     def _command(self, command: str) -> Node:
         name = command.removeprefix("\\")
@@ -525,9 +520,9 @@ def _root(value: Number, degree: Number = Fraction(2)) -> Number:
 
 
 def _factorial(value: Number) -> Number:
-    if abs(value) > 5000 or (isinstance(value, Fraction) and value.denominator == 1 and value < 0):
-        raise Unreadable("the factorial of a negative or a very large number")
     is_whole = isinstance(value, Fraction) and value.denominator == 1
+    if abs(value) > 5000 or (is_whole and value < 0):
+        raise Unreadable("the factorial of a negative or a very large number")
     return Fraction(math.factorial(int(value))) if is_whole else mp.gamma(inexact(value) + 1)
 
 
@@ -596,9 +591,8 @@ _OPERATIONS: dict[str, Callable[..., Number]] = {
 }  # fmt: skip
 
 
-def precise() -> Any:
-    """Return the context in which values are computed and compared."""
-    return mp.workprec(_PRECISION_BITS)
+precise = partial(mp.workprec, _PRECISION_BITS)
+"""Context in which values are computed and compared."""
 
 
 def agree(a: Number, b: Number) -> bool:

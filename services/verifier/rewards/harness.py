@@ -1,8 +1,8 @@
 """The main program of two sandboxed processes: one runs a program and answers calls, the other runs its tests.
 
-Expected results are never in the program's process. In the process of the tests, each name of the program is a `Remote`, which
-stands for an object in the other process. Plain data is sent as JSON with its types; all other objects stay in their process
-and are called remotely. This file only imports the standard library, since `code` copies its text into each sandbox.
+In the process of the tests, each name of the program is a `Remote`, which stands for an object in the other process. Plain data
+is sent as JSON with its types; all other objects stay in their process and are called remotely. This file only imports the
+standard library, since `code` copies its text into each sandbox.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
 
 
 class Peer:
-    """One end of the connection. `find` returns an object by its name. If `is_guarded`, the other end may only access public
-    attributes of the tests' own objects."""
+    """One end of the connection. `is_guarded`: the other end may only access public attributes of the tests' objects."""
 
     def __init__(self, reading: int, writing: int, find: Callable[[str], Any], *, is_guarded: bool) -> None:
         self._reading, self._writing = os.fdopen(reading, "rb"), os.fdopen(writing, "wb")
@@ -175,21 +174,11 @@ class Remote:
 
 _BINARY = ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "__call__": operator.call,
     "__getattr__": getattr,
     "__setattr__": setattr,
-    "__len__": len,
-    "__iter__": iter,
-    "__next__": next,
-    "__bool__": bool,
-    "__str__": str,
-    "__repr__": repr,
-    "__hash__": hash,
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-    "__delitem__": operator.delitem,
     "__instancecheck__": lambda kind, value: isinstance(value, kind),
-    **{f"__{name}__": getattr(operator, f"__{name}__") for name in _BINARY},
+    **{f"__{name}__": getattr(builtins, name) for name in ("len", "iter", "next", "bool", "str", "repr", "hash")},
+    **{f"__{name}__": getattr(operator, f"__{name}__") for name in ("call", "getitem", "setitem", "delitem", *_BINARY)},
 }
 
 
@@ -229,7 +218,6 @@ def _raised(names: list[str], text: str, operation: str) -> BaseException:
 
 
 def _quiet() -> tuple[int, int]:
-    """Redirect standard input and output to /dev/null, and return duplicates of the originals."""
     line = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

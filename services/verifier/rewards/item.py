@@ -1,8 +1,5 @@
-"""The input and output of scorers, and the two errors with which they refuse an item.
-
-A scorer is a function `RewardInput -> Score`. It runs in a worker process, one item at a time, on the main thread, under a
-deadline and a memory limit, so that it need not guard against slow or huge answers itself.
-"""
+"""The input and output of scorers, and the two errors with which they refuse an item. A scorer runs in a worker process, one
+item at a time, on the main thread, under a deadline and a memory limit."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A score. `value` 1 is a fully right answer. `parts`, if given, add up to it. `reason` is for people. `metrics` do not
-    count for the reward."""
+    """A score; `value` 1 is fully right. `parts` add up to it, `metrics` do not count. `reason` is for people."""
 
     value: float
     reason: str = ""

@@ -1,9 +1,7 @@
 r"""Score mathematics: find the answer in a completion, and compare it with the reference by value.
 
-References are read as LaTeX; `final_answer` finds the answer in a whole solution. Two answers are compared as texts first, then
-by their form: lists and sets in any order; tuples, intervals and matrices part by part; equations up to a factor; numbers
-exactly; other expressions by their values at several points, to 280 digits. An answer that cannot be parsed earns nothing
-unless the texts agree."""
+Two answers are compared as texts first, then by their form: lists and sets in any order; tuples, intervals and matrices part by
+part; equations up to a factor; numbers exactly; other expressions by their values at several points, to 280 digits."""
 
 from __future__ import annotations
 
@@ -114,7 +112,6 @@ def _joined_boxes(text: str, found: list[tuple[int, int, str | None]]) -> tuple[
 
 
 def _told(text: str) -> str:
-    """Return the text that follows the last "the answer is"."""
     *_, match = (None, *_CLAIM.finditer(text))
     if match is None:
         return ""
@@ -178,9 +175,8 @@ def _words(text: str) -> list[str]:
     """Return lower-case words without articles; those of a date are sorted."""
     words = re.findall(r"[^\W_]+", re.sub(r"(?<=\d)\s*(?:st|nd|rd|th)\b", "", text.replace("\x02", "").lower()))
     words = [word.removesuffix("s") for word in words if word not in ("the", "a", "an", "there", "is", "are")]
-    return (
-        sorted(word[:3] if _MONTH.fullmatch(word) else word for word in words) if any(map(_MONTH.fullmatch, words)) else words
-    )
+    has_month = any(map(_MONTH.fullmatch, words))
+    return sorted(word[:3] if _MONTH.fullmatch(word) else word for word in words) if has_month else words
 
 
 def same(reference: str, answer: str) -> bool:
@@ -326,15 +322,15 @@ def _same_sets(a: Node, b: Node) -> bool:
     if (has_inequalities and "and" in (a.name, b.name) and a.name != b.name) or max(map(len, sets)) > 64:
         return False
     first, second = [[_as_interval(part) for part in parts] for parts in sets] if is_union else sets
-    found = [[_same_or_unreadable(x, y) for y in second] for x in first]
+
+    def is_same(x: Node, y: Node) -> bool:
+        try:
+            return _same(x, y)
+        except Unreadable:
+            return False
+
+    found = [[is_same(x, y) for y in second] for x in first]
     return all(map(any, found)) and all(map(any, zip(*found, strict=True))) and bool(first) is bool(second)
-
-
-def _same_or_unreadable(a: Node, b: Node) -> bool:
-    try:
-        return _same(a, b)
-    except Unreadable:
-        return False
 
 
 _UNITS: dict[str, str] = dict(re.findall(
@@ -454,10 +450,8 @@ def reference_text(text: str) -> str:
         if "division by zero" in str(problem):
             raise BadReference("answer", f"{quoted} has no value: {problem}") from problem
         if len(plain) > _LONGEST_TEXT:
-            fix = "give the answer alone, after #### or in a box"
-            raise BadReference(
-                "answer", f"{quoted} is not a mathematical expression but a text of {len(text)} characters; {fix}"
-            ) from problem
+            told = f"{quoted} is not a mathematical expression but a text of {len(text)} characters"
+            raise BadReference("answer", f"{told}; give the answer alone, after #### or in a box") from problem
     return answer
 
 
@@ -465,11 +459,9 @@ def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
     r"""Return a scorer that gives 1 if answer and reference are mathematically equal, such as `1/2`, `0.5` and `\frac{1}{2}`.
 
     The answer is the content of the last box, or the text after "the answer is", or the last expression. With `boxed`, only the
-    content of the last `\boxed{...}` counts; a text without a box, or cut inside it, is wrong. Thoughts do not count.
-
-    SIGVTALRM interrupts a comparison that takes more CPU time than a quarter of `timeout_s`, so the scorer must run on the main
-    thread. CPU time is measured so that a busy machine does not make right answers wrong. An answer that cannot be parsed or
-    compared in time is wrong.
+    content of the last `\boxed{...}` counts; a text without a box, or cut inside it, is wrong. Thoughts do not count. An answer
+    that cannot be parsed is wrong, and so is one whose comparison takes more CPU time than a quarter of `timeout_s`; SIGVTALRM
+    measures this, so the scorer must run on the main thread.
     """
 
     def score(item: RewardInput) -> Score:

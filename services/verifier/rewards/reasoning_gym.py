@@ -1,18 +1,15 @@
 """Score answers with reasoning-gym's scorers, by family, on entries that have been through JSON.
 
-Many families give a little credit to wrong answers; `reward.binary` decides whether that counts.
-
 Some families' scorers call `eval` on text that a model wrote, directly or through SymPy's parser. Such an answer is only scored
-if its family's guard accepts it: a function `answer -> bool` that parses the text with Python's parser and runs nothing.
-Accepted answers call only known mathematical functions and access no attribute. The worker's deadline limits the time of their
-evaluation.
+if its family's guard accepts it, a function that parses the text with Python's parser and runs nothing. Accepted answers call
+only known mathematical functions and access no attribute. The worker's deadline limits the time of their evaluation.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -53,10 +50,8 @@ def is_arithmetic(answer: str) -> bool:
 
 
 def is_formula(answer: str) -> bool:
-    """Accept arithmetic with variables of one letter, pi, and the usual functions.
-
-    `Integral(...)`, an unevaluated integral, is refused, because it would be a right answer to every integration problem.
-    """
+    """Accept arithmetic with variables of one letter, pi, and the usual functions. `Integral(...)` is refused, because an
+    unevaluated integral would be a right answer to every integration problem."""
     return _every_node(answer, _is_of_a_formula)
 
 
@@ -105,10 +100,7 @@ def _is_of_a_formula(node: ast.AST) -> bool:
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
-    """Return a scorer that takes the family from each reference. Imports reasoning-gym (about a second).
-
-    Raises `FieldError` if reasoning-gym has no `family`, the recipe's task.
-    """
+    """Return a scorer that takes the family from each reference. Raises `FieldError` if `family` does not exist."""
     check_family(family)
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.factory import DATASETS
@@ -125,7 +117,11 @@ def reasoning_gym_scorer(family: str) -> Scorer:
         dataset = item.reference.get("dataset")
         if not isinstance(dataset, str):
             raise BadReference("dataset", f"{dataset!r} where the name of a reasoning-gym family is needed")
-        score_answer, entry = scorer_of(dataset), _entry(item.reference)
+        score_answer, entry = scorer_of(dataset), item.reference.get("entry")
+        if not isinstance(entry, dict) or "answer" not in entry or not isinstance(entry.get("metadata"), dict):
+            raise BadReference("entry", "a reasoning-gym entry with answer and metadata is needed")
+        if dataset in _COMPARES_TUPLES:
+            entry = _with_tuples(entry)
         if item.answer is None:
             return NO_ANSWER
         guard = GUARDS.get(dataset)
@@ -136,13 +132,6 @@ def reasoning_gym_scorer(family: str) -> Scorer:
     return score
 
 
-def _entry(reference: Mapping[str, Any]) -> dict[str, Any]:
-    entry = reference.get("entry")
-    if not isinstance(entry, dict) or "answer" not in entry or not isinstance(entry.get("metadata"), dict):
-        raise BadReference("entry", "a reasoning-gym entry with answer and metadata is needed")
-    return _with_tuples(entry) if reference["dataset"] in _COMPARES_TUPLES else entry
-
-
 def _with_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_tuples(inner) for key, inner in value.items()}
@@ -150,18 +139,15 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _judge(score_answer: AnswerScorer, answer: str, entry: dict[str, Any]) -> Score:
-    """Score an answer. It is wrong if its form makes the family's scorer raise (prime_factorization on a word).
-
-    If the scorer also raises on the entry's own answer, the entry is at fault.
-    """
+    """Score an answer. It is wrong if its form makes the family's scorer raise (prime_factorization on a word). If the scorer
+    also raises on the entry's own answer, the entry is at fault."""
     try:
         return Score(float(score_answer(answer=answer, entry=entry)))
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - third-party code on untrusted text
-        raised = error
-    try:
-        score_answer(answer=entry["answer"], entry=entry)
-    except Exception as error:
-        raise BadReference("entry", f"its own answer cannot be scored: {error!r}"[:200]) from error
-    return Score(0.0, f"not an answer of this family's form ({type(raised).__name__})")
+    except Exception as raised:  # noqa: BLE001 - third-party code on untrusted text
+        try:
+            score_answer(answer=entry["answer"], entry=entry)
+        except Exception as error:
+            raise BadReference("entry", f"its own answer cannot be scored: {error!r}"[:200]) from error
+        return Score(0.0, f"not an answer of this family's form ({type(raised).__name__})")
