@@ -11,49 +11,24 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipelinerl.commands import Command, add_recipe_arguments
-from pipelinerl.errors import FieldError
-
-if TYPE_CHECKING:
-    from pipelinerl.recipe.fields import Recipe
-    from pipelinerl.rl.memory import Model
-    from pipelinerl.rl.planner import Machine, Plan
-    from pipelinerl.rl.throughput import Lengths, Split
+from pipelinerl.errors import FieldError, counted
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import RecipeError, load_recipe
+from pipelinerl.rl.groups import length_bucket
+from pipelinerl.rl.memory import ACCELERATORS, Model
+from pipelinerl.rl.planner import Machine, Plan, estimated, make_plan, misfits
+from pipelinerl.rl.throughput import DecodeCurve, Lengths, Split
+from pipelinerl.run_dir import RunDir, read_json
+from pipelinerl.run_summary import add_ended, lag_summary, read_jsonl
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_arguments(parser)
-    parser.add_argument("--parameters", metavar="SIZE", required=True, help="model size with all its experts, such as 7.6B")
-    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="accelerators of actors and trainer")
-    parser.add_argument(
-        "--accelerator", metavar="NAME|FILE", default="H100",
-        help="A100, H100, H200, ..., or a JSON file of measured speeds (docs/planning.md); default H100",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lengths", metavar="BARS|RUN_DIR", required=True,
-        help="completion lengths: bars of a histogram, TOKENS or FROM-TO with a weight, such as 1-512:6,513-2048:3,8192:1; "
-        "or the folder of a run that has them",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sequences-in-progress", metavar="H", type=int, help="sequences on each actor; default: the best number"
-    )
-    parser.add_argument(
-        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token; by default, the usual size for such a model"
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
-
-
-def execute(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
     """Return exit code 0. Raises `UserError` if no plan can be made."""
-    from pipelinerl.recipe.loading import RecipeError, load_recipe
-    from pipelinerl.rl.memory import Model
-    from pipelinerl.rl.planner import counted, make_plan, misfits
-
     recipe = load_recipe(args.recipe, args.overrides)
     if recipe.mode != "pipeline":
         raise FieldError("mode", recipe.mode, "shares no accelerators between actors and trainer; --set mode=pipeline")
@@ -90,8 +65,6 @@ def size_of(text: str) -> float:
 
 def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
     """Return completion lengths from bars of a histogram or a run directory, and their source. Raises `FieldError`."""
-    from pipelinerl.rl.throughput import Lengths
-
     max_tokens = recipe.max_tokens
     given = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
     if not all(given):
@@ -114,11 +87,6 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     metrics.jsonl counts lengths by power-of-two bucket. Within a bucket, lengths are those in samples.jsonl, if it has any of
     that bucket. Raises `FieldError`.
     """
-    from pipelinerl.rl.groups import length_bucket
-    from pipelinerl.rl.throughput import Lengths
-    from pipelinerl.run_dir import RunDir
-    from pipelinerl.run_summary import add_ended, read_jsonl
-
     if not run_dir.is_dir():
         fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)
@@ -163,11 +131,6 @@ _MEASURED = {
 
 def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """A known accelerator, or a JSON file with the keys of `_MEASURED`. Raises `FieldError`."""
-    from pipelinerl.rl.memory import ACCELERATORS
-    from pipelinerl.rl.planner import Machine, estimated
-    from pipelinerl.rl.throughput import DecodeCurve
-    from pipelinerl.run_dir import read_json
-
     if accelerator := {key.upper(): one for key, one in ACCELERATORS.items()}.get(name.upper()):
         return estimated(accelerator, model, recipe, lengths)
     path = Path(name)
@@ -191,9 +154,6 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
 
 def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
     """Return a plan's summary as (name, value) rows. Pure."""
-    from pipelinerl.rl.planner import counted
-    from pipelinerl.run_summary import lag_summary
-
     split, played, lengths, machine = plan.split, plan.played, plan.lengths, plan.machine
     lag, batch_s = lag_summary(played.lag_histogram), played.duration / played.steps
     conventional, per_actor = plan.conventional / plan.rate, counted(machine.per_actor, "accelerator")
@@ -240,8 +200,6 @@ def _stale(plan: Plan) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data: seconds, tokens, GiB, optimizer steps."""
-    from pipelinerl.run_summary import lag_summary
-
     split, played = plan.split, plan.played
     return {
         "modelled": True,
@@ -268,6 +226,3 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "simulated_share": plan.share,
         "reasons": list(plan.reasons),
     }
-
-
-COMMAND = Command("plan", "share accelerators between actors and trainer (modelled, nothing runs)", add_arguments, execute)

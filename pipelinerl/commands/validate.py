@@ -11,15 +11,19 @@ import argparse
 import re
 import reprlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from pipelinerl.commands import Command, add_recipe_arguments
+from pipelinerl.commands.plan import size_of
 from pipelinerl.errors import FieldError, Lacking, counted, one_of
-
-if TYPE_CHECKING:
-    from pipelinerl.recipe.fields import Recipe
-    from pipelinerl.rl.memory import Model
-    from pipelinerl.tasks.source import Source
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
+from pipelinerl.recipe.model_folder import known_parameters, token_counter
+from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
+from pipelinerl.recipe.rehearsal import rehearsed
+from pipelinerl.rl.memory import ENGINE_GIB, GIB, Model, actor_problem, kv_cache_gib, state_bytes, trainer_problem, update_gib
+from pipelinerl.rl.throughput import recipe_lag
+from pipelinerl.service.logs import printable
+from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
+from pipelinerl.tasks.source import Source
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
@@ -31,41 +35,11 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = 120
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_arguments(parser)
-    parser.add_argument(
-        "--fields-only", action="store_true",
-        help="do not check the files, folders and functions that the recipe names, which may be elsewhere",
-    )  # fmt: skip
-    parser.add_argument(
-        "--reward-rows", metavar="N", type=int, default=20,
-        help="call each reward on this many of its problems, with the reference answer as completion (default: 20; 0: none)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--gpu-memory", metavar="SIZE",
-        help="memory of each GPU, such as 80GiB; prints how much the recipe needs, with advice. For several trainer nodes, "
-        "give the number of ranks of all nodes by --set trainer.nproc=N",
-    )  # fmt: skip
-    parser.add_argument(
-        "--parameters", metavar="SIZE",
-        help="size of the model with all its experts, such as 7.6B, for --gpu-memory; by default from the model's files, "
-        "or else the number in its name plus a tenth",
-    )  # fmt: skip
-
-
-def execute(args: argparse.Namespace) -> int:
+def validate(args: argparse.Namespace) -> int:
     """Return exit code 0. Otherwise raises `UserError` with everything that is wrong."""
-    from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
-    from pipelinerl.recipe.preflight import Examination, doubts, examine
-    from pipelinerl.recipe.rehearsal import rehearsed
-    from pipelinerl.rl.memory import actor_problem, trainer_problem
-    from pipelinerl.service.logs import printable
-
     recipe = load_recipe(args.recipe, args.overrides)
-    examined, memory = (
-        Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True),
-        list[tuple[str, str]](),
-    )
+    examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True)
+    memory = list[tuple[str, str]]()
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
         raise FieldError("--parameters", args.parameters, "is for --gpu-memory; give that too, or leave both out")
@@ -95,10 +69,6 @@ def execute(args: argparse.Namespace) -> int:
 
 def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:
     """Return (name, value) rows about the user's files, and warnings about too long prompts and files without problems."""
-    from pipelinerl.recipe.model_folder import token_counter
-    from pipelinerl.recipe.preflight import files_in
-    from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
-
     rows, warnings, limit = [], [], recipe.model.max_context
     sets = list(files_in(sources))
     count = token_counter(recipe.model) if sets else None
@@ -174,8 +144,6 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _largest_lag(recipe: Recipe) -> str:
     """Return the largest lag by the formula, for two assumed mean lengths: the actual mean is not known before a run."""
-    from pipelinerl.rl.throughput import recipe_lag
-
     longest, actors = recipe.max_tokens, recipe.actor.count
     if recipe.mode == "conventional":
         return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"
@@ -214,10 +182,6 @@ def gib_of(text: str) -> float:
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
     """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
-    from pipelinerl.commands.plan import size_of
-    from pipelinerl.recipe.model_folder import known_parameters
-    from pipelinerl.rl.memory import Model
-
     if parameters is not None:
         return Model.of(recipe, size_of(parameters))
     name = recipe.model.name or recipe.model.source
@@ -232,8 +196,6 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
     """Return the contents of GPU memory as (name, value) rows, for one GPU of an actor and one of the trainer. Pure."""
-    from pipelinerl.rl.memory import ENGINE_GIB, GIB, kv_cache_gib, state_bytes, update_gib
-
     engine, trainer = recipe.actor.engine, recipe.trainer
     size, in_share = engine.tensor_parallel_size, memory_gib * engine.gpu_memory_utilization
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
@@ -254,6 +216,3 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
             f"activations and gathered weights (trainer.nproc = {trainer.nproc}: set it to the ranks of all nodes)",
         ),
     ]
-
-
-COMMAND = Command("validate", "check a recipe and print a summary of it", add_arguments, execute)

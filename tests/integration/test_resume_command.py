@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from pipelinerl.cli import main
+from pipelinerl.commands.run import find_run
 from pipelinerl.local.processes import kill_session, living_names
-from pipelinerl.local.resume import find_run
 from tests.support.local_run import FAKES
 from tests.unit.builders import model_folder
 

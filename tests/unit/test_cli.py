@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.cli import main
-from pipelinerl.commands.run import chosen_ports, free_port
-from pipelinerl.commands.scale import _until_there
+from pipelinerl.commands.run import _until_there, chosen_ports, free_port
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.rehearsal import Preview
 from pipelinerl.run_dir import RunDir
@@ -359,10 +358,9 @@ async def test_scale_asks_all_actors_at_once(tmp_path: Path, monkeypatch: pytest
         await all_asked.wait()
         return ActorState(phase=ACTOR_PHASE_SERVING)
 
-    monkeypatch.setattr("pipelinerl.local.following.ask_actor", answer)
-    monkeypatch.setattr(
-        "pipelinerl.local.processes.running_pids", lambda _: dict.fromkeys(("trainer", "actor-0", "actor-1"), 1)
-    )
+    monkeypatch.setattr("pipelinerl.commands.run.ask_actor", answer)
+    pids = dict.fromkeys(("trainer", "actor-0", "actor-1"), 1)
+    monkeypatch.setattr("pipelinerl.commands.run.running_pids", lambda _: pids)
     run_dir = RunDir(tmp_path, "tiny")
     run_dir.credentials.make("tiny")
     await _until_there(run_dir, 2, timeout_s=30.0)
