@@ -55,10 +55,10 @@ if not callable(found.get(name)):
     sys.exit(f"{{name}} {{what}} in {{module}}; {{fix}}")
 try:
     if sys.argv[2] == "task.tools":
-        from pipelinerl.episodes.environment import tool_of
+        from pipelinerl.episodes import tool_of
         tool_of(found[name])
     elif sys.argv[2] == "task.name":
-        from pipelinerl.episodes.environment import check_environment_class
+        from pipelinerl.episodes import check_environment_class
         check_environment_class(found[name], json.loads(sys.argv[3]))
 except ValueError as error:
     sys.exit(str(error))

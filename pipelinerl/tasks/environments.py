@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pipelinerl.episodes.environment import Done, Turn
+from pipelinerl.episodes import Done, Turn
 
 
 class GuessNumber:

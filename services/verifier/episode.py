@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipelinerl.episodes.environment import (
+from pipelinerl.episodes import (
     POLICY_FAULTS,
     Done,
     Environment,

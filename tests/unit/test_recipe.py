@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.episodes.environment import check_environment_class
+from pipelinerl.episodes import check_environment_class
 from pipelinerl.errors import FieldError, Lacking, UserError
 from pipelinerl.recipe import preflight
 from pipelinerl.recipe.fields import SCORERS, Recipe, RewardConfig, dotted_paths

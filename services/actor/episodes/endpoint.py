@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from pipelinerl.episodes.environment import TOO_LARGE
+from pipelinerl.episodes import TOO_LARGE
 from pipelinerl.messages.sequences import SamplingParams
 from services.actor.episodes.episode import EnvironmentRun, Episodes, RecordedTurn, Refused, no_such_episode
 from services.actor.episodes.formats import Answer, Message, Tools, Unrenderable
