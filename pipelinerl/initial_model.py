@@ -36,8 +36,8 @@ def is_built(model: ModelConfig) -> bool:
 
 
 def built_name(recipe: Recipe, run: str) -> str:
-    """Return the name of the model's folder in a cache. A checkpoint is copied once for each run, whatever its name stands for
-    later; SmolLM2 is the same for all recipes. Pure."""
+    """Return the name of the model's folder in a cache. Each run copies a checkpoint, whose name may stand for another one
+    later. Pure."""
     if recipe.model.source == "smollm2":
         return f"smollm2-{_FORMAT}"
     text = json.dumps({"format": _FORMAT, "model": recipe.model.name, "run": run}, sort_keys=True)
@@ -81,10 +81,8 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
         return settings.model_dir or str(model_folder(recipe.model) or recipe.model.name)
     folder = built_folder(recipe, settings.run, settings.model_cache)
     if not is_complete(folder):
-        fix = (
-            f"holds no complete {folder.name}; `python -m services.trainer.initial_model` makes it for the "
-            "trainer, `python -m services.actor.initial_model` fetches it for an actor"
-        )
+        makes = "`python -m services.trainer.initial_model` makes it for the trainer"
+        fix = f"holds no complete {folder.name}; {makes}, `python -m services.actor.initial_model` fetches it for an actor"
         raise FieldError("PIPELINERL_MODEL_CACHE", str(settings.model_cache), fix)
     return str(folder)
 

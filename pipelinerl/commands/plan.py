@@ -83,10 +83,7 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     """Return the lengths of a run's completions in the second half of its steps, stale ones included, and their number.
-
-    metrics.jsonl counts lengths by power-of-two bucket. Within a bucket, lengths are those in samples.jsonl, if it has any of
-    that bucket. Raises `FieldError`.
-    """
+    metrics.jsonl counts them by power-of-two bucket, in which they are spread as in samples.jsonl. Raises `FieldError`."""
     if not run_dir.is_dir():
         fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)
@@ -176,8 +173,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
 
 
 def settings(split: Split) -> str:
-    """Return the `pipelinerl run` options for it. On a cluster, the replicas of the chart's actors and its trainer's GPUs
-    decide."""
+    """Return the `pipelinerl run` options for it. On a cluster, the chart's replicas and GPUs decide."""
     changes = {
         "actor.count": split.num_generators,
         "actor.sequences_in_progress": split.sequences_in_progress,

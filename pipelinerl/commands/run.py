@@ -62,8 +62,7 @@ _LOOK_S = 0.5
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return the exit code: 0 trained, 1 failed, 2 failed by a user's mistake, 130 interrupted. Raises `UserError` for a
-    mistake that is found before anything is started."""
+    """Return the exit code. Raises `UserError` for a mistake that is found before anything is started."""
     page_port, metrics_port = chosen_ports(args)
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     with ExitStack() as stack:
@@ -151,7 +150,6 @@ def resume(
 
 
 def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | None) -> Iterator[str]:
-    """Yield the notes for the user. `version`: the checkpoint's; None without one."""
     if version is None:
         yield f"{run}: there is no checkpoint; the run starts again from version 0"
     else:
@@ -163,7 +161,7 @@ def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | N
 
 
 def find_run(folder: Path) -> RunDir:
-    """Return the run in `folder`, with its own name. Raises `FieldError` if there is none that can continue."""
+    """Raise `FieldError` if there is no run in `folder` that can continue."""
     run_dir, shown = RunDir(folder, ""), str(folder)
     check_folder(folder, RESUME)
     missing = [file.name for file in (run_dir.recipe, run_dir.identity) if not file.is_file()]
@@ -184,7 +182,6 @@ def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
 
 
 def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
-    """Raise `FieldError` if the run has no step left to take, or has taken more than it should."""
     summary = read_json(run_dir.summary)
     finished = is_finished(summary)
     taken = max(version or 0, int(summary.get("steps") or 0) if finished else 0)
@@ -236,8 +233,7 @@ def kept_folders() -> dict[str, Path]:
 
 
 def cache(args: argparse.Namespace) -> int:
-    """Return exit code 0. Raises `FieldError` for a missing entry, before anything is removed, or for one that cannot be
-    removed."""
+    """Raise `FieldError` for a missing entry before anything is removed, or for one that cannot be removed."""
     folder, kept = cache_folder(os.environ), kept_folders()
     chosen = args.clear or list(kept)
     for name in chosen:

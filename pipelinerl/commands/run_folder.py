@@ -1,12 +1,8 @@
 """Read a run, finished or not: `pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`.
 
-`report` writes report.html again from the run directory. `audit` derives the run's ledger again and says whether everything
-adds up. `dead-letters` lists the prompt groups that were given up, with the reason. None of them changes a stream, starts a run
-or puts a group back.
-
-A command names the folder of a local run, or a NATS server and a run's name. In a pod of a run neither is needed, since the
-service's environment names the NATS server. A running local run has its own nats-server. The stored streams of a run that has
-ended are copied and served by a temporary nats-server, so that the run directory stays unchanged.
+None of them changes anything in a run. A command names the folder of a local run, or a NATS server and a run's name. In a pod
+of a run neither is needed, since the service's environment names the NATS server. A running local run has its own nats-server.
+The streams of one that has ended are copied and served by a temporary nats-server.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ def report(args: argparse.Namespace) -> int:
 
 def audit(args: argparse.Namespace) -> int:
     """Return the exit code: 0 everything adds up, 1 something does not. Raises `FieldError` if the folder is not a run's.
-    Without streams from arguments, folder or environment, only the files are audited."""
+    Without streams, only the files are audited."""
     run = run_name(args.run_dir)
     if not any((args.run_dir / file).is_file() for file in NAMED_IN):
         what = "has neither run.json nor lineage.json: give the folder of a run"
@@ -81,7 +77,7 @@ def dead_letters(args: argparse.Namespace) -> int:
 
 
 async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Return each dead letter as JSON, the oldest first, and the number of messages that cannot be read."""
+    """Return the dead letters, the oldest first, and the number of messages that cannot be read."""
     folder, where = args.run_dir, "give the folder of a run, or --nats URL --run NAME"
     run = args.run or (run_name(folder) if folder else "")
     if folder and not args.nats and (folder / NAMED_IN[0]).is_file() and not (folder / LINEAGE).is_file():
@@ -101,7 +97,7 @@ async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
 
 
 def _described(letter: DeadLetter) -> dict[str, Any]:
-    """Return a dead letter as JSON, with the contents of its prompt group if they can be read. Pure."""
+    """Return a dead letter with the contents of its prompt group if they can be read. Pure."""
     shown: dict[str, Any] = {
         "time": _date(letter.at_s),
         "group_id": group_id_of(letter.msg_id),
@@ -142,13 +138,11 @@ def _row(letter: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _cut(text: str, length: int) -> str:
-    """Return one line of at most `length` characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    """Return a table with columns as wide as their longest entry. Pure."""
     lines = [_COLUMNS, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
@@ -165,7 +159,7 @@ _STORE = "jetstream"
 
 def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
     """Return how to open the streams of `run`: on the server that the arguments name, else in the folder, else on the
-    environment's server; None if none of them names one. Raises `FieldError` for an invalid run name."""
+    environment's server; None if there is none."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and _holds_streams(args.run_dir):

@@ -1,8 +1,7 @@
 """`pipelinerl validate RECIPE`: check a recipe, and list everything that is wrong with it.
 
-The recipe is judged with the files, folders and functions that it names, so that a recipe for a cluster validates on a laptop.
-If this machine lacks something to run it, such as a GPU, a note says so and the verdict stays. Given the memory of the GPUs
-that it is meant for, the command adds up the memory needed there.
+If this machine lacks something to run it, such as a GPU, a note says so and the verdict stays, so that a recipe for a cluster
+validates on a laptop. Given the memory of the GPUs that it is meant for, the command adds up the memory needed there.
 """
 
 from __future__ import annotations
@@ -99,8 +98,9 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
 
 def outline(recipe: Recipe) -> list[tuple[str, str]]:
     """Return a summary of a recipe as (name, value) rows. Pure."""
-    lag = recipe.algorithm.max_lag
-    model = recipe.model
+    lag, model, trainer = recipe.algorithm.max_lag, recipe.model, recipe.trainer
+    shards = f", {trainer.shard_ranks} share one copy" if trainer.shard_ranks else ""
+    rows = f", {trainer.context_parallel} share a row" if trainer.context_parallel > 1 else ""
     answers = f", {recipe.evaluation.samples} answers to each," if recipe.evaluation.samples > 1 else ""
     further = "".join(f", and of {one.name}" for one in recipe.evaluation.sets)
     num_heldout = sum(share.task.heldout_problems for share in recipe.mixture.values())
@@ -116,11 +116,11 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ("largest lag", _largest_lag(recipe)),
         (
             "trainer",
-            f"{counted(recipe.trainer.steps, 'step')} of {recipe.trainer.batch_size}, lr {recipe.trainer.learning_rate:g} "
-            f"{recipe.trainer.schedule}, {recipe.trainer.optimizer}",
+            f"{counted(trainer.steps, 'step')} of {trainer.batch_size}, lr {trainer.learning_rate:g} {trainer.schedule}, "
+            f"{trainer.optimizer}",
         ),
-        ("trained", "all weights" if recipe.trainer.lora is None else f"adapters of rank {recipe.trainer.lora.rank}"),
-        ("ranks", _ranks(recipe)),
+        ("trained", "all weights" if trainer.lora is None else f"adapters of rank {trainer.lora.rank}"),
+        ("ranks", f"{trainer.nproc}{shards}{rows}"),
         ("evaluation", f"{counted(num_heldout, 'problem')}{answers} {often}{further}"),
     ]
 
@@ -154,22 +154,10 @@ def _largest_lag(recipe: Recipe) -> str:
 
 def _algorithm(recipe: Recipe) -> str:
     algorithm = recipe.algorithm
-    terms = [algorithm.loss, f"{algorithm.advantage} baseline"]
-    if algorithm.normalize_std:
-        terms.append("divided by std")
-    terms.append(f"normalised by {algorithm.normalization}")
-    if algorithm.mask != "none":
-        terms.append(f"mask {algorithm.mask}")
-    if algorithm.kl_coefficient:
-        terms.append(f"KL {algorithm.kl_coefficient:g}")
-    return ", ".join(terms)
-
-
-def _ranks(recipe: Recipe) -> str:
-    trainer = recipe.trainer
-    shards = f", {trainer.shard_ranks} share one copy" if trainer.shard_ranks else ""
-    rows = f", {trainer.context_parallel} share a row" if trainer.context_parallel > 1 else ""
-    return f"{trainer.nproc}{shards}{rows}"
+    terms = [algorithm.loss, f"{algorithm.advantage} baseline", "divided by std" if algorithm.normalize_std else ""]
+    terms += [f"normalised by {algorithm.normalization}", f"mask {algorithm.mask}" if algorithm.mask != "none" else ""]
+    terms += [f"KL {algorithm.kl_coefficient:g}" if algorithm.kl_coefficient else ""]
+    return ", ".join(filter(None, terms))
 
 
 def gib_of(text: str) -> float:

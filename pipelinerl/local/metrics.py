@@ -1,7 +1,5 @@
-"""The local runner's Prometheus endpoint: its own metrics, and at `/targets` the addresses of the run's other metrics.
-
-`/targets` has the form of Prometheus' HTTP service discovery, so that new and removed actors need no configuration. Metrics of
-the services are not repeated here.
+"""The local runner's Prometheus endpoint: its own metrics, and at `/targets` the addresses of the services' metrics, for
+Prometheus' HTTP service discovery, so that new and removed actors need no configuration.
 """
 
 from __future__ import annotations
@@ -65,8 +63,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[dict[str, object]]:
-    """Return `{"targets": ["host:port"], "labels": {"service": ..., "instance": ...}}` for each of the processes `names` with
-    an address file. NATS never has one; a process gets its own once it has started."""
+    """Return the target of each of the processes `names` with an address file. NATS has none, others once they have started."""
     found: list[dict[str, object]] = []
     for name in sorted(names):
         try:

@@ -146,8 +146,8 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Return the time to the run's final step: at the pace of the newest steps, less the time since the newest one. Return None
-    if unknown, for instance if that time is much longer than a step takes."""
+    """Return the time to the run's final step at the pace of the newest steps; None if unknown, for instance if the newest step
+    was long ago."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
@@ -155,8 +155,7 @@ def seconds_left(state: RunState, elapsed_s: float) -> float | None:
 
 
 def _pace_s(state: RunState) -> float | None:
-    """Return the seconds per step over the newest steps, without the first of them, which is mostly start-up; None =
-    unknown."""
+    """Return the seconds per step over the newest steps; None = unknown."""
     if len(state.heard_s) < 2:
         return None
     (first_step, first_s), (last_step, last_s) = state.heard_s[0], state.heard_s[-1]
@@ -164,8 +163,8 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Return how long ago the newest step was, with the state of the services. Empty until this is at least a minute and three
-    times the length of a step."""
+    """Return how long ago the newest step was, with the state of the services; empty if it is less than a minute or three
+    steps' time."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -180,8 +179,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
 
 
 def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> str:
-    """Describe the progress of a checkpoint that has been written for `passed_s`. `written` and `total`: bytes; total 0 =
-    unknown."""
+    """Describe the progress of a checkpoint, which has been written for `passed_s`, in bytes. `total`: 0 = unknown."""
     unit, name = (1e9, "GB") if max(written, total) >= 1e9 else (1e6, "MB")
     text = f"writing the checkpoint of version {version}: {written / unit:,.0f}"
     if total <= written:
@@ -259,7 +257,6 @@ def _rates_text(last: Metrics) -> str:
 
 
 def _stall_text(state: RunState) -> str:
-    """Return the stall of the newest weight update in the remembered steps."""
     for record in reversed(state.history):
         update = record.get("weight_update") or {}
         if (stall_s := update.get("stall_s", record.get("stall_s"))) is not None:
@@ -277,7 +274,6 @@ def _sequences_text(sequences: Mapping[str, int]) -> str:
 
 
 def _restarts_text(state: RunState) -> str:
-    """Return the restarts of services that have no row in the display."""
     others = [f"{name} {times}x" for name, times in state.restarts.items() if name not in state.actors]
     return f" (restarted: {', '.join(others)})" if others else ""
 
@@ -298,8 +294,7 @@ _PHASE_EVERY_S = 2.0
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Plain progress, in a with block: one line per step, at most one every `every_s`. Before the first step after a start, it
-    shows phases."""
+    """Plain progress, in a with block: a line per step, at most one every `every_s`, and phases before a start's first step."""
 
     def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s

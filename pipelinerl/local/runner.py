@@ -100,8 +100,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
-    """Return the seconds before `actor`, `verifier`, `nats`, `model`, or a trainer with nothing to save is killed: the rest of
-    the `within_s` that all share, less the time reserved for those that stop later. Pure."""
+    """Return the seconds before a process of this kind with nothing to save is killed: the rest of the `within_s` that all
+    share, less the time reserved for those that stop later. Pure."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
@@ -219,8 +219,7 @@ class LocalRun:
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
-        """Wait for the run's end. Raises `ServiceError` when a service cannot be restarted, or the trainer ended with an
-        error."""
+        """Wait for the run's end. Raises `ServiceError` if a service cannot be restarted or the trainer ended with an error."""
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(follow_trainer(trainer, self._certificates, self._state, self._elapsed_s, self._trainer_up)),
@@ -241,12 +240,10 @@ class LocalRun:
             raise trainer.process.died()
 
     async def _watch_disk(self) -> None:
-        """Check the disk until cancelled. Raises `ServiceError` when it has too little space for one more checkpoint."""
+        """Raise `ServiceError` when the disk has too little space for one more checkpoint."""
         while True:
-            needed = self.reserve_bytes + next_checkpoint_bytes(
-                self.run_dir, self.recipe.checkpoint.keep, self._first_checkpoint
-            )
-            free = free_bytes(self.run_dir.path)
+            next_bytes = next_checkpoint_bytes(self.run_dir, self.recipe.checkpoint.keep, self._first_checkpoint)
+            free, needed = free_bytes(self.run_dir.path), self.reserve_bytes + next_bytes
             if free < needed:
                 raise ServiceError(
                     f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, and the next checkpoint needs "
@@ -257,8 +254,7 @@ class LocalRun:
     # Starting and stopping.
 
     async def _start_nats(self) -> Service:
-        """Start NATS. A restart keeps its port and its streams; meanwhile the services keep their data, wait and reconnect. The
-        address file exists while NATS runs."""
+        """Start NATS. A restart keeps its port and its streams; meanwhile the services keep their data, wait and reconnect."""
         self._set_phase("starting nats-server")
         store, log_file = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve()
         server = NatsServer(store, extra=self._nats_security, log_file=log_file)
@@ -274,7 +270,6 @@ class LocalRun:
         return service
 
     def _announce_nats(self) -> None:
-        """Write the address file once the address is known; the port stays the same."""
         if self._launches.nats_url:
             write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
 
@@ -288,13 +283,12 @@ class LocalRun:
         return service
 
     def _prepare_trainer(self) -> Launch:
-        """Return the launch of a trainer that continues from the newest checkpoint and waits for as many actors as run now."""
         self.run_dir.summary.unlink(missing_ok=True)  # the previous trainer's
         return self._launches.trainer(len(self._actors), self._trainer_address)
 
     @asynccontextmanager
     async def _process(self, launch: Launch) -> AsyncIterator[ServiceProcess]:
-        """Run a process that is not restarted, such as the builder of the initial model."""
+        """Run a process that is not restarted."""
         try:
             yield await self._start(Service(launch.name, lambda: launch, self.restarts))
         finally:
@@ -327,7 +321,7 @@ class LocalRun:
             self.run_dir.address(NATS).unlink(missing_ok=True)
 
     async def _kill_hung(self, trainer: ServiceProcess) -> None:
-        """Kill a trainer that neither answers nor writes its checkpoint. Otherwise it would delay the stop for an hour."""
+        """Kill a trainer that neither answers nor writes its checkpoint, and would delay the stop for an hour."""
         address, written, seen_s = read_address(trainer.launch.address_file).http, None, time.monotonic()
         while (quiet_s := time.monotonic() - seen_s) < _HUNG_AFTER * self.stop_within_s:
             now = checkpoint_under_way(self.run_dir)
@@ -351,10 +345,10 @@ class LocalRun:
         """Show what the stop waits for: the bytes of a checkpoint, or the step before it."""
         assert self._stop_by_s is not None, "it stops"
         now_s, trainer = time.monotonic(), self._processes.get(TRAINER)
-        phase, passed_s = "stopping", now_s - self._stop_by_s + self.stop_within_s
         if trainer is None or trainer.returncode is not None:
-            pass
+            phase = "stopping"
         elif (under_way := checkpoint_under_way(self.run_dir)) is None:
+            passed_s = now_s - self._stop_by_s + self.stop_within_s
             phase = f"stopping: the trainer ends its step and writes a checkpoint, {duration(passed_s)} passed"
         else:
             version, written = under_way
@@ -370,7 +364,6 @@ class LocalRun:
         return Service(name, prepare, replace(self.restarts), follows_run)
 
     async def _start(self, service: Service) -> ServiceProcess:
-        """Start a service. Raises `ServiceError` if its command cannot be executed."""
         if service_of(service.name) in ("actor", TRAINER):
             await self._restore_cache()
         process = await service.start()
@@ -381,7 +374,7 @@ class LocalRun:
         return process
 
     async def _restore_cache(self) -> None:
-        """Recreate the parts of the cache that a service needs, if they were removed. Raises `ServiceError` if that fails."""
+        """Recreate the parts of the cache that a service needs, if they were removed."""
         async with self._making_model:  # several services may start at once
             restore_compiled(self._launches.environment)
             model = Path(self._launches.model_dir)
@@ -407,7 +400,7 @@ class LocalRun:
             if delay_s is None:
                 raise process.died(service.restarts.in_a_row)
             self._on_end(process.died(), delay_s)
-            while True:
+            while service.process is process:
                 await asyncio.sleep(delay_s)
                 if self._finished():
                     return
@@ -418,8 +411,6 @@ class LocalRun:
                     if delay_s is None:
                         raise
                     self._note(f"{error}; trying again in {delay_s:g} s")
-                else:
-                    break
 
     def _on_end(self, died: ServiceDied, delay_s: float) -> None:
         self._state.restarts[died.name] += 1
@@ -434,20 +425,18 @@ class LocalRun:
         self._note(f"{died}\n{died.name} is started again in {delay_s:g} s{where}")
 
     def _finished(self) -> bool:
-        """Return whether the trainer's summary says that the run is finished. After that the trainer changes nothing and needs
-        no other service."""
+        """Return whether the run is finished by the trainer's summary, after which the trainer needs no other service."""
         return is_finished(read_json(self.run_dir.summary))
 
     # Actors: their number can change while the run is running.
 
     def _actors_wanted(self) -> int:
-        """Return the number that `pipelinerl scale` set, or the recipe's if there is none or the file is invalid."""
         asked = read_json(self.run_dir.scale).get("actors")
         return asked if isinstance(asked, int) and 0 <= asked <= MOST_ACTORS else self.recipe.actor.count
 
     async def _keep_actors(self) -> None:
-        """Restart actors that end, and scale them to the number that `pipelinerl scale` sets. Runs until cancelled. Raises the
-        last `ServiceDied` when every actor is given up."""
+        """Restart actors that end, and scale them to the wanted number. Raises the last `ServiceDied` when every actor is given
+        up."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)
@@ -473,11 +462,7 @@ class LocalRun:
 
     async def _scale(self, count: int) -> None:
         """Start or stop actors until there are `count`. Actors that were given up are removed first, then the highest numbers;
-        new actors get the lowest free numbers.
-
-        Returns when removed actors have ended and new ones are started, though not yet serving. Raises `ServiceError` if one
-        cannot be executed.
-        """
+        new actors get the lowest free numbers, and need not serve yet on return."""
         if count == 0:
             self._note("no actors are wanted: nothing is generated until you run `pipelinerl scale actors 1`, or more")
         surplus = sorted(self._actors.keys() - self._given_up)[count:]
@@ -507,7 +492,6 @@ class LocalRun:
         self._write_pids()
 
     def _trainer_up(self, address: ServiceAddress) -> None:
-        """Record the trainer's address and note that of its page, also after a restart on the same port."""
         key = self.run_dir.credentials.page_key.read_text()
         self._trainer_address, link = address, f"http://{address.http}/{key}/"
         if self.page_port is not None and link != self._state.page:
@@ -529,8 +513,7 @@ class LocalRun:
             await asyncio.sleep(self.refresh_s)
 
     def _tell_once(self) -> None:
-        """Print each warning once: about settings with a cost, as the trainer's log does, and about the reasons for which
-        sequences fail."""
+        """Print each warning once, about settings with a cost and about failed sequences."""
         last, problems = self._state.last, dict[str, FieldError | str | None]()
         log = self.run_dir.log(TRAINER)
         for reason, failure in self._state.failures.items():
@@ -588,8 +571,7 @@ class LocalRun:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
-        """Stop the run cleanly at the first signal (unless it is stopping already), and kill the remaining processes at the
-        second."""
+        """Stop the run cleanly at the first signal, and kill the remaining processes at the second."""
         self._interrupts += 1
         if self._interrupts > 1:
             for process in self._processes.values():
@@ -599,10 +581,12 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first of our own errors, or an error for a full disk, in `raised`. Raises any other, which is a
-        bug."""
+        """Return the first of our own errors, or an error for a full disk, in `raised`. Raises any other, which is a bug."""
         group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
-        ours, others = group.split(lambda error: isinstance(error, PipelineRLError) or _tells_of_a_full_disk(error))
+        full = (errno.ENOSPC, errno.EDQUOT)
+        ours, others = group.split(
+            lambda error: isinstance(error, PipelineRLError) or (isinstance(error, OSError) and error.errno in full)
+        )
         if ours is None or others is not None:
             raise raised
         leaf: BaseException = ours
@@ -611,7 +595,3 @@ class LocalRun:
         if isinstance(leaf, PipelineRLError):
             return leaf
         return ServiceError(f"{self.run_dir.path} is on a disk that is full ({leaf}); free some space and resume it")
-
-
-def _tells_of_a_full_disk(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -94,8 +94,8 @@ class RunHistory:
             if ess is not None:
                 self._ess[label] += ess
                 self._ess_steps[label] += 1
-        point = self._heldout_point(record)
-        if point is not None:
+        if (point := evaluation_of(record)) is not None:
+            point = shown_evaluation(point, self._times_s.get(point["version"], record.get("time_s")))
             self._heldout.add(point)
         fresh = [self._add_sample(sample) for sample in samples]
         return {"record": shown, "heldout": point, "samples": fresh, **self._totals()}
@@ -124,11 +124,6 @@ class RunHistory:
             "parity": {"mismatch": self._mismatch, "failures": self._parity_failures},
             "ess_by_lag": {one: self._ess[one] / steps if (steps := self._ess_steps[one]) else None for one in lags},
         }
-
-    def _heldout_point(self, record: Record) -> dict[str, Any] | None:
-        """Return a record's evaluation at the policy version that was measured, not at the step in which it ended."""
-        one = evaluation_of(record)
-        return one and shown_evaluation(one, self._times_s.get(one["version"], record.get("time_s")))
 
     def _add_sample(self, sample: Record) -> dict[str, Any]:
         shown = shown_sample(sample)

@@ -1,8 +1,7 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
-A recipe does not say where it runs: addresses, ports and folders are settings of the services, so that the same file trains on
-a laptop and on a cluster. Each field declares its meaning, its bounds and whether it may change on resume (`Changeable`).
-Unknown keys are errors. The first functions inspect the models, for errors, overrides and docs.
+A recipe does not say where it runs, so that the same file trains on a laptop and on a cluster. Each field declares its meaning,
+its bounds and whether it may change on resume. The first functions inspect the models, for errors, overrides and docs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from pipelinerl.bus.protocol import RUN_NAME
@@ -28,8 +27,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
-"""A field that may change on resume, such as how long, how often or on which resources a run trains. All other fields define
-the task, the data, the algorithm and its evaluation; changing one would make it another run."""
+"""A field that may change on resume, such as how long or on which resources a run trains. All others define what is trained."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -54,8 +52,8 @@ def may_change(field: FieldInfo) -> bool:
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field of a dotted path, or None. Every path inside a free-form mapping leads to that mapping. In a list of
-    sections, a position comes first, as in `tasks.0.weight`."""
+    """Return the field of a path, in which a list of sections has a position, as in `tasks.0.weight`, or None. Every path in a
+    free-form mapping leads to that mapping."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
@@ -78,8 +76,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return existing paths that `path` may mean: the same name elsewhere, then names in its section with these initials, then
-    similar names, then similar paths."""
+    """Return paths that `path` may mean: the same name elsewhere, names in its section with these initials, similar ones."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -93,16 +90,14 @@ def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]
 
 def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
     """Return the error text for a path that the model does not have, with similar fields, or else all fields of the section."""
-    near = near_matches(model, ".".join(path))
-    if near:
+    if near := near_matches(model, ".".join(path)):
         return f"no such field; did you mean {one_of(near)}?"
     parent = field_at(model, path[:-1])
     section = section_of(parent.annotation) if parent else model
     if parent and (item := listed_section(parent.annotation)) is not None:
-        if path[-2].isdecimal():
-            section = item
-        else:
+        if not path[-2].isdecimal():
             return f"no such field; say which one, from 0: {'.'.join(path[:-1])}.0.{path[-1]}"
+        section = item
     if section is None:
         return f"no such field; {'.'.join(path[:-1])} is a single value"
     return f"no such field; allowed here: {', '.join(section.model_fields)}"
@@ -154,13 +149,30 @@ def _type_name(annotation: Any) -> str:
     return _TYPE_NAMES.get(annotation, "a mapping" if origin is dict else "a value")
 
 
-def _value_in(data: Any, section: str, name: str) -> Any:
-    """Return a value of plain data, or None if it is missing."""
-    inside = data.get(section) if isinstance(data, dict) else None
-    return inside.get(name) if isinstance(inside, dict) else None
+def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
+    """Return a check of one field, which raises `ValueError` with `problem` if the value does not fulfil the condition."""
+
+    def checked(value: Any) -> Any:
+        if not condition(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(checked)
 
 
-Probability = Annotated[float, Field(ge=0, le=1)]
+def regex(group: str = "") -> AfterValidator:
+    """Return a check for a regular expression. `group`: what its first group must find unless the text is empty."""
+
+    def checked(value: str) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        if group and value and not groups:
+            raise ValueError(f"must have a group (...) around the {group}")
+        return value
+
+    return AfterValidator(checked)
 
 
 class Section(BaseModel):
@@ -314,7 +326,7 @@ class TaskConfig(Section):
         "gives {name}.",
     )
     answer_field: str = Field("answer", description="Field with the reference answer, nested ones as a.b; empty = none.")
-    answer_pattern: str = Field(
+    answer_pattern: Annotated[str, regex("answer")] = Field(
         "", description="Regular expression; group 1 of its last match in that field is the reference. Empty = the whole field."
     )
     prompt_style: Literal["compact", "plain", "chat"] = Field(
@@ -329,11 +341,6 @@ class TaskConfig(Section):
     @property
     def is_episodic(self) -> bool:
         return self.source in EPISODIC
-
-    @field_validator("answer_pattern")
-    @classmethod
-    def _finds_an_answer(cls, value: str) -> str:
-        return compiled(value, "answer" if value else "")
 
     @model_validator(mode="before")
     @classmethod
@@ -362,13 +369,15 @@ class OverlongConfig(Section):
 class JudgeConfig(Section):
     """Another model that scores completions, behind an OpenAI-compatible server."""
 
-    url: str = Field(description="URL of the server's API, such as https://host/v1; `/chat/completions` is appended.")
+    url: Annotated[str, must(lambda url: url.startswith(("http://", "https://")), "must begin with http:// or https://")] = (
+        Field(description="URL of the server's API, such as https://host/v1; `/chat/completions` is appended.")
+    )
     model: str = Field(description="Name of the model on the server.")
-    template: str = Field(
+    template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")] = Field(
         description="Message to the model. It must contain `{completion}`, and may contain `{prompt}` and `{reference}`, the "
         "reference answer."
     )
-    pattern: str = Field(
+    pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")] = Field(
         description="Regular expression; group 1 of its last match in the judge's answer is the number, as in "
         r"`Score: (\d+)`."
     )
@@ -377,36 +386,6 @@ class JudgeConfig(Section):
     requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls of each verifier, retries included; 0 = no limit.")
     timeout_s: float = Field(60.0, gt=0, le=3600, description="Time limit of an answer, retries included.")
     api_key_env: str = Field("", description="Environment variable of the verifier with the API key; empty = none.")
-
-    @field_validator("url")
-    @classmethod
-    def _over_http(cls, value: str) -> str:
-        if not value.startswith(("http://", "https://")):
-            raise ValueError("must begin with http:// or https://")
-        return value
-
-    @field_validator("template")
-    @classmethod
-    def _shows_the_completion(cls, value: str) -> str:
-        if "{completion}" not in value:
-            raise ValueError("must contain {completion}")
-        return value
-
-    @field_validator("pattern")
-    @classmethod
-    def _has_a_group(cls, value: str) -> str:
-        return compiled(value, "number")
-
-
-def compiled(pattern: str, part: str) -> str:
-    """Return the pattern. Raises `ValueError` if it is invalid, or has no group for the `part` that it must find."""
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"not a regular expression: {error}") from error
-    if part and groups < 1:
-        raise ValueError(f"must have a group (...) around the {part}")
-    return pattern
 
 
 SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema", "code", "judge")
@@ -425,7 +404,7 @@ class RewardConfig(Section):
         "`binary` does not change the scores of the last two.",
     )
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
-    answer_pattern: str = Field(
+    answer_pattern: Annotated[str, regex("answer")] = Field(
         "",
         description="Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A `.` matches "
         "line ends only if the pattern does not match otherwise.",
@@ -444,7 +423,7 @@ class RewardConfig(Section):
     )
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer, multiplied by partial scores.")
     binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
-    format_pattern: str = Field(
+    format_pattern: Annotated[str, regex()] = Field(
         "", description="Regular expression that the whole completion should match; `.` matches line ends. Empty = no term."
     )
     format_weight: float = Field(0.0, description="Reward added if `format_pattern` matches.")
@@ -481,11 +460,6 @@ class RewardConfig(Section):
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(f"{hint}use one of {', '.join(SCORERS)}, or pkg.module:function")
 
-    @field_validator("answer_pattern", "format_pattern")
-    @classmethod
-    def _compiles(cls, value: str, info: ValidationInfo) -> str:
-        return compiled(value, "answer" if info.field_name == "answer_pattern" and value else "")
-
 
 class ProblemSet(Section):
     """Problems with a limit of the answers' length and a reward."""
@@ -508,7 +482,7 @@ class SamplingConfig(Section):
     max_tokens: int = Field(
         64, ge=1, le=1_048_576, description="Maximum completion tokens; fewer if the prompt leaves less room in the context."
     )
-    stop: list[str] = Field(
+    stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = Field(
         default_factory=list,
         description="Texts that end a completion. The token that completes one is the last; rewards see the text before it.",
     )
@@ -520,13 +494,6 @@ class SamplingConfig(Section):
     seeded: bool = Field(
         False, description="Use a seed per sample: repeatable in conventional mode with one actor, but slower."
     )
-
-    @field_validator("stop")
-    @classmethod
-    def _stop_texts(cls, value: list[str]) -> list[str]:
-        if not all(value):
-            raise ValueError("an empty text would end every completion; leave it out")
-        return value
 
 
 class EngineConfig(Section):
@@ -642,7 +609,10 @@ class LoraConfig(Section):
     rank: int = Field(16, ge=1, le=4096, description="r: width of A and B.")
     alpha: float = Field(32.0, gt=0, description="scaling = alpha / rank.")
     rslora: bool = Field(False, description="scaling = alpha / √rank instead (rsLoRA, arXiv 2312.03732).")
-    target_modules: list[str] | Literal["all-linear"] = Field(
+    target_modules: Annotated[
+        list[str] | Literal["all-linear"],
+        must(lambda names: names and all(names), "name at least one layer, such as q_proj, or use all-linear"),
+    ] = Field(
         "all-linear",
         description="Linear layers with adapters, by the last parts of their names, such as q_proj; `all-linear`: all except "
         "the output head.",
@@ -652,13 +622,6 @@ class LoraConfig(Section):
         description="Content of weight updates. `adapter`: A and B, which actors apply beside their initial weights; `merged`: "
         "whole weights, only in float32, since 16 bits would lose small updates.",
     )
-
-    @field_validator("target_modules")
-    @classmethod
-    def _some_targets(cls, value: list[str] | str) -> list[str] | str:
-        if not value or not all(value):
-            raise ValueError("name at least one layer, such as q_proj, or use all-linear")
-        return value
 
     @property
     def scaling(self) -> float:
@@ -809,14 +772,23 @@ class CheckpointConfig(Section):
     )
 
 
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 class Recipe(Section):
     """A whole run. `RULES` checks the relations between fields."""
 
-    name: str = Field(description="Name of the recipe, and by default of the run.")
+    name: Annotated[str, must(RUN_NAME.fullmatch, "use 1-40 lowercase letters, digits and inner dashes")] = Field(
+        description="Name of the recipe, and by default of the run."
+    )
     description: Changeable[str] = Field("", description="One line for people.")
     mode: Literal["pipeline", "conventional"] = Field("pipeline", description="The paper's two methods.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, sampling and the trainer.")
-    trackers: Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]] = Field(
+    trackers: Annotated[
+        Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
+        must(lambda names: len(set(names)) == len(names), "name each tracker once"),
+    ] = Field(
         default_factory=list,
         description="Experiment trackers that also get the run's figures; each needs its package (docs/trackers.md).",
     )
@@ -831,20 +803,6 @@ class Recipe(Section):
     weights: WeightUpdateConfig = WeightUpdateConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-
-    @field_validator("name")
-    @classmethod
-    def _run_name(cls, value: str) -> str:
-        if not RUN_NAME.fullmatch(value):
-            raise ValueError("use 1-40 lowercase letters, digits and inner dashes")
-        return value
-
-    @field_validator("trackers")
-    @classmethod
-    def _each_once(cls, value: list[str]) -> list[str]:
-        if len(set(value)) < len(value):
-            raise ValueError("name each tracker once")
-        return value
 
     @property
     def tasks_by_place(self) -> dict[str, TaskShare]:
@@ -904,22 +862,23 @@ class Recipe(Section):
         """Fill missing fields of tasks and evaluation sets from the recipe."""
         if not isinstance(data, dict):
             return data
-        shared = {"reward": data.get("reward"), "max_tokens": _value_in(data, "sampling", "max_tokens")}
+        sampling, evaluation = (_mapping(data.get(name)) for name in ("sampling", "evaluation"))
+        shared = {"reward": data.get("reward"), "max_tokens": sampling.get("max_tokens")}
         given = {name: value for name, value in shared.items() if value is not None}
 
         def filled(one: Any) -> Any:
-            task = one.get("task") if isinstance(one, dict) else None
-            name = task.get("name") or _label(task) if isinstance(task, dict) else ""
-            taken = dict(given)
-            is_rewarded = isinstance(task, dict) and task.get("source") in ("environment", "verifiers")
-            if is_rewarded and isinstance(taken.get("reward"), dict):
+            if not isinstance(one, dict):
+                return one
+            task, taken = _mapping(one.get("task")), dict(given)
+            name = task.get("name") or _label(task)
+            if task.get("source") in ("environment", "verifiers") and isinstance(taken.get("reward"), dict):
                 taken["reward"] = {key: value for key, value in taken["reward"].items() if key not in _OF_COMPLETIONS}
-            return {**taken, "name": name, **one} if isinstance(one, dict) else one
+            return {**taken, "name": name, **one}
 
         if isinstance(tasks := data.get("tasks"), list):
             data = {**data, "tasks": [filled(one) for one in tasks]}
-        if isinstance(sets := _value_in(data, "evaluation", "sets"), list):
-            data = {**data, "evaluation": {**data["evaluation"], "sets": [filled(one) for one in sets]}}
+        if isinstance(sets := evaluation.get("sets"), list):
+            data = {**data, "evaluation": {**evaluation, "sets": [filled(one) for one in sets]}}
         return data
 
     @model_validator(mode="after")

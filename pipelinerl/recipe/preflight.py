@@ -86,9 +86,9 @@ sys.exit({_IMPORTED})
 
 
 def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
-    """Import `pkg.module:name` like the verifier, with the current folder on the path, in a separate process, since a user's
-    module may do anything. The object is not called, but a tool's parameters and an environment's methods are checked.
-    `config`: `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, else `UserError`."""
+    """Import `pkg.module:name` like the verifier, but in a separate process, since a user's module may do anything, and check
+    a tool's parameters and an environment's methods. `config`: `task.config` as JSON. Raises `MissingPackage` if a module is
+    not installed here, else `UserError`."""
     command = [sys.executable, "-c", code, path, field, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
@@ -130,11 +130,10 @@ def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
 
 
 def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> Examination:
-    """Check a recipe by making the held-out problems and importing the reward function, which takes a second or more. Then
-    render a prompt of each set, if one uses a chat template or `prompts` is true, and call the rewards on `reward_rows`
-    problems of each set."""
+    """Check a recipe by making the held-out problems, importing the reward function and, if a set uses a chat template or
+    `prompts` is true, rendering a prompt of each set; then call the rewards on `reward_rows` problems of each set."""
     examined = Examination()
-    for rule in (_model, _cache, _gpu, _ranks, _compiler, _packages, _trackers, _actors):
+    for rule in (_model, _cache, _machine, _packages):
         examined.problems += rule(recipe)
     for place, share in recipe.sets_by_place.items():
         for problem in (*_task(recipe, place, share, examined.sources), *_code(share)):
@@ -211,19 +210,14 @@ def _cache(recipe: Recipe) -> Iterator[FieldError]:
         yield Lacking("PIPELINERL_CACHE", str(cache), f"{what}; free some, or name a folder on another disk")
 
 
-def _gpu(recipe: Recipe) -> Iterator[FieldError]:
-    if has_gpu():
-        return
+def _machine(recipe: Recipe) -> Iterator[FieldError]:
+    """Check GPUs, ranks of a local run (a cluster may have more than the recipe says) and the compiler."""
+    trainer, num_gpus, compiler = recipe.trainer, len([*_DEVICES.glob("nvidia[0-9]*")]), os.environ.get("CXX", "g++")
     where = "no NVIDIA GPU is here (no /dev/nvidia0, no nvidia-smi); run it where there is one, or use"
-    if recipe.model.dtype != "float32":
+    if recipe.model.dtype != "float32" and not has_gpu():
         yield Lacking("model.dtype", recipe.model.dtype, f"{where} float32 and a small model")
-    if recipe.weights.backend == "nccl":
+    if recipe.weights.backend == "nccl" and not has_gpu():
         yield Lacking("weights.backend", recipe.weights.backend, f"{where} auto or gloo")
-
-
-def _ranks(recipe: Recipe) -> Iterator[FieldError]:
-    """Check the ranks of a local run; a cluster may have more than the recipe says."""
-    trainer, num_gpus = recipe.trainer, len([*_DEVICES.glob("nvidia[0-9]*")])
     for name in ("context_parallel", "shard_ranks"):
         value = getattr(trainer, name)
         if value and trainer.nproc % value:
@@ -232,6 +226,11 @@ def _ranks(recipe: Recipe) -> Iterator[FieldError]:
     if 0 < num_gpus < trainer.nproc:
         fix = f"each rank needs its own GPU, and this machine has {num_gpus}; use at most that"
         yield Lacking("trainer.nproc", trainer.nproc, fix)
+    if trainer.compile and not has_gpu() and shutil.which(compiler) is None:  # for a GPU, torch brings its compiler
+        fix = f"this machine has no C++ compiler ({compiler}); install g++, name another one with CXX, or set false"
+        yield Lacking("trainer.compile", True, fix)
+    if recipe.actor.count < 1:
+        yield Lacking("actor.count", recipe.actor.count, "a run on one machine needs at least 1")
 
 
 def _packages(recipe: Recipe) -> Iterator[FieldError]:
@@ -241,23 +240,11 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
         fix = "needs peft, which is not installed: pip install peft, or use null"
         yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, fix)
-
-
-def _trackers(recipe: Recipe) -> Iterator[FieldError]:
-    """Check the trackers' packages, which have the trackers' names. A plain folder that a tracker left does not count."""
+    # Trackers are packages of these names. A plain folder that a tracker left does not count.
     found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
-    missing = [name for name, spec in found.items() if spec is None or spec.origin is None]
-    if missing:
+    if missing := [name for name, spec in found.items() if spec is None or spec.origin is None]:
         fix = f"{' and '.join(missing)} not installed: pip install 'pipelinerl[{','.join(missing)}]', or leave it out"
         yield Lacking("trackers", recipe.trackers, fix)
-
-
-def _compiler(recipe: Recipe) -> Iterator[FieldError]:
-    """Check the C++ compiler for the CPU, by the name that torch uses. For a GPU, torch brings its compiler."""
-    name = os.environ.get("CXX", "g++")
-    if recipe.trainer.compile and not has_gpu() and shutil.which(name) is None:
-        fix = f"this machine has no C++ compiler ({name}); install g++, name another one with CXX, or set false"
-        yield Lacking("trainer.compile", True, fix)
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
@@ -269,12 +256,14 @@ def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Sour
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
         source.problem(Split.HELDOUT, 0)
         sources[place] = source
-    except FieldError as error:
-        yield error
-    except MissingPackage as error:
-        yield Lacking("task.path", task.path, str(error))
     except UserError as error:
-        yield FieldError("task.path", task.path, str(error))
+        yield _of_field("task.path", task.path, error)
+
+
+def _of_field(field: str, value: str, error: UserError) -> FieldError:
+    if isinstance(error, FieldError):
+        return error
+    return (Lacking if isinstance(error, MissingPackage) else FieldError)(field, value, str(error))
 
 
 def _code(share: ProblemSet) -> Iterator[FieldError]:
@@ -294,10 +283,8 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
         code = _TASKSET if (field, task.source) == ("task.name", "verifiers") else _IMPORT
         try:
             try_import(field, path, json.dumps(task.config, default=str), code)
-        except MissingPackage as error:
-            yield Lacking(field, path, str(error))
         except UserError as error:
-            yield FieldError(field, path, str(error))
+            yield _of_field(field, path, error)
     if task.source == "agent" and find_program(shlex.split(task.command)[0]) is None:
         yield Lacking("task.command", task.command, "there is no such program here; give its path, or install it")
     elif task.source == "agent" and (file := _missing_script(task.command)):
@@ -314,8 +301,3 @@ def find_program(name: str) -> str | None:
     """Return a program's path, as the verifier finds it: first in this interpreter's folder, so that `python` is this one."""
     folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
     return shutil.which(name, path=os.pathsep.join(folders))
-
-
-def _actors(recipe: Recipe) -> Iterator[FieldError]:
-    if recipe.actor.count < 1:
-        yield Lacking("actor.count", recipe.actor.count, "a run on one machine needs at least 1")

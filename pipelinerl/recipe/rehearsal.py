@@ -1,13 +1,10 @@
-"""Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems.
+"""Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems. Also show its
+prompts as the policy will see them, and what is wrong with its chat template.
 
 No model is loaded. Completions are the reference answer of each problem (mathematics in a box, with near misses), and an empty
-text. A worker process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything. Three
-kinds of rewards are not rehearsed: those of episodes need turns, judges cost money, and reasoning-gym's own scorers know their
-problems.
-
-This module also shows the recipe's prompts as the policy will see them, and what is wrong with its chat template. A separate
-process (`services.actor.preview`) loads the tokenizer and the user's tools and fetches nothing: without the tokenizer on this
-machine, nothing is shown. Environments and agents write their prompts during an episode.
+text. A process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything. Three kinds of
+rewards are not rehearsed: those of episodes need turns, judges cost money, and reasoning-gym's own scorers know their problems.
+Another process renders prompts (`services.actor.preview`) if the tokenizer is on this machine.
 """
 
 from __future__ import annotations
@@ -68,7 +65,6 @@ class Call:
 
 
 def is_rehearsed(share: ProblemSet) -> bool:
-    """Return whether a set's reward is rehearsed."""
     knows_all = share.reward.scorer == "task" and share.task.source == "reasoning_gym"
     return not (share.task.is_episodic or share.reward.scorer == "judge" or knows_all)
 
@@ -129,8 +125,8 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def _forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return completions that give `answer` in the required form, each with the answer that `answer_pattern` must find. Forms
-    with a box (for mathematics), and with a text that the pattern around its group matches, come first."""
+    """Return completions that give `answer` in the required form, each with the answer that `answer_pattern` must find: first
+    in a box (for mathematics), and within a text that matches the pattern."""
     pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
     pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # the first alternative
     before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
@@ -166,8 +162,8 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """Yield an error for a set whose reward fails. A single unusable reference is a mistake of its row, so it only counts if
-    all references are unusable. Empty completions do not count here, since a scorer may not look at the reference then."""
+    """Yield an error for a set whose reward fails. Unusable references are mistakes of their rows, and count only if all are
+    unusable, even without empty completions, for which a scorer may not look at the reference."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -187,7 +183,8 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
     kinds = {"reference answers": (True, False), "their near misses": (True, True), "empty ones": (False, False)}
     for what, kind in kinds.items():
         if rewards := [call.reward for call in good if (bool(call.completion), bool(call.near_miss)) == kind]:
-            told.append(f"{what} ({len(rewards)}) earn {_between(rewards)}")
+            earned = f"{min(rewards):.3g} to {max(rewards):.3g}, {statistics.fmean(rewards):.3g} in the mean"
+            told.append(f"{what} ({len(rewards)}) earn {earned if len(set(rewards)) > 1 else f'{rewards[0]:.3g}'}")
     if share.reward.answer_pattern and (first := next((call for call in good if call.completion), None)):
         found = repr(first.answer) if first.answer else "nothing"
         told.append(f"reward.answer_pattern finds {found:.60} in {first.completion!r:.80}")
@@ -198,8 +195,8 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning if all reference answers of a set earn nothing, or the same as an empty text, so that nothing could be
-    learned. Scorers that do not accept the bare reference as an answer may give it nothing."""
+    """Yield a warning if all reference answers of a set earn nothing, or the same as an empty text. Scorers that do not accept
+    the bare reference as an answer may give it nothing."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)
@@ -218,24 +215,20 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
             continue
-        told, right = f"task {share.name}: {call}", full.setdefault(call.problem.place or id(call.problem), call.reward)
-        if call.status == "bad_reference" and not call.near_miss:
-            yield FieldError(f"{place}reward.scorer", scorer, f"{told} cannot be scored ({call.message})")
-        elif call.near_miss and call.reward >= max(right, share.reward.correct):
-            yield FieldError(
-                f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; correct that line"
-            )
-        elif not call.near_miss and call.reward < share.reward.correct:
-            fix = "write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
-            yield FieldError(f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; {fix}")
-        elif not call.near_miss and len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
-            fix = "is prose that no policy would repeat; leave that line out, or name the field of the answer"
-            yield FieldError(f"{place}reward.scorer", scorer, f"{told}, {call.answer!r:.80}, {fix}")
-
-
-def _between(values: list[float]) -> str:
-    lowest, highest, mean = min(values), max(values), statistics.fmean(values)
-    return f"{lowest:.3g}" if lowest == highest else f"{lowest:.3g} to {highest:.3g}, {mean:.3g} in the mean"
+        right = full.setdefault(call.problem.place or id(call.problem), call.reward)
+        earned = f"earns {call.reward:g} as {call.completion!r:.80}"
+        if call.near_miss:
+            told = f"{earned}; correct that line" if call.reward >= max(right, share.reward.correct) else ""
+        elif call.status == "bad_reference":
+            told = f"cannot be scored ({call.message})"
+        elif call.reward < share.reward.correct:
+            told = f"{earned}; write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
+        elif len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
+            told = f"is prose that no policy would repeat ({call.answer!r:.80}); leave it out, or name the answer's field"
+        else:
+            told = ""
+        if told:
+            yield FieldError(f"{place}reward.scorer", scorer, f"task {share.name}: {call} {told}")
 
 
 _TIMEOUT_S = 180.0

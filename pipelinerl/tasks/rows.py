@@ -1,7 +1,6 @@
 """Rows of a data set: from files (JSONL, JSON, CSV, Parquet, compressed or not) and from the Hugging Face hub.
 
-A row that cannot be read becomes a `BadRow` in its place, so that the caller can name all of them at once. This module does
-not interpret prompts and answers. Libraries are imported by the reader that needs them.
+A row that cannot be read becomes a `BadRow` in its place, so that the caller can name all of them at once.
 """
 
 from __future__ import annotations
@@ -84,13 +83,12 @@ def rows_of(config: TaskConfig) -> Iterator[Row]:
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the files that a file name, a folder or a glob pattern stands for, sorted. Raises `FieldError`, also if the files
-    of a folder have several formats or splits, because it is then unclear which of them hold the problems."""
+    """Return the files that a file name, a folder or a glob pattern stands for, sorted. Raises `FieldError`, also if it is
+    unclear which of a folder's files hold the problems, because they have several formats or splits."""
     given = Path(path)
     if given.is_dir():
-        found = [
-            file for file in sorted(given.rglob("*")) if known_format(file) and file.is_file() and not _is_hidden(file, given)
-        ]
+        visible = [file for file in sorted(given.rglob("*")) if "/." not in f"/{file.relative_to(given)}"]
+        found = [file for file in visible if known_format(file) and file.is_file()]
         lacking = f"this folder holds no {one_of(_FORMATS)} file"
         _check_alike(given, found)
     else:
@@ -103,10 +101,6 @@ def files_at(path: str) -> list[Path]:
         fix = f"give a {one_of(_FORMATS)} file, or one of these compressed as .gz or .zst"
         raise FieldError("task.path", str(other[0]), fix)
     return found
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _check_alike(folder: Path, files: list[Path]) -> None:
@@ -272,9 +266,8 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the hub, or a local folder in its form, with the library `datasets`. The library has a cache, takes
-    the token from the environment and refuses a set that wants to run code. With `task.max_rows`, rows are streamed, so that a
-    large set is not fetched whole. If the hub cannot be reached, only the cache is used."""
+    """Read a data set of the hub, or a local folder in its form, with the library `datasets`, which takes the token from the
+    environment and refuses a set that wants to run code. If the hub cannot be reached, only the library's cache is used."""
     try:
         import datasets
     except ImportError as error:
@@ -297,7 +290,9 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
         )
         if not is_folder and commit is None and config.revision:
             _check_cached_commit(config, found)
-        media = [name for name, kind in (found.features or {}).items() if _is_media(kind)]
+        # Images, sounds and the like need further packages and do not belong to a problem.
+        kinds = (found.features or {}).items()
+        media = [name for name, kind in kinds if hasattr(kind, "decode") and type(kind).__name__ != "Json"]
         for number, row in enumerate(found.remove_columns(media), start=1):
             yield Row(where, "row", number, row)
     except UserError:
@@ -306,11 +301,6 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
         raise _hub_error(config, error) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
-
-
-def _is_media(kind: Any) -> bool:
-    """Return whether a column holds images, sounds or the like, which need further packages and do not belong to a problem."""
-    return hasattr(kind, "decode") and type(kind).__name__ != "Json"
 
 
 def _check_cached_commit(config: TaskConfig, found: Any) -> None:
@@ -325,8 +315,8 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit that the revision stands for now, so that all readers of a run get the same rows; None if the hub
-    cannot be reached. Raises `FieldError` if the hub refuses the set or the revision."""
+    """Return the commit that the revision stands for now; None if the hub cannot be reached. Raises `FieldError` if the hub
+    refuses the set or the revision."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
