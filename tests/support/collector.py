@@ -55,7 +55,6 @@ class Collector:
         return [other for other in self.spans if other.trace == span.trace and other.parent == span.id]
 
     def below(self, span: ReceivedSpan) -> list[ReceivedSpan]:
-        """The span and all that follow it."""
         by_parent = defaultdict(list)
         for other in self.spans:
             if other.trace == span.trace:
@@ -66,7 +65,6 @@ class Collector:
         return found
 
     def way_of(self, span: ReceivedSpan) -> list[ReceivedSpan]:
-        """The span and those above it, the outermost first."""
         by_id = {one.id: one for one in self.spans}
         way = [span]
         while way[0].parent:
@@ -95,7 +93,6 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector that answers on a free port meanwhile."""
     collector = Collector()
     collector.answering.set()
 

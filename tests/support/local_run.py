@@ -57,7 +57,6 @@ class Run:
         return [pid for session in self.pids().values() for pid in session_pids(session)]
 
     async def until_step(self, step: int) -> dict[str, int]:
-        """Waits until that step's record is written; returns the pids."""
         metrics = self.dir.metrics
         await until(lambda: metrics.is_file() and f'"step": {step},' in metrics.read_text())
         return self.pids()
@@ -75,7 +74,6 @@ async def running(run: Run) -> AsyncIterator[asyncio.Task[Ending]]:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
-    """For what other processes do: no event of ours tells of it."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 
 
 def free_port() -> int:
-    """On every address of the machine."""
     with socket.create_server(("0.0.0.0", 0)) as held:
         return int(held.getsockname()[1])
 
 
 def ends_within(pid: int, timeout_s: float) -> bool:
-    """Whether process `pid`, which need not be our child, ends in time. A zombie has ended."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -28,7 +26,6 @@ def ends_within(pid: int, timeout_s: float) -> bool:
 
 @contextmanager
 def usual_open_files() -> Iterator[None]:
-    """What is started within may open as many files as where nobody has raised the limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
     try:

@@ -86,7 +86,6 @@ class Suite:
 
 
 def needs_engine(item: pytest.Item) -> bool:
-    """Whether it starts a vLLM engine or a whole run: one at a time, beside the tests of other workers."""
     return item.get_closest_marker("engine") is not None or item.get_closest_marker("e2e") is not None
 
 

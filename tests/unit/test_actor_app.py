@@ -69,7 +69,6 @@ def settings() -> ActorSettings:
 
 @asynccontextmanager
 async def running(engine: ScriptedEngine | None = None, version: int | None = 0) -> AsyncIterator[Running]:
-    """An actor that serves this version; None: none yet."""
     async with MemoryBus(RUN, server=MemoryServer(), limits=StreamLimits(member_ttl_s=0.3)) as bus:
         await bus.create_streams()
         engine, verifier, stop, readiness = engine or ScriptedEngine(), ScriptedVerifier(), asyncio.Event(), Readiness()

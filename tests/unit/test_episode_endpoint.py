@@ -96,7 +96,6 @@ class Stage:
         return self.registry.get_sample_value(f"pipelinerl_actor_{name}", labels or None) or 0.0
 
     def told(self) -> list[list[str]]:
-        """The branches as text."""
         branches = self.episode.result()
         return [
             [TOKENIZER.decode(branch.prompt_token_ids), TOKENIZER.decode(branch.completion_token_ids)] for branch in branches

@@ -63,7 +63,6 @@ def play(folder: str, port: int) -> Any:
 
 
 def rank_0(folder: str, port: int) -> tuple[int, str]:
-    """What the other node's pod answers to /healthz once it is ready and has heard two orders; makes version 6 then."""
     lead = load_learner(load_recipe(settings(folder, port).recipe), folder, RankSettings(rank=0, world_size=2))
     until(lambda: get(port, "/readyz") == (200, "ready\n"))
     lead.order(HEARTBEAT)
@@ -79,7 +78,6 @@ def rank_0(folder: str, port: int) -> tuple[int, str]:
 
 
 def rank_1(folder: str, port: int) -> tuple[tuple[int, str], str, int | None]:
-    """What it answers to /readyz before its model is loaded, its name and version; returns with rank 0's last order."""
     asked, load, answers = threading.Event(), rank.load_learner, []
 
     def load_when_asked(*arguments: Any, **options: Any) -> Any:

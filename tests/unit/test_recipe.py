@@ -50,7 +50,6 @@ def problems(data: dict[str, Any], *overrides: str) -> dict[str, str]:
 
 
 def with_values(fields: dict[str, Any]) -> dict[str, Any]:
-    """The minimal recipe with these fields, by dotted path."""
     data = minimal()
     for path, value in fields.items():
         section = data
@@ -435,7 +434,6 @@ def test_whatever_is_written_gives_a_recipe_or_a_recipe_error(fields: dict[str, 
 
 
 def found(*overrides: str, **sections: Any) -> dict[str, tuple[str, bool]]:
-    """What keeps a recipe from running here, by field: how it reads, and whether it is `Lacking`."""
     recipe = recipe_from_data(minimal(**sections), "x", overrides)
     problems = examine(recipe).problems
     if not problems:
@@ -611,7 +609,6 @@ def kills(item):
 
 @pytest.fixture
 def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Examination]:
-    """What is found of a recipe with further sets of the same problems, each with one of `REWARDS` or another scorer."""
     monkeypatch.chdir(tmp_path)
     Path("my_rewards.py").write_text(REWARDS)
     Path("p.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{i}", "tests": []}}\n' for i in (1, 2, 3, 4)))

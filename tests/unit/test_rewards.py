@@ -48,7 +48,6 @@ def item(answer: str | None, reference: dict[str, Any] | str = "", **fields: Any
 
 
 def gym_reference(family: str, seed: int = 3, **config: Any) -> dict[str, Any]:
-    """What the task package sends for one problem, after its way through JSON."""
     import reasoning_gym
 
     entry = reasoning_gym.create_dataset(family, size=1, seed=seed, **config)[0]
@@ -205,7 +204,6 @@ LCB = {"tests": [{"input": "2\n3", "output": "5", "testtype": "functional"}], "m
 
 
 def packed(value: Any) -> str:
-    """As LiveCodeBench keeps its private tests."""
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 
@@ -736,7 +734,6 @@ ON_ITS_OWN_TEXT = {
 
 
 def scored(family: str, answer: str, seed: int = 3) -> Score:
-    """An empty answer is the entry's own."""
     reference = gym_reference(family, seed)
     return reasoning_gym_scorer(family)(item(answer or reference["entry"]["answer"], reference))
 
