@@ -219,9 +219,7 @@ class ModelConfig(Section):
         "auto", description="Attention of the trainer; `auto` = this project's kernels for packed rows, else eager."
     )
     trust_remote_code: bool = Field(False, description="Run the Python code of a hub model.")
-    chat_template: str = Field(
-        "", description="File or text of a Jinja chat template that replaces the model's; checkpoints include it."
-    )
+    chat_template: str = Field("", description="Jinja chat template or its file, instead of the model's; kept in checkpoints.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Values of variables of the chat template, such as `enable_thinking: false`; checkpoints store them as the "
@@ -285,8 +283,7 @@ class TaskConfig(Section):
         "otherwise a label, by default the name of the file in `path`.",
     )
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = Field(
-        default_factory=dict,
-        description="Arguments of the reasoning-gym family or of the environment. For `hub`, a text here means `subset`.",
+        default_factory=dict, description="Arguments of the reasoning-gym family or environment. For `hub`, a text is `subset`."
     )
     path: str = Field(
         "",
@@ -294,36 +291,23 @@ class TaskConfig(Section):
         "files, or a pattern such as data/*.jsonl. For `hub`, the id of the set or a local folder in the hub's form. Optional "
         "for `environment`.",
     )
-    subset: str = Field(
-        "", description="Configuration of a `hub` set with several, such as main; `config: main` means the same."
-    )
+    subset: str = Field("", description="Configuration of a `hub` set with several, such as main; `config: main` is the same.")
     split: str = Field("train", description="Split of a `hub` set. An evaluation set can have another, such as test.")
     revision: str = Field("", description="Commit, tag or branch of a `hub` set; empty = its default branch.")
     max_rows: int = Field(
-        0,
-        ge=0,
-        description="Maximum number of rows to read, from the first on; 0 = all. With a limit, a `hub` set is streamed instead "
-        "of fetched whole.",
+        0, ge=0, description="Maximum rows to read, from the first on; 0 = all. With a limit, a `hub` set is streamed."
     )
-    tools: tuple[str, ...] = Field(
-        (), strict=False, description="Functions `pkg.module:function` that the model may call, for source `tools`."
-    )
+    tools: tuple[str, ...] = Field((), strict=False, description="Functions that the model may call, `pkg.module:function`.")
     command: str = Field("", description="Program of source `agent`, with its arguments.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
     episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
-    turn_timeout_s: float = Field(
-        300.0, gt=0, le=86_400, description="Wall-clock limit of one turn, including the wait for a slot."
-    )
+    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn, with the wait for a slot.")
     answer_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Wall-clock limit of the environment between two turns, at its start and at its end."
     )
-    prompt_field: str = Field(
-        "prompt", description="Field with the prompt, a text or a list of messages; a.b names a nested field."
-    )
+    prompt_field: str = Field("prompt", description="Field with the prompt, a text or list of messages; a.b is a nested field.")
     prompt_template: str = Field(
-        "",
-        description="Text of the prompt in which {name} is replaced by a field of the row, instead of `prompt_field`; {{name}} "
-        "gives {name}.",
+        "", description="Prompt in which {name} becomes a field of the row, instead of `prompt_field`; {{name}} is {name}."
     )
     answer_field: str = Field("answer", description="Field with the reference answer, nested ones as a.b; empty = none.")
     answer_pattern: Annotated[str, regex("answer")] = Field(
@@ -374,8 +358,7 @@ class JudgeConfig(Section):
     )
     model: str = Field(description="Name of the model on the server.")
     template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")] = Field(
-        description="Message to the model. It must contain `{completion}`, and may contain `{prompt}` and `{reference}`, the "
-        "reference answer."
+        description="Message to the model with `{completion}`, and perhaps `{prompt}` and `{reference}`, the answer."
     )
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")] = Field(
         description="Regular expression; group 1 of its last match in the judge's answer is the number, as in "
@@ -410,8 +393,7 @@ class RewardConfig(Section):
         "line ends only if the pattern does not match otherwise.",
     )
     json_schema: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Schema of the answer for `json_schema`; empty = each problem's reference answer is the schema.",
+        default_factory=dict, description="Schema of the answer for `json_schema`; empty = the reference answer is the schema."
     )
     tests_field: str = Field("tests", description="Field of a problem's row with its tests, for `code`.")
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
@@ -479,21 +461,17 @@ class TaskShare(ProblemSet):
 class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
     temperature: float = Field(1.0, gt=0, le=4, description="Temperature of μ.")
-    max_tokens: int = Field(
-        64, ge=1, le=1_048_576, description="Maximum completion tokens; fewer if the prompt leaves less room in the context."
-    )
+    max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens, if the context has room for them.")
     stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = Field(
         default_factory=list,
-        description="Texts that end a completion. The token that completes one is the last; rewards see the text before it.",
+        description="Texts that end a completion, whose last token completes it; rewards see what is before.",
     )
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
         default_factory=list,
         description="Tokens that end a completion, in addition to the model's end tokens and, with prompt style `chat`, the "
         "one that ends an answer in the chat template.",
     )
-    seeded: bool = Field(
-        False, description="Use a seed per sample: repeatable in conventional mode with one actor, but slower."
-    )
+    seeded: bool = Field(False, description="Seed each sample: repeatable in conventional mode with one actor, but slower.")
 
 
 class EngineConfig(Section):
@@ -504,28 +482,18 @@ class EngineConfig(Section):
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Tokens per engine step; 0 = vLLM's default.")
-    threads: Changeable[int] = Field(
-        0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share the cores with the trainer."
-    )
+    threads: Changeable[int] = Field(0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share cores with the trainer.")
     quantization: str = Field("", description="vLLM quantisation method; empty = none.")
 
 
 class ActorConfig(Section):
-    count: Changeable[int] = Field(
-        1, ge=0, le=10_000, description="Number of actors of a local run; on a cluster the Deployment decides."
-    )
+    count: Changeable[int] = Field(1, ge=0, le=10_000, description="Actors of a local run; a cluster's Deployment decides.")
     sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
     episodes_in_progress: Changeable[int | None] = Field(
-        None,
-        ge=1,
-        le=100_000,
-        description="Episodes in progress on each actor, of which at most H decode while others wait for their environment; "
-        "null = 2 H.",
+        None, ge=1, le=100_000, description="Episodes in progress on each actor, of which H decode at once; null = 2 H."
     )
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
-    publish_buffer: Changeable[int] = Field(
-        1024, ge=1, description="Maximum finished sequences that wait for verifier or stream."
-    )
+    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or stream.")
     engine: EngineConfig = EngineConfig()
 
     def samples_in_progress(self, task: TaskConfig) -> int:
@@ -553,14 +521,9 @@ class AlgorithmConfig(Section):
     )
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="ε below 1 for every loss but `reinforce`; 1 = no lower bound. Default for `gspo` 3e-4, for `cispo` 1.",
+        0.2, gt=0, le=1, description="ε below 1, but for `reinforce`; 1 = no bound. Default for `gspo` 3e-4, for `cispo` 1."
     )
-    clip_high: float = Field(
-        0.2, gt=0, description="ε above 1 (DAPO's clip-higher: 0.28). Default for `gspo` 4e-4, for `cispo` 4."
-    )
+    clip_high: float = Field(0.2, gt=0, description="ε above 1 (DAPO: 0.28). Default for `gspo` 4e-4, for `cispo` 4.")
     mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = Field(
         "none",
         description="Tokens left out of the policy loss. `icepop`: tokens with π / μ out of bounds; `sequence`: all tokens of "
@@ -573,9 +536,7 @@ class AlgorithmConfig(Section):
     advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
         "leave_one_out", description="Baseline; `value`: a learned value head (paper, eq. 4)."
     )
-    value_coefficient: float = Field(
-        0.1, gt=0, description="Weight of the value head's loss, 0.5 (v - R)², with advantage `value`."
-    )
+    value_coefficient: float = Field(0.1, gt=0, description="Weight of the value loss 0.5 (v - R)², with advantage `value`.")
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
     normalization: Literal["token", "sequence", "batch"] = Field(
         "batch",
@@ -633,10 +594,7 @@ class TrainerConfig(Section):
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
     learning_rate: float = Field(1e-6, gt=0, le=1, description="Learning rate of AdamW after warm-up, its peak.")
     value_learning_rate: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Learning rate of the value head with advantage `value`, by the same schedule; null = 10 × learning_rate.",
+        None, gt=0, le=1, description="Learning rate of the value head, by the same schedule; null = 10 × learning_rate."
     )
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
         "constant",
@@ -666,12 +624,8 @@ class TrainerConfig(Section):
     )
     tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
     lora: LoraConfig | None = Field(None, description="Train only low-rank adapters; null = all weights.")
-    gradient_checkpointing: Changeable[bool] = Field(
-        False, description="Recompute activations in the backward pass: less memory."
-    )
-    compile: Changeable[bool] = Field(
-        False, description="Use torch.compile for decoder layers and logits: faster on a GPU, little gain on CPU."
-    )
+    gradient_checkpointing: Changeable[bool] = Field(False, description="Recompute activations in backward: less memory.")
+    compile: Changeable[bool] = Field(False, description="Use torch.compile: faster on a GPU, little gain on CPU.")
     nproc: Changeable[int] = Field(
         1, ge=1, le=4096, description="Ranks of a local run's trainer, which are processes that share its work; one per GPU."
     )
@@ -679,17 +633,12 @@ class TrainerConfig(Section):
         1, ge=1, le=1024, description="Ranks that share the tokens of a row, for sequences that do not fit on one GPU."
     )
     shard_ranks: Changeable[int] = Field(
-        0,
-        ge=0,
-        le=65_536,
-        description="Ranks that share one copy of weights and optimizer; 0 = all. Fewer, such as a node's, is hybrid sharding.",
+        0, ge=0, le=65_536, description="Ranks that share a copy of weights and optimizer; 0 = all; a node's = hybrid sharding."
     )
     reshard_after_forward: Changeable[bool] = Field(
         True, description="Gather sharded weights again for the backward pass: less memory, more traffic."
     )
-    threads: Changeable[int] = Field(
-        0, ge=0, le=1024, description="Torch threads of each rank on CPU; 0 = share the cores with the actors."
-    )
+    threads: Changeable[int] = Field(0, ge=0, le=1024, description="Torch threads per rank on CPU; 0 = share with actors.")
     give_up_after_groups: Changeable[int] = Field(
         0,
         ge=0,
@@ -704,16 +653,12 @@ class WeightUpdateConfig(Section):
         description="Transport of weights. `auto`: nccl if the trainer has a GPU, else gloo. nccl needs a GPU for every rank "
         "of trainer and actors; gloo goes through host memory.",
     )
-    chunk_mib: Changeable[float | None] = Field(
-        None, gt=0, le=4096, description="Size of a broadcast, MiB (null = 16 with gloo, 128 with nccl)."
-    )
+    chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast (null: gloo 16, nccl 128).")
     staging_buffers: Changeable[int] = Field(
         2, ge=1, le=64, description="Chunks that an actor holds while it receives; 1 = receive and load alternately."
     )
     wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype on the wire.")
-    deadline_s: Changeable[float] = Field(
-        60.0, gt=0, description="Time within which a member must stage a version; otherwise it is evicted."
-    )
+    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Time to stage a version, after which a member is evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: Changeable[int] = Field(10, ge=0, description="Number of updates between two parity probes; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
@@ -740,21 +685,15 @@ class WeightUpdateConfig(Section):
 
 
 class EvaluationConfig(Section):
-    every_steps: Changeable[int] = Field(
-        20, ge=0, description="Optimizer steps between held-out evaluations; 0 = only the first and the last."
-    )
+    every_steps: Changeable[int] = Field(20, ge=0, description="Steps between held-out evaluations; 0 = first and last only.")
     temperature: float = Field(0.0, ge=0, le=4, description="Temperature of held-out answers; 0 = greedy.")
-    samples: int = Field(
-        1, ge=1, le=1024, description="Answers to each problem, for their mean and pass@k with k up to this number."
-    )
+    samples: int = Field(1, ge=1, le=1024, description="Answers to each problem, for their mean and pass@k up to this k.")
     sets: list[ProblemSet] = Field(
         default_factory=list,
         description="Further sets of problems that are evaluated and never trained on, at most `task.heldout_problems` of "
         "each, in addition to those held out of the tasks.",
     )
-    timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="Time after which an evaluation ends with its answers so far."
-    )
+    timeout_s: Changeable[float] = Field(600.0, gt=0, description="Time until an evaluation ends with its answers so far.")
 
 
 class CheckpointConfig(Section):
@@ -789,8 +728,7 @@ class Recipe(Section):
         Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
         must(lambda names: len(set(names)) == len(names), "name each tracker once"),
     ] = Field(
-        default_factory=list,
-        description="Experiment trackers that also get the run's figures; each needs its package (docs/trackers.md).",
+        default_factory=list, description="Trackers that also get the run's figures; each needs its package (docs/trackers.md)."
     )
     model: ModelConfig
     task: TaskConfig | None = Field(None, description="The task to learn; null if `tasks` has several.")
