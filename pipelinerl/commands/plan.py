@@ -75,8 +75,7 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
         if not 1 <= first <= last or weight == 0:
             raise FieldError("--lengths", bar[0], "a bar needs 1 token or more, FROM at most TO, and a weight above 0")
         if last > max_tokens:
-            fix = f"is longer than sampling.max_tokens = {max_tokens}; change one of them"
-            raise FieldError("--lengths", bar[0], fix)
+            raise FieldError("--lengths", bar[0], f"is longer than sampling.max_tokens = {max_tokens}; change one of them")
         bars.append((first, last, weight))
     return Lengths.of_bars(bars), "as given"
 
@@ -99,8 +98,7 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
             if sample.get("spans") and not sample.get("heldout"):
                 seen.setdefault(length_bucket(sample["spans"][-1][2]), []).append(sample["spans"][-1][2])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        fix = f"its metrics.jsonl and samples.jsonl are not those of a run ({error}); give bars"
-        raise FieldError("--lengths", str(run_dir), fix) from None
+        raise FieldError("--lengths", str(run_dir), f"its records are not those of a run ({error}); give bars") from None
     if not any(counts.values()):
         raise FieldError("--lengths", str(run_dir), "its metrics.jsonl has no step with ended_by_length; give bars")
     bars: list[tuple[int, int, float]] = []
@@ -132,8 +130,7 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
         return estimated(accelerator, model, recipe, lengths)
     path = Path(name)
     if not path.is_file():
-        fix = f"is neither a file of measured speeds nor one of {', '.join(ACCELERATORS)}"
-        raise FieldError("--accelerator", name, fix)
+        raise FieldError("--accelerator", name, f"is neither a file of measured speeds nor one of {', '.join(ACCELERATORS)}")
     measured = read_json(path)
     if missing := [key for key in _MEASURED if key not in measured]:
         raise FieldError("--accelerator", name, f"has no {missing[0]}: {_MEASURED[missing[0]]}")

@@ -51,8 +51,7 @@ def audit(args: argparse.Namespace) -> int:
     Without streams, only the files are audited."""
     run = run_name(args.run_dir)
     if not any((args.run_dir / file).is_file() for file in NAMED_IN):
-        what = "has neither run.json nor lineage.json: give the folder of a run"
-        raise FieldError("RUN_DIR", str(args.run_dir), what)
+        raise FieldError("RUN_DIR", str(args.run_dir), "has neither run.json nor lineage.json: give the folder of a run")
     streams = _streams_of(args, run)
     elsewhere = streams is not None and (args.nats or not _holds_streams(args.run_dir))
     at_work = (lambda: True) if elsewhere else (lambda: "trainer" in living_names(RunDir(args.run_dir, "")))
@@ -187,8 +186,7 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
             try:
                 url = str(json.loads(file.read_bytes())["url"])
             except (OSError, ValueError, LookupError, TypeError) as error:
-                fix = f"does not say where the run's nats-server is: {error!r}"
-                raise FieldError("RUN_DIR", str(file), fix) from error
+                raise FieldError("RUN_DIR", str(file), f"does not say where the run's nats-server is: {error!r}") from error
         else:
             copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
             await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, copy / _STORE)

@@ -19,7 +19,7 @@ from pipelinerl.v1 import actor_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Console
 
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -348,25 +348,21 @@ class LiveDisplay(Display):
         self._console.print(text, markup=False, highlight=False)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        bar = Table.grid(expand=True)  # in a table, because a bar by itself ends without a newline
+        bar.add_row(ProgressBar(total=1.0, completed=fraction_done(state)))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, text in rows(state, elapsed_s):
+            table.add_row(label, Text(text))
         if not self._live.is_started:
             self._live.start()
-        self._live.update(_renderable(state, elapsed_s), refresh=True)
-
-
-def _renderable(state: RunState, elapsed_s: float) -> Group:
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    bar = Table.grid(expand=True)  # in a table, because a bar by itself ends without a newline
-    bar.add_row(ProgressBar(total=1.0, completed=fraction_done(state)))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in rows(state, elapsed_s):
-        table.add_row(label, Text(text))
-    return Group(Text(state.run, style="bold cyan"), bar, table)
+        self._live.update(Group(Text(state.run, style="bold cyan"), bar, table), refresh=True)
 
 
 def open_display(stream: TextIO | None = None) -> Display:

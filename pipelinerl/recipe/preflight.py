@@ -221,11 +221,9 @@ def _machine(recipe: Recipe) -> Iterator[FieldError]:
     for name in ("context_parallel", "shard_ranks"):
         value = getattr(trainer, name)
         if value and trainer.nproc % value:
-            fix = f"does not divide trainer.nproc = {trainer.nproc}, the ranks of a run here; change one of them"
-            yield Lacking(f"trainer.{name}", value, fix)
+            yield Lacking(f"trainer.{name}", value, f"does not divide trainer.nproc = {trainer.nproc}; change one of them")
     if 0 < num_gpus < trainer.nproc:
-        fix = f"each rank needs its own GPU, and this machine has {num_gpus}; use at most that"
-        yield Lacking("trainer.nproc", trainer.nproc, fix)
+        yield Lacking("trainer.nproc", trainer.nproc, f"each rank needs its own GPU, and this machine has {num_gpus}")
     if trainer.compile and not has_gpu() and shutil.which(compiler) is None:  # for a GPU, torch brings its compiler
         fix = f"this machine has no C++ compiler ({compiler}); install g++, name another one with CXX, or set false"
         yield Lacking("trainer.compile", True, fix)
@@ -235,11 +233,9 @@ def _machine(recipe: Recipe) -> Iterator[FieldError]:
 
 def _packages(recipe: Recipe) -> Iterator[FieldError]:
     if recipe.trainer.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        fix = "needs torchao, which is not installed; run make adamw8bit, or use adamw"
-        yield Lacking("trainer.optimizer", recipe.trainer.optimizer, fix)
+        yield Lacking("trainer.optimizer", recipe.trainer.optimizer, "needs torchao; run make adamw8bit, or use adamw")
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
-        fix = "needs peft, which is not installed: pip install peft, or use null"
-        yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, fix)
+        yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, "needs peft: pip install peft, or use null")
     # Trackers are packages of these names. A plain folder that a tracker left does not count.
     found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
     if missing := [name for name, spec in found.items() if spec is None or spec.origin is None]:

@@ -149,8 +149,7 @@ def _lengths(recipe: Recipe) -> Broken:
         if longest >= context:
             yield limit, f"leaves no room for a prompt in model.max_context = {context}; lower it, or raise the context"
     if recipe.trainer.tokens_per_microbatch < context:
-        fix = f"cannot hold one sequence of model.max_context = {context} tokens; use at least that"
-        yield "trainer.tokens_per_microbatch", fix
+        yield "trainer.tokens_per_microbatch", f"cannot hold one sequence of model.max_context = {context} tokens; raise it"
 
 
 def _rewards(recipe: Recipe) -> Broken:
@@ -214,15 +213,12 @@ def _groups(recipe: Recipe) -> Broken:
         fix = f"gives the only sample of a group (sampling.group_size = {size}) advantage 0, so that nothing is learned; "
         yield "algorithm.advantage", f"{fix}use larger groups, or the advantage value"
     if algorithm.advantage == "value" and algorithm.normalize_std:
-        fix = "does not work with algorithm.advantage = 'value', which has no group statistics; use false"
-        yield "algorithm.normalize_std", fix
+        yield "algorithm.normalize_std", "the advantage 'value' has no group statistics; use false"
     if algorithm.advantage != "value" and recipe.trainer.value_learning_rate is not None:
-        fix = f"algorithm.advantage = {algorithm.advantage!r} has no value head; use null, or the advantage value"
-        yield "trainer.value_learning_rate", fix
+        yield "trainer.value_learning_rate", f"the advantage {algorithm.advantage!r} has no value head; use null, or value"
     for place, share in recipe.tasks_by_place.items():
         if algorithm.advantage == "value" and share.reward.truncated == "mask":
-            fix = "does not work with algorithm.advantage = 'value', whose baseline needs every reward; use score or zero"
-            yield f"{place}reward.truncated", fix
+            yield f"{place}reward.truncated", "the advantage 'value', whose baseline needs every reward, needs score or zero"
     if algorithm.filter_equal_rewards and size < 2:
         yield "algorithm.filter_equal_rewards", "drops every group of sampling.group_size = 1; use false, or larger groups"
     if recipe.trainer.batch_size % size:
@@ -248,15 +244,12 @@ def _schedule(recipe: Recipe) -> Broken:
 def _others(recipe: Recipe) -> Broken:
     max_lag, last_lag = recipe.algorithm.max_lag, recipe.algorithm.conventional_g - 1
     if recipe.mode == "conventional" and max_lag is not None and max_lag < last_lag:
-        fix = f"would drop the data of step G = {last_lag + 1} in conventional mode; use null, or at least {last_lag}"
-        yield "algorithm.max_lag", fix
+        yield "algorithm.max_lag", f"would drop the data of step G = {last_lag + 1}; use null, or at least {last_lag}"
     if recipe.trainer.context_parallel > 1 and recipe.model.attention != "auto":
-        fix = f"needs model.attention = 'auto', not {recipe.model.attention!r}, since only that shares rows among ranks"
-        yield "trainer.context_parallel", fix
+        yield "trainer.context_parallel", "only model.attention = 'auto' shares rows among ranks"
     lora = recipe.trainer.lora
     if lora is not None and lora.send == "merged" and "bfloat16" in (recipe.model.dtype, recipe.weights.wire_dtype):
-        fix = "loses updates below half a unit in the last place of a 16-bit weight; use adapter, or float32 on both sides"
-        yield "trainer.lora.send", fix
+        yield "trainer.lora.send", "loses updates below half a unit in the last place of 16 bits; use adapter, or float32"
     if recipe.evaluation.samples > 1 and not recipe.evaluation.temperature:
         yield "evaluation.samples", "greedy answers are all the same; use 1, or evaluation.temperature above 0"
     if recipe.checkpoint.upload and (problem := wrong_url(recipe.checkpoint.upload)):

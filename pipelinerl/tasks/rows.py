@@ -98,8 +98,7 @@ def files_at(path: str) -> list[Path]:
     if not found:
         raise FieldError("task.path", path, lacking)
     if other := [file for file in found if not known_format(file)]:
-        fix = f"give a {one_of(_FORMATS)} file, or one of these compressed as .gz or .zst"
-        raise FieldError("task.path", str(other[0]), fix)
+        raise FieldError("task.path", str(other[0]), f"give a {one_of(_FORMATS)} file, perhaps compressed (.gz, .zst)")
     return found
 
 
@@ -323,8 +322,7 @@ def _commit(config: TaskConfig) -> str | None:
     try:
         return HfApi().dataset_info(config.path, revision=config.revision or None, timeout=10).sha
     except GatedRepoError as error:
-        fix = "this set is gated: accept its terms on the hub and set HF_TOKEN"
-        raise FieldError("task.path", config.path, fix) from error
+        raise FieldError("task.path", config.path, "this set is gated: accept its terms on the hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
         raise FieldError("task.revision", config.revision, f"{config.path} has no such revision") from error
     except RepositoryNotFoundError as error:

@@ -336,8 +336,7 @@ def compact_question(entry: Mapping[str, Any]) -> str:
     expression."""
     expression = entry.get("metadata", {}).get("expression")
     if not isinstance(expression, str):
-        fix = "this family's problems have no expression, such as chain_sum's have; use plain or chat"
-        raise FieldError("task.prompt_style", "compact", fix)
+        raise FieldError("task.prompt_style", "compact", "this family's problems have no expression; use plain or chat")
     return expression.replace(" ", "") + "="
 
 
