@@ -36,8 +36,7 @@ def is_built(model: ModelConfig) -> bool:
 
 
 def built_name(recipe: Recipe, run: str) -> str:
-    """Return the name of the model's folder in a cache. Each run copies a checkpoint, whose name may stand for another one
-    later. Pure."""
+    """Return the model's folder in a cache. A checkpoint has one for each run, since its name may stand for another later."""
     if recipe.model.source == "smollm2":
         return f"smollm2-{_FORMAT}"
     text = json.dumps({"format": _FORMAT, "model": recipe.model.name, "run": run}, sort_keys=True)
@@ -45,8 +44,7 @@ def built_name(recipe: Recipe, run: str) -> str:
 
 
 def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
-    """Return the cache folder of the model that this run builds or copies; it may not exist yet. Raises `FieldError` without a
-    cache."""
+    """Return the cache folder of the model that this run builds or copies. Raises `FieldError` without a cache."""
     if cache is None:
         what = f"model.source = {recipe.model.source!r} is built or copied by the run"
         raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: name a folder for it, or PIPELINERL_MODEL_DIR")

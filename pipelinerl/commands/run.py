@@ -120,12 +120,8 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
 def resume(
     run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0
 ) -> tuple[Recipe, list[str]]:
-    """Prepare the folder for a new start. Returns the recipe, and notes for the user.
-
-    `recipe`: file or name of the recipe to continue with; None = the folder's own. `reward_rows`: as in `examine`.
-    Raises, with nothing changed, `FieldError` (the run is running or finished), `ChangedRecipe`, and what `load_recipe`
-    and `check_environment` raise.
-    """
+    """Prepare the folder for a new start with its own recipe or another `recipe`; return that, and notes for the user. Raises
+    `UserError`, with nothing changed."""
     old = read_recipe(run_dir.recipe)
     if not recipe:
         recipe_of_run(run_dir.recipe)  # whose problems come before those of the overrides

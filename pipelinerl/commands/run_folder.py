@@ -47,8 +47,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def audit(args: argparse.Namespace) -> int:
-    """Return the exit code: 0 everything adds up, 1 something does not. Raises `FieldError` if the folder is not a run's.
-    Without streams, only the files are audited."""
+    """Return the exit code: 0 everything adds up, 1 something does not. Without streams, only the files are audited."""
     run = run_name(args.run_dir)
     if not any((args.run_dir / file).is_file() for file in NAMED_IN):
         raise FieldError("RUN_DIR", str(args.run_dir), "has neither run.json nor lineage.json: give the folder of a run")
@@ -157,8 +156,7 @@ _STORE = "jetstream"
 
 
 def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
-    """Return how to open the streams of `run`: on the server that the arguments name, else in the folder, else on the
-    environment's server; None if there is none."""
+    """Return how to open the streams of `run`, on the server of the arguments, the folder or the environment; else None."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and _holds_streams(args.run_dir):

@@ -161,7 +161,6 @@ def _algorithm(recipe: Recipe) -> str:
 
 
 def gib_of(text: str) -> float:
-    """Return memory in GiB. Raises `FieldError`."""
     found = _MEMORY.fullmatch(text)
     if not found or not float(found[1]) > 0:
         raise FieldError("--gpu-memory", text, "give a number with GiB or GB, such as 80GiB")

@@ -78,8 +78,7 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
 
 
 async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Record every optimizer step once, in order; resume after a broken stream. Steps that the trainer took before its first
-    answer do not count for the pace."""
+    """Record every optimizer step once, in order. Those before the trainer's first answer do not count for the pace."""
     while True:
         if (status := await _status(trainer)) is not None:
             break

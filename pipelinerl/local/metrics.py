@@ -46,8 +46,7 @@ class RunnerMetrics:
 
 @asynccontextmanager
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
-    """Serve /metrics, /targets and the health paths on loopback; the run directory holds the address meanwhile. `port`: 0 = any
-    free one. Raises `ServiceError` if it cannot listen there."""
+    """Serve /metrics, /targets and the health paths on loopback, at `port` or, if it is 0, at any. Raises `ServiceError`."""
     app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)

@@ -148,10 +148,8 @@ class ServiceProcess:
 
     async def terminate(self, grace_s: float) -> int:
         """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and everything it started. Returns the exit code.
-
         Workers get no SIGTERM, since the process stops them in its own order; those that outlive it get SIGKILL a second later.
-        The wait is bounded even if the kernel needs long to end them, for instance to free gigabytes that were swapped.
-        """
+        The wait is bounded even if the kernel needs long to end them, for instance to free gigabytes that were swapped."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         if self.returncode is None:
@@ -172,8 +170,7 @@ class ServiceProcess:
         kill_session(self.pid)
 
     async def kill_and_wait(self) -> int:
-        """Kill the process, and return the exit code once everything it started is gone. Raises `ServiceError` if a process
-        cannot be ended, because it hangs in a device or a dead network disk."""
+        """Kill the process and everything it started. Raises `ServiceError` if a process hangs in a device or a dead disk."""
         if await self._killed():
             return await self.wait()
         raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
@@ -189,9 +186,8 @@ class ServiceProcess:
 
 @dataclass
 class Restarts:
-    """Decide when to start a service again, by its deaths in a row. The count begins again when the run has got further than at
-    any earlier death, so that a service is given up if it always dies at the same point, but not if it is killed now and then.
-    """
+    """Decide when to start a service again, by its deaths in a row since the run last got further: a service that always dies
+    at the same point is given up, but one that is killed now and then is not."""
 
     limit: int = 5
     """Maximum restarts in a row."""
@@ -258,8 +254,7 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """If a log is larger than `most_bytes`, move that much of its end to `<name>.log.1` and empty it. Lines that the process
-    writes in between are lost."""
+    """Keep the last `most_bytes` of a larger log as `<name>.log.1`, and empty it; lines written meanwhile are lost."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)
@@ -289,8 +284,7 @@ def why_taken(port: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files for this process and its children to the maximum. A shell's usual 1,024 are too few, since
-    any user of the machine can connect to a service's port."""
+    """Raise the limit of open files to the maximum, since any user of the machine can connect to a service's port."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a limit above what the system allows by now
         if 0 <= soft < hard:

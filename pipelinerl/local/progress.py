@@ -146,8 +146,7 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Return the time to the run's final step at the pace of the newest steps; None if unknown, for instance if the newest step
-    was long ago."""
+    """Return the time to the run's final step at the pace of the newest steps; None if unknown, or the newest was long ago."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
@@ -163,8 +162,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Return how long ago the newest step was, with the state of the services; empty if it is less than a minute or three
-    steps' time."""
+    """Return how long ago the newest step was, with the services' states; empty below a minute or three steps' time."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""

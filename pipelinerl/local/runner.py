@@ -100,18 +100,15 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
-    """Return the seconds before a process of this kind with nothing to save is killed: the rest of the `within_s` that all
-    share, less the time reserved for those that stop later. Pure."""
+    """Return the seconds before a process with nothing to save is killed: what is left, less the part reserved for others."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
 @dataclass
 class LocalRun:
-    """The processes of one run. `run` starts all of them and always ends all of them.
-
-    An actor that cannot be kept running is given up with a note; the run ends when all actors are given up. With zero actors
-    the trainer waits. `environment` is inherited by the services; `commands` and `restarts` let tests replace the programs.
-    """
+    """The processes of one run. `run` starts all of them and always ends all of them. An actor that cannot be kept running is
+    given up with a note; the run ends when all actors are given up. With zero actors the trainer waits. `environment` is
+    inherited by the services; `commands` and `restarts` let tests replace the programs."""
 
     recipe: Recipe
     run_dir: RunDir
@@ -384,8 +381,7 @@ class LocalRun:
                 self._launches.model_dir = await make
 
     async def _keep(self, service: Service) -> None:
-        """Wait for the process to end and start the next one, until the run is finished. Raises the last `ServiceDied`, or the
-        `ServiceError` of a failed start, when there is no further restart."""
+        """Restart the process when it ends, until the run is finished. Raises `ServiceError` without a further restart."""
         served = False
         while True:
             assert service.process is not None, "it has been started"
@@ -435,8 +431,7 @@ class LocalRun:
         return asked if isinstance(asked, int) and 0 <= asked <= MOST_ACTORS else self.recipe.actor.count
 
     async def _keep_actors(self) -> None:
-        """Restart actors that end, and scale them to the wanted number. Raises the last `ServiceDied` when every actor is given
-        up."""
+        """Keep the wanted number of actors running. Raises the last `ServiceDied` when every actor is given up."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)

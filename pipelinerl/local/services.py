@@ -42,17 +42,15 @@ class ThreadPlan:
     engine: int
 
     def actor_env(self) -> dict[str, str]:
-        """Return an actor's variables. `nobind`: otherwise vLLM would pin every actor to the same first cores, which the
-        trainer uses, too."""
+        """Return an actor's variables. Without `nobind`, vLLM would pin every actor to the same first cores."""
         return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. Numbers of
-    threads above 0 are the recipe's own and stay. `take_turns`: the two sides never compute at the same time, and each gets all
-    cores; an actor leaves one core of its share to the process that feeds its engine."""
+    """Give half of the cores (rounded down) to the trainer and the rest to the actors. Numbers above 0 are the recipe's own.
+    `take_turns`: each side gets all cores, less one for the process that feeds an engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -67,13 +65,11 @@ def _thread_env(threads: int) -> dict[str, str]:
 
 def available_cores() -> int:
     """Return the cores this process may use, by its CPU affinity and, in a container, the cgroup's CPU quota (rounded up)."""
-    allowed, quota = _allowed_cores(), _quota_cores()
-    return max(1, min(allowed, quota)) if quota else allowed
+    return min(_allowed_cores(), _quota_cores() or _allowed_cores())
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Set OMP_NUM_THREADS for that many processes if the container's CPU quota is below its visible cores, for each of which
-    torch would start a thread. A value that is already set stays."""
+    """Set OMP_NUM_THREADS, unless it is set, if the container's CPU quota is below its visible cores, which torch counts."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 

@@ -169,8 +169,7 @@ def _folders() -> tuple[Path, ...]:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the validated recipe of a file or name, with `a.b=value` overrides. Raises `FieldError` (no such recipe),
-    `YamlError` (with the line) and `RecipeError` (with all wrong fields)."""
+    """Return the validated recipe of a file or name, with `a.b=value` overrides. Raises `UserError` with all wrong fields."""
     path = find_recipe(name)
     return recipe_from_data(read_recipe(path), str(path), overrides)
 
@@ -222,8 +221,7 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
 
 
 def _read_chat_template(data: dict[str, Any]) -> None:
-    """Replace a file name in `model.chat_template` by the file's text, because services may run on machines without the file.
-    The name of a missing file stays, for the preflight. Raises `FieldError`."""
+    """Replace the name of an existing file in `model.chat_template` by its text, for services on other machines."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):

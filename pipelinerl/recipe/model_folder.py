@@ -95,8 +95,7 @@ def _some(names: list[str]) -> str:
 
 
 def header_of(path: Path) -> Mapping[str, Any]:
-    """Return the header of a safetensors file: shape, dtype and position of each tensor by its name. Raises `ValueError` if
-    the file is invalid or has the wrong length."""
+    """Return shape, dtype and position of each tensor of a safetensors file. Raises `ValueError` if it is invalid or cut."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

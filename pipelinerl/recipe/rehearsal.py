@@ -125,8 +125,7 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def _forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return completions that give `answer` in the required form, each with the answer that `answer_pattern` must find: first
-    in a box (for mathematics), and within a text that matches the pattern."""
+    """Return completions that give `answer` as `answer_pattern` and a box need it, each with the answer that must be found."""
     pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
     pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # the first alternative
     before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
@@ -195,8 +194,7 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning if all reference answers of a set earn nothing, or the same as an empty text. Scorers that do not accept
-    the bare reference as an answer may give it nothing."""
+    """Yield a warning if all reference answers of a set earn nothing, or the same as an empty text."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)
@@ -255,8 +253,8 @@ def _uses_template(share: ProblemSet) -> bool:
 
 
 def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
-    """Render the first problem of each set with source and prompts that are known before the run; this takes seconds. Without
-    `all_prompts`, do so only if a set uses a chat template or the recipe changes it."""
+    """Render the first problem of each set whose prompts are known before the run, which takes seconds: if `all_prompts`, or if
+    a set uses a chat template or the recipe changes it."""
     from pipelinerl.tasks.source import Split
 
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs

@@ -17,9 +17,8 @@ from reasoning_gym.factory import ProceduralDataset
 
 @dataclass
 class RepeatedAdditionConfig:
-    """Bounds are inclusive. The number of additions has a truncated Pareto distribution, so that most problems are short and a
-    few are very long, as with reasoning models. A small model that can add once can go on for any number of additions.
-    `tail_index`: α of the Pareto distribution; the smaller, the heavier the tail."""
+    """Bounds are inclusive. The number of additions has a truncated Pareto distribution with α = `tail_index`, so that most
+    problems are short and a few are very long, as with reasoning models."""
 
     min_start: int = 1000
     max_start: int = 9000

@@ -62,8 +62,7 @@ class Row:
 
 
 def value_in(row: Any, name: str) -> Any:
-    """Return the field `name`, or `ABSENT`. A dotted name descends into nested objects, unless a field has exactly that name;
-    in a list, a number is a position from 0."""
+    """Return the field `name`, or `ABSENT`; a.b is b in the object a, unless the row has a field a.b; a.0 a list's first."""
     inside: Any = {str(position): value for position, value in enumerate(row)} if isinstance(row, list) else row
     if not isinstance(inside, Mapping):
         return ABSENT
@@ -76,15 +75,13 @@ def value_in(row: Any, name: str) -> Any:
 
 
 def rows_of(config: TaskConfig) -> Iterator[Row]:
-    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `FieldError`, `UserError` and
-    `MissingPackage`, and `Lacking` if the hub cannot be reached."""
+    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `UserError`."""
     rows = _hub_rows(config) if config.source == "hub" else (row for path in files_at(config.path) for row in _file_rows(path))
     yield from islice(rows, config.max_rows or None)
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the files that a file name, a folder or a glob pattern stands for, sorted. Raises `FieldError`, also if it is
-    unclear which of a folder's files hold the problems, because they have several formats or splits."""
+    """Return the sorted files of a name, a folder or a pattern. Raises `FieldError`, also for a folder with several splits."""
     given = Path(path)
     if given.is_dir():
         visible = [file for file in sorted(given.rglob("*")) if "/." not in f"/{file.relative_to(given)}"]
@@ -314,8 +311,7 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit that the revision stands for now; None if the hub cannot be reached. Raises `FieldError` if the hub
-    refuses the set or the revision."""
+    """Return the commit of the revision; None if the hub cannot be reached. Raises `FieldError` if the hub refuses it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

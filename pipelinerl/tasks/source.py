@@ -113,8 +113,7 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems that an environment draws from the episode's seed. One of the package verifiers gets split and index as its row,
-    since its tasks are numbered."""
+    """Problems that an environment draws from the episode's seed, or by their number if the environment is of `verifiers`."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -126,8 +125,7 @@ class SeededSource:
 
 
 class Division:
-    """A seeded division of `size` problems into held-out and training ones. Training indices continue into further passes.
-    Raises `FieldError` that names `where` if there are too few."""
+    """A seeded division of problems into held-out and training ones, which repeat. Raises `FieldError` if there are too few."""
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
@@ -166,7 +164,8 @@ class FileSource:
             if known is not problem:
                 self.first_repeated = self.first_repeated or problem.place
                 self.num_repeated += 1
-                self.num_contradicted += _answer(problem) != _answer(known)
+                answers = [one.reference.get("answer", one.reference) for one in (problem, known)]
+                self.num_contradicted += answers[0] != answers[1]
         self.problems = list(distinct.values())
         self.unanswered = [one for one in self.problems if not str(one.reference.get("answer", "-")).strip()]
         """Problems whose answer is empty."""
@@ -175,10 +174,6 @@ class FileSource:
 
     def problem(self, split: Split, index: int) -> Problem:
         return self.problems[self._division.number(split, index)]
-
-
-def _answer(problem: Problem) -> Any:
-    return problem.reference.get("answer", problem.reference)
 
 
 def _problems(config: TaskConfig) -> Iterator[Problem]:
@@ -273,8 +268,7 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
 
 
 def _without_nulls(message: Any) -> Any:
-    """Return the message in the form that chat templates expect: with joined text parts and without the null keys that Parquet
-    adds if other messages have a value."""
+    """Join the message's text parts, and leave out null keys, which Parquet adds and chat templates do not expect."""
     if not isinstance(message, Mapping):
         return message
     kept = {key: value for key, value in message.items() if value is not None}
@@ -309,9 +303,8 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
-    """Return the reference answer, and the whole row if a reward may read more of it than texts. Environments, agents and
-    conversations need no answer unless the recipe names its field. Raises `BadRow` if a needed answer is missing or
-    `task.answer_pattern` does not find it."""
+    """Return the reference answer, and the whole row if a reward may read more of it than texts. Raises `BadRow` without a
+    needed answer; environments, agents and conversations need none unless the recipe names its field."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -332,8 +325,7 @@ def _answer_in(text: str, config: TaskConfig) -> str:
 
 
 def compact_question(entry: Mapping[str, Any]) -> str:
-    """Return chain_sum's `12 + 7 - 5` as `12+7-5=`, for models that know no English. Raises `FieldError` without an
-    expression."""
+    """Return chain_sum's `12 + 7 - 5` as `12+7-5=`, for models without English. Raises `FieldError` for other families."""
     expression = entry.get("metadata", {}).get("expression")
     if not isinstance(expression, str):
         raise FieldError("task.prompt_style", "compact", "this family's problems have no expression; use plain or chat")
