@@ -41,9 +41,13 @@ async def follow_trainer(
 ) -> None:
     """Consume the step stream and the status of each trainer, one after the other. Waits for its address file and calls `on_up`
     with the content. The runner reports a trainer that died."""
-    process: ServiceProcess | None = None
+    followed: ServiceProcess | None = None
     while True:
-        process = await service.next_process(process)
+        process = service.process
+        if process is None or process is followed:
+            await asyncio.sleep(_RETRY_S)
+            continue
+        followed = process
         with contextlib.suppress(ServiceDied):
             address = await process.address(timeout_s=math.inf)
             on_up(address)

@@ -222,19 +222,13 @@ class Service:
     """True if progress of the run also resets the restart count, not only a long life of the process."""
     process: ServiceProcess | None = field(default=None, init=False)
     """The newest process; None before `start`."""
-    _started: asyncio.Event = field(default_factory=asyncio.Event)
+    keeper: asyncio.Task[None] | None = field(default=None, init=False)
+    """Task that restarts an actor."""
+    given_up: bool = field(default=False, init=False)
 
     async def start(self) -> ServiceProcess:
         """Start the process. Raises `ServiceError` if the command cannot be executed."""
         self.process = await ServiceProcess.start(self.prepare())
-        self._started.set()
-        self._started = asyncio.Event()
-        return self.process
-
-    async def next_process(self, after: ServiceProcess | None) -> ServiceProcess:
-        """Wait for a process other than `after`, and return it."""
-        while self.process is None or self.process is after:
-            await self._started.wait()
         return self.process
 
 

@@ -12,15 +12,17 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from pipelinerl.errors import counted
 from pipelinerl.v1 import actor_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -332,8 +334,6 @@ class LiveDisplay(Display):
     """Rich live display: a progress bar over the rows of the view."""
 
     def __init__(self, console: Console) -> None:
-        from rich.live import Live
-
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=False)
 
@@ -346,11 +346,6 @@ class LiveDisplay(Display):
         self._console.print(text, markup=False, highlight=False)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
         bar = Table.grid(expand=True)  # in a table, because a bar by itself ends without a newline
         bar.add_row(ProgressBar(total=1.0, completed=fraction_done(state)))
         table = Table.grid(padding=(0, 2))
@@ -365,8 +360,6 @@ class LiveDisplay(Display):
 
 def open_display(stream: TextIO | None = None) -> Display:
     """Return a display on standard output by default: live if `stream` is a terminal that can redraw, plain lines otherwise."""
-    from rich.console import Console
-
     stream = stream or sys.stdout
     console = Console(file=stream)
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else Display(stream)

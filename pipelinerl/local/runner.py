@@ -137,9 +137,6 @@ class LocalRun:
         """The newest process of each name, ended or not."""
         self._actors: dict[int, Service] = {}
         """The wanted actors by number; they may be starting or given up."""
-        self._given_up: set[int] = set()
-        self._kept: dict[int, asyncio.Task[None]] = {}
-        """Tasks that restart the actors, by number."""
         self._told: set[str] = set()
         """Warnings that were printed."""
         self._interrupts, self._unread = 0, False
@@ -442,16 +439,16 @@ class LocalRun:
                         await self._scale(wanted)
                     except ServiceError as error:
                         self._note(f"not scaled to {counted(wanted, 'actor')}, trying again: {error}")
-                for number in self._actors.keys() - self._kept.keys():
-                    self._kept[number] = tasks.create_task(self._keep_actor(number))
+                for service in self._actors.values():
+                    service.keeper = service.keeper or tasks.create_task(self._keep_actor(service))
                 await asyncio.sleep(self.refresh_s)
 
-    async def _keep_actor(self, number: int) -> None:
+    async def _keep_actor(self, service: Service) -> None:
         try:
-            await self._keep(self._actors[number])
+            await self._keep(service)
         except ServiceDied as died:
-            self._given_up.add(number)
-            if self._given_up >= set(self._actors):
+            service.given_up = True
+            if all(actor.given_up for actor in self._actors.values()):
                 raise
             self._note(f"{died.name} is given up: {died}")
 
@@ -460,8 +457,9 @@ class LocalRun:
         new actors get the lowest free numbers, and need not serve yet on return."""
         if count == 0:
             self._note("no actors are wanted: nothing is generated until you run `pipelinerl scale actors 1`, or more")
-        surplus = sorted(self._actors.keys() - self._given_up)[count:]
-        await asyncio.gather(*(self._remove(number) for number in (*self._given_up, *surplus)))
+        ordered = sorted(self._actors, key=lambda number: (self._actors[number].given_up, number))
+        least = sum(not actor.given_up for actor in self._actors.values())
+        await asyncio.gather(*(self._remove(number) for number in ordered[min(count, least) :]))
         free = (number for number in numbers() if number not in self._actors)
         for number in [next(free) for _ in range(count - len(self._actors))]:
             service = self._service(f"actor-{number}", lambda number=number: self._launches.actor(number))  # type: ignore[misc]
@@ -469,13 +467,12 @@ class LocalRun:
             self._actors[number] = service
 
     async def _remove(self, number: int) -> None:
-        name = self._actors.pop(number).name
-        self._given_up.discard(number)
-        if kept := self._kept.pop(number, None):
-            kept.cancel()
-            await asyncio.wait({kept})
-        await self._processes[name].terminate(_SCALED_GRACE_S)
-        self._forget(name)
+        service = self._actors.pop(number)
+        if service.keeper is not None:
+            service.keeper.cancel()
+            await asyncio.wait({service.keeper})
+        await self._processes[service.name].terminate(_SCALED_GRACE_S)
+        self._forget(service.name)
 
     # Files and display of a running run.
 

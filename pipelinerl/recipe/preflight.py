@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
@@ -25,12 +24,9 @@ from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
 from pipelinerl.recipe.model_folder import known_parameters, longest_context, model_folder, problems_in
 from pipelinerl.recipe.rehearsal import Call, Preview, misread, preview, rehearse, template_doubts, unearned
-from pipelinerl.recipe.rules import unreached_learning_rate
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 from pipelinerl.run_dir import free_bytes
-
-if TYPE_CHECKING:
-    from pipelinerl.tasks.source import FileSource, Source
+from pipelinerl.tasks.source import FileSource, Source, Split, make_source
 
 _IMPORT_S = 180.0
 """Time limit of an import. On a busy machine, the first import of a large package takes a minute."""
@@ -151,8 +147,12 @@ def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> E
 
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     """Yield warnings about settings that are probably wrong but may be intended."""
-    found = unreached_learning_rate(recipe), too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count))
-    yield from filter(None, found)
+    trainer = recipe.trainer
+    if trainer.warmup_steps > trainer.steps:  # as in a short trial of a recipe
+        fix = f"is above trainer.steps = {trainer.steps}: the learning rate never reaches {trainer.learning_rate:g}; lower it"
+        yield FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
+    if (found := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count))) is not None:
+        yield found
     for place, share in recipe.sets_by_place.items():
         calls = [call for call in examined.calls if call.place == place]
         yield from unearned(place, share, [call for call in calls if not call.near_miss])
@@ -172,8 +172,6 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
 
 def files_in(sources: dict[str, Source]) -> Iterator[tuple[str, FileSource]]:
     """Yield the sources that read files or data sets."""
-    from pipelinerl.tasks.source import FileSource
-
     yield from ((place, source) for place, source in sources.items() if isinstance(source, FileSource))
 
 
@@ -245,8 +243,6 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
     """Check a set's source by making a held-out problem, and add a good source to `sources`."""
-    from pipelinerl.tasks.source import Split, make_source
-
     task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)

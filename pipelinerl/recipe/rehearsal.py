@@ -22,15 +22,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipelinerl.errors import FieldError, Lacking, ServiceError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete
+from pipelinerl.prompts import Spellings
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.model_folder import cached, model_folder
-
-if TYPE_CHECKING:
-    from pipelinerl.tasks.source import Problem, Source
+from pipelinerl.tasks.final_answer import final_answer, near_misses
+from pipelinerl.tasks.source import FileSource, Problem, Source, Split
 
 _MATHEMATICS = ("math", "math_boxed")
 _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
@@ -64,14 +64,11 @@ class Call:
         return f"{answer} {f'of {place}' if (place := self.problem.place) else f'to {self.problem.question!r:.60}'}"
 
 
-def is_rehearsed(share: ProblemSet) -> bool:
-    knows_all = share.reward.scorer == "task" and share.task.source == "reasoning_gym"
-    return not (share.task.is_episodic or share.reward.scorer == "judge" or knows_all)
-
-
 def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
     """Call the rewards on `num_rows` problems of each set with a source; return the calls and the problems. Only on Linux."""
-    shares = {place: share for place, share in recipe.sets_by_place.items() if place in sources and is_rehearsed(share)}
+    sets = {place: one for place, one in recipe.sets_by_place.items() if place in sources and not one.task.is_episodic}
+    left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
+    shares = {place: one for place, one in sets.items() if (one.reward.scorer, one.task.source) not in left_out}
     asked = [call for place, share in shares.items() for call in _calls(recipe, place, share, sources[place], num_rows)]
     if not asked or sys.platform != "linux":
         return [], []
@@ -104,9 +101,6 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
     """Yield the calls for a set. The first problem also gets an empty completion, which many rewards do not expect."""
-    from pipelinerl.tasks.final_answer import final_answer, near_misses
-    from pipelinerl.tasks.source import FileSource, Split
-
     is_trained_on = share.name in recipe.mixture
     num_heldout = source.num_heldout
     there = len(source.problems) - num_heldout if isinstance(source, FileSource) else num_rows
@@ -255,8 +249,6 @@ def _uses_template(share: ProblemSet) -> bool:
 def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
     """Render the first problem of each set whose prompts are known before the run, which takes seconds: if `all_prompts`, or if
     a set uses a chat template or the recipe changes it."""
-    from pipelinerl.tasks.source import Split
-
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs
     if not (all_prompts or set_by_user or any(map(_uses_template, shares.values()))):
         return Preview()
@@ -299,9 +291,6 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
     """Yield warnings about the chat template, and about rows that spell control tokens."""
-    from pipelinerl.prompts import Spellings
-    from pipelinerl.tasks.source import FileSource
-
     model, spellings = recipe.model, Spellings(set(found.control))
     if found.unread:
         fix = f"the chat template never reads {', '.join(found.unread)}; correct the name, or leave it out"

@@ -42,15 +42,6 @@ def check_rules(recipe: Recipe) -> None:
         raise BrokenRules(tuple(FieldError(field, value_at(recipe, field), fix) for field, fix in broken))
 
 
-def unreached_learning_rate(recipe: Recipe) -> FieldError | None:
-    """Return a warning, not an error, if the warm-up is longer than the run, as in a short trial of a recipe."""
-    trainer = recipe.trainer
-    if trainer.warmup_steps <= trainer.steps:
-        return None
-    fix = f"is above trainer.steps = {trainer.steps}: the learning rate never reaches {trainer.learning_rate:g}; lower it"
-    return FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
-
-
 def value_at(recipe: Recipe, field: str) -> Any:
     """Return the value of a dotted field, in which a number is a position in a list."""
     value: Any = recipe

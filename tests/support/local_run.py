@@ -5,7 +5,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir, write_json
 from pipelinerl.service.retry import Backoff
+from tests.support.machine import until
 
 FAKES = Path(__file__).with_name("fake_services.py").resolve()
 COMMANDS = {kind: (sys.executable, str(FAKES), kind) for kind in ("verifier", "trainer", "actor", "model")}
@@ -71,12 +72,6 @@ async def running(run: Run) -> AsyncIterator[asyncio.Task[Ending]]:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def until_pid_changes(run: Run, name: str, old: int) -> int:

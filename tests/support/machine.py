@@ -1,10 +1,15 @@
-"""What tests ask of the machine: a port that is free, whether a process has ended, and how many files may be open."""
+"""What tests ask of the machine: a port that is free, whether a process has ended, and how many files may be open.
 
+Tests wait with `until` and `wait_until` for what other processes and threads do, of which no event tells.
+"""
+
+import asyncio
 import os
 import resource
 import select
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -32,3 +37,16 @@ def usual_open_files() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 150.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 150.0) -> None:
+    latest = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < latest
+        time.sleep(0.02)

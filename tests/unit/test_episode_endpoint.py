@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes, ba
 from services.actor.episodes.formats import Answer, ChatFormat, TemplateFormat
 from services.actor.episodes.rendering import Rendering
 from services.actor.metrics import ActorMetrics
+from tests.support.machine import until
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
 from tests.unit.builders import make_recipe
 from tests.unit.test_episode_tokens import LOOK_UP
@@ -121,12 +122,6 @@ async def stage(
     async with serve_http(app, "127.0.0.1", 0, on_this_loop=True) as port:
         yield Stage(episodes, sampler, episode, metrics, registry, f"http://127.0.0.1:{port}")
         await episode.end()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def unlike(error: pytest.ExceptionInfo[openai.APIStatusError]) -> tuple[int, str | None]:
