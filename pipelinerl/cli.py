@@ -147,9 +147,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="completion lengths: bars of a histogram, TOKENS or FROM-TO with a weight, such as 1-512:6,513-2048:3,8192:1; "
         "or the folder of a run that has them",
     )  # fmt: skip
-    parser.add_argument(
-        "--sequences-in-progress", metavar="H", type=int, help="sequences on each actor; default: the best number"
-    )
+    parser.add_argument("--sequences-in-progress", metavar="H", type=int, help="sequences on each actor; default: the best")
     parser.add_argument(
         "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token; by default, the usual size for such a model"
     )

@@ -35,12 +35,10 @@ class RunnerMetrics:
             return {service: float(services[service]) for service in SERVICES}
 
         metrics.reading("processes", "Running processes of the run.", {"process": SERVICES}, unit="processes").read(processes)
-        self.restarts = metrics.counter(
-            "restarts_total", "Restarts of processes that died.", {"process": SERVICES}, unit="processes"
-        )
-        self.actors_wanted = metrics.reading(
-            "actors_wanted", "Number of actors set by the recipe or `pipelinerl scale`.", unit="actors"
-        )
+        restarted = {"process": SERVICES}
+        self.restarts = metrics.counter("restarts_total", "Restarts of processes that died.", restarted, unit="processes")
+        wanted = "Number of actors set by the recipe or `pipelinerl scale`."
+        self.actors_wanted = metrics.reading("actors_wanted", wanted, unit="actors")
         metrics.gauge("start_timestamp_seconds", "When this runner started.").set_to_current_time()
 
 

@@ -158,9 +158,7 @@ class LocalRun:
             self.recipe.actor.engine.threads,
             take_turns=self.recipe.mode == "conventional",
         )
-        self._launches = ServiceLaunches(
-            self.recipe, self.run_dir, threads, self.environment, self.commands, page_port=self.page_port
-        )
+        self._launches = ServiceLaunches(self.recipe, self.run_dir, threads, self.environment, self.commands, self.page_port)
 
     async def run(self) -> Ending:
         """Wait for the run's end and return how it ended; by then every process is gone. Raises only for our own bugs."""

@@ -111,9 +111,7 @@ def allowed(field: FieldInfo) -> str:
 
 def takes(field: FieldInfo) -> str:
     """Describe the values of a field, without its meaning."""
-    bounds = [
-        f"{words} {getattr(one, name)}" for name, words in _BOUNDS.items() for one in field.metadata if hasattr(one, name)
-    ]
+    bounds = [f"{words} {getattr(one, key)}" for key, words in _BOUNDS.items() for one in field.metadata if hasattr(one, key)]
     return ", ".join(filter(None, (_type_name(field.annotation), " and ".join(bounds))))
 
 
@@ -774,9 +772,7 @@ class Recipe(Section):
     @property
     def scored_tasks(self) -> dict[str, ProblemSet]:
         """The problem sets that reward workers score: all except episodes, and episodes whose answer a judge scores."""
-        return {
-            name: one for name, one in self.problem_sets.items() if not one.task.is_episodic or one.reward.judge is not None
-        }
+        return {name: one for name, one in self.problem_sets.items() if one.reward.judge or not one.task.is_episodic}
 
     @property
     def user_code(self) -> list[str]:

@@ -243,9 +243,7 @@ def is_template(text: str) -> bool:
 
 def no_template_file(path: str) -> FieldError:
     fix = f"there is no such file{'' if Path(path).is_absolute() else f' in {Path.cwd()}'}; name one with a Jinja chat template"
-    return FieldError(
-        "model.chat_template", path, f"{fix}, or give its text (helm --set-file recipe.set.model.chat_template=FILE)"
-    )
+    return FieldError("model.chat_template", path, f"{fix}, or its text (helm --set-file recipe.set.model.chat_template=FILE)")
 
 
 def _set(data: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -262,9 +262,7 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
     """Check the code that the verifier imports or starts."""
     task, scorer, judge = share.task, share.reward.scorer, share.reward.judge
     if judge is not None and judge.api_key_env and not os.environ.get(judge.api_key_env):
-        yield Lacking(
-            "reward.judge.api_key_env", judge.api_key_env, "is not set in this environment; set it where the run starts"
-        )
+        yield Lacking("reward.judge.api_key_env", judge.api_key_env, "is not set here; set it where the run starts")
     imported = [("reward.scorer", scorer)] if ":" in scorer else []
     imported += [("task.tools", path) for path in task.tools]
     imported += [("task.name", task.name)] if task.source in ("environment", "verifiers") else []

@@ -236,10 +236,7 @@ def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any
     if config.source in ("environment", "agent"):  # they may read any field of the row
         return _text(json.dumps(row, ensure_ascii=False, default=str), "the row"), []
     if config.prompt_template:
-        filled = _PLACEHOLDER.sub(
-            lambda found: f"{{{found[1]}}}" if found[1] else _text_at(row, found[2]), config.prompt_template
-        )
-        return filled, []
+        return _PLACEHOLDER.sub(lambda one: f"{{{one[1]}}}" if one[1] else _text_at(row, one[2]), config.prompt_template), []
     messages: Any = value_in(row, config.prompt_field)
     if isinstance(messages, list) and config.source in ("jsonl", "hub"):
         messages = [_without_nulls(message) for message in messages]
