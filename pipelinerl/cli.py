@@ -99,6 +99,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
         help="continue the run in DIR with its own recipe; RECIPE and --set may change some fields",
     )  # fmt: skip
     parser.add_argument(
+        "--placement", metavar="JSON|FILE", default="",
+        help="GPUs of each trainer rank and each actor, by UUID or position; a run's placement.json is an example",
+    )  # fmt: skip
+    parser.add_argument(
         "--metrics-port", metavar="PORT", type=int, default=0,
         help="port on this machine for the runner's /metrics and for /targets, where Prometheus finds the run's services "
         "(default: any free one)",

@@ -57,6 +57,8 @@ class RunDir:
         """`{"trainer": pid, "verifier": pid, "actor-0": pid, "nats": pid}` of the running processes."""
         self.scale = self.path / "scale.json"
         """`{"actors": N}`: the wanted number, once `pipelinerl scale` has been used."""
+        self.placement = self.path / "placement.json"
+        """GPUs of trainer and actors, and the fields that were `auto` in the recipe, which `--resume` divides anew."""
         self.checkpoint = self.path / "checkpoint"
         """Hugging Face safetensors and tokenizer of the last checkpoint."""
         self.checkpoints = self.path / CHECKPOINTS

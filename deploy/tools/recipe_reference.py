@@ -65,6 +65,8 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, BaseModel):
         return "its defaults"
+    if value is None and takes(field).endswith("or auto"):
+        return "`auto`"
     if isinstance(value, float) and value and abs(value) < 1e-3:
         return f"`{value:g}`"
     return f"`{json.dumps(value, ensure_ascii=False)}`"

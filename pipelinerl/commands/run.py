@@ -17,11 +17,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.errors import FieldError, ServiceError, counted
 from pipelinerl.initial_model import COMPILED, cache_folder
 from pipelinerl.local.ending import finish
 from pipelinerl.local.following import ask_actor
+from pipelinerl.local.placing import placed_here, write_placement
 from pipelinerl.local.processes import living, running_pids, why_taken
 from pipelinerl.local.progress import open_display, phase_of
 from pipelinerl.local.runner import LocalRun
@@ -38,6 +40,7 @@ from pipelinerl.recipe.loading import (
 from pipelinerl.recipe.model_folder import known_parameters
 from pipelinerl.recipe.preflight import check_environment, doubts
 from pipelinerl.rl.memory import checkpoint_bytes
+from pipelinerl.rl.placement import Placement
 from pipelinerl.run_dir import (
     MOST_ACTORS,
     RunDir,
@@ -67,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
-        recipe, run_dir, notes = make(args, overrides, stack)
+        recipe, run_dir, placement, notes = make(args, overrides, stack)
         with open_display() as display:
             configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
             with suppress(OSError):  # if the output is closed, the run notices as well and stops cleanly
                 display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
-            local = LocalRun(recipe, run_dir, display, page_port=page_port, metrics_port=metrics_port)
+            local = LocalRun(recipe, run_dir, display, placement=placement, page_port=page_port, metrics_port=metrics_port)
             ending = asyncio.run(local.run())
         return finish(recipe, run_dir, ending)
 
@@ -95,26 +98,35 @@ def free_port(option: str, port: int) -> int:
     return port
 
 
-def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
+Prepared = tuple[Recipe, RunDir, Placement | None, list[str]]
+"""The recipe with numbers instead of `auto`, the run's folder, its GPUs, and notes for the user."""
+
+
+def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> Prepared:
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or continue a run with --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
     doubtful = [*doubts(recipe, check_environment(recipe, args.reward_rows))]
+    numbered, placement, gpus = placed_here(recipe, args.placement)
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)
     stack.enter_context(locked(run_dir))
+    write_placement(run_dir, recipe, placement)
     warnings = [f"warning: {doubt}" for doubt in filter(None, (*doubtful, open_to_others(run_dir)))]
-    return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}", *understood(overrides), *warnings]
+    title = f"{run_dir.name}: {recipe.description or recipe.name}"
+    return numbered, run_dir, placement, [title, *understood(overrides), *warnings, *gpus]
 
 
-def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
+def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> Prepared:
     for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
         if value is not None:
             raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
     run_dir = find_run(args.resume)
     stack.enter_context(locked(run_dir))
     recipe, notes = resume(run_dir, args.recipe, overrides, args.reward_rows)
-    return recipe, run_dir, notes
+    numbered, placement, gpus = placed_here(recipe, args.placement)
+    write_placement(run_dir, recipe, placement)
+    return numbered, run_dir, placement, [*notes, *gpus]
 
 
 def resume(
@@ -122,7 +134,7 @@ def resume(
 ) -> tuple[Recipe, list[str]]:
     """Prepare the folder for a new start with its own recipe or another `recipe`; return that, and notes for the user. Raises
     `UserError`, with nothing changed."""
-    old = read_recipe(run_dir.recipe)
+    old = _with_auto(read_recipe(run_dir.recipe), read_json(run_dir.placement).get("automatic", []))
     if not recipe:
         recipe_of_run(run_dir.recipe)  # whose problems come before those of the overrides
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
@@ -143,6 +155,17 @@ def resume(
     if asked or any(change.field == "actor.count" for change in changes):
         run_dir.scale.unlink(missing_ok=True)  # the number that `scale` set before
     return new, [*_notes(run_dir.name, new, changes, version), *warnings]
+
+
+def _with_auto(data: dict[str, Any], fields: list[str]) -> dict[str, Any]:
+    """Return the recipe's data as it was before numbers replaced `auto` in these fields."""
+    for field in fields:
+        *sections, name = field.split(".")
+        inside = data
+        for section in sections:
+            inside = inside[section]
+        inside[name] = "auto"
+    return data
 
 
 def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | None) -> Iterator[str]:

@@ -45,7 +45,7 @@ def validate(args: argparse.Namespace) -> int:
     if args.gpu_memory is not None:
         model, memory_gib = model_of(recipe, args.parameters), gib_of(args.gpu_memory)
         memory = memory_outline(recipe, model, memory_gib)
-        ranks = recipe.trainer.shard_ranks or recipe.trainer.nproc
+        ranks = recipe.trainer.shard_ranks or recipe.trainer.ranks
         told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
         mistakes += [problem for problem in told if problem is not None]
     if mistakes:
@@ -110,7 +110,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
         *_tasks(recipe),
         ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.max_tokens} tokens"),
-        ("actors", f"{recipe.actor.count} x {recipe.actor.sequences_in_progress} sequences in progress"),
+        ("actors", f"{recipe.actor.number} x {recipe.actor.sequences_in_progress} sequences in progress"),
         ("algorithm", _algorithm(recipe)),
         ("max lag", "unbounded" if lag is None else f"{lag}, of {recipe.algorithm.max_lag_of.replace('_', ' ')}"),
         ("largest lag", _largest_lag(recipe)),
@@ -120,7 +120,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
             f"{trainer.optimizer}",
         ),
         ("trained", "all weights" if trainer.lora is None else f"adapters of rank {trainer.lora.rank}"),
-        ("ranks", f"{trainer.nproc}{shards}{rows}"),
+        ("ranks", f"{trainer.ranks}{shards}{rows}"),
         ("evaluation", f"{counted(num_heldout, 'problem')}{answers} {often}{further}"),
     ]
 
@@ -144,7 +144,7 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _largest_lag(recipe: Recipe) -> str:
     """Return the largest lag by the formula, for two assumed mean lengths: the actual mean is not known before a run."""
-    longest, actors = recipe.max_tokens, recipe.actor.count
+    longest, actors = recipe.max_tokens, recipe.actor.number
     if recipe.mode == "conventional":
         return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"
     means = sorted({longest, max(1, longest // 4)}, reverse=True)
@@ -184,10 +184,10 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
     """Return the contents of GPU memory as (name, value) rows, for one GPU of an actor and one of the trainer. Pure."""
     engine, trainer = recipe.actor.engine, recipe.trainer
-    size, in_share = engine.tensor_parallel_size, memory_gib * engine.gpu_memory_utilization
+    size, in_share = engine.tensor_parallel_size, memory_gib * engine.memory_share
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
     each = kv_gib * GIB / model.kv_bytes / in_progress
-    ranks = trainer.shard_ranks or trainer.nproc
+    ranks = trainer.shard_ranks or trainer.ranks
     state_gib = state_bytes(recipe, model) / GIB / ranks
     return [
         ("parameters", f"{model.parameters / 1e9:.3g}B, {model.kv_bytes / 1024:.0f} KiB of KV cache a token"),
@@ -200,6 +200,6 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
         (
             "trainer GPU",
             f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}; {memory_gib - state_gib:.1f} for "
-            f"activations and gathered weights (trainer.nproc = {trainer.nproc}: set it to the ranks of all nodes)",
+            f"activations and gathered weights (trainer.nproc = {trainer.ranks}: set it to the ranks of all nodes)",
         ),
     ]

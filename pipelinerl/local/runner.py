@@ -55,6 +55,7 @@ from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.recipe.model_folder import known_parameters
 from pipelinerl.rl.groups import narrow_clip_range
 from pipelinerl.rl.memory import checkpoint_bytes
+from pipelinerl.rl.placement import Placement
 from pipelinerl.rl.throughput import too_small_max_lag
 from pipelinerl.run_dir import (
     MOST_ACTORS,
@@ -81,7 +82,7 @@ STOP_WITHIN_S = 12.0
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
 """Part of `STOP_WITHIN_S` that must be left for the services that stop later."""
-_NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
+_NATS_READY_S, _VERIFIER_READY_S, _ENGINE_READY_S = 10.0, 120.0, 3600.0
 _REFRESH_S = 0.5
 _DISK_S = 1.0
 """Seconds between two checks of the free disk space."""
@@ -117,8 +118,9 @@ class LocalRun:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     restarts: Restarts = field(default_factory=Restarts)
     """Limits of restarts, of which each service gets a copy."""
+    placement: Placement | None = None
     page_port: int | None = 0
-    """See `ServiceLaunches`."""
+    """Like `placement`, see `ServiceLaunches`."""
     metrics_port: int = 0
     """Port of /metrics and /targets on this machine; 0 = any free port."""
     refresh_s: float = _REFRESH_S
@@ -153,12 +155,13 @@ class LocalRun:
         self._trainer_address: ServiceAddress | None = None
         threads = plan_threads(
             available_cores(),
-            self.recipe.actor.count,
-            self.recipe.trainer.threads * self.recipe.trainer.nproc,
+            self.recipe.actor.number,
+            self.recipe.trainer.threads * self.recipe.trainer.ranks,
             self.recipe.actor.engine.threads,
             take_turns=self.recipe.mode == "conventional",
         )
-        self._launches = ServiceLaunches(self.recipe, self.run_dir, threads, self.environment, self.commands, self.page_port)
+        launches = self.recipe, self.run_dir, threads, self.environment, self.commands, self.page_port, self.placement
+        self._launches = ServiceLaunches(*launches)
 
     async def run(self) -> Ending:
         """Wait for the run's end and return how it ended; by then every process is gone. Raises only for our own bugs."""
@@ -206,6 +209,7 @@ class LocalRun:
             self._launches.model_dir = await initial_model(self.recipe, self._launches, self._process, self._set_phase)
             verifier = await self._start_verifier()
             await self._scale(self._actors_wanted())
+            await self._measured()
             trainer = self._service(TRAINER, self._prepare_trainer, follows_run=True)
             await self._start(trainer)
             await self._until_trained(trainer, verifier, nats)
@@ -273,6 +277,14 @@ class LocalRun:
         self._launches.verifier_address = address.grpc
         self._set_phase("starting trainer and actors")
         return service
+
+    async def _measured(self) -> None:
+        """Wait for the engines of actors that share the trainer's GPU: an engine measures free memory while it starts."""
+        if self.placement is not None and self.placement.is_shared:
+            self._set_phase("starting the engine, which shares the trainer's GPU")
+            for service in self._actors.values():
+                assert service.process is not None, "it has been started"
+                await service.process.address(_ENGINE_READY_S)
 
     def _prepare_trainer(self) -> Launch:
         self.run_dir.summary.unlink(missing_ok=True)  # the previous trainer's
@@ -423,7 +435,12 @@ class LocalRun:
 
     def _actors_wanted(self) -> int:
         asked = read_json(self.run_dir.scale).get("actors")
-        return asked if isinstance(asked, int) and 0 <= asked <= MOST_ACTORS else self.recipe.actor.count
+        wanted = asked if isinstance(asked, int) and 0 <= asked <= MOST_ACTORS else self.recipe.actor.number
+        most = len(self.placement.actors) if self.placement else MOST_ACTORS
+        if wanted > most and f"{wanted} actors" not in self._told:
+            self._told.add(f"{wanted} actors")
+            self._note(f"warning: {wanted} actors are wanted, and the GPUs here suffice for {counted(most, 'actor')}")
+        return min(wanted, most)
 
     async def _keep_actors(self) -> None:
         """Keep the wanted number of actors running. Raises the last `ServiceDied` when every actor is given up."""

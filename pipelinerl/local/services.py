@@ -25,6 +25,7 @@ from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import model_folder
+from pipelinerl.rl.placement import Placement
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.settings import ServiceAddress, split_host_port
 
@@ -127,6 +128,8 @@ class ServiceLaunches:
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: COMMANDS)
     page_port: int | None = 0
     """Port of the trainer's live page; 0 = any free port, None = no page."""
+    placement: Placement | None = None
+    """GPUs of trainer and actors; None = no GPU is used."""
     nats_url: str = ""
     """Like the next two, set as soon as it is known, before actors and trainer are started."""
     verifier_address: str = ""
@@ -162,11 +165,13 @@ class ServiceLaunches:
             "page_key": str(self.run_dir.credentials.page_key.resolve()),
             "http_port": port,
         }
-        threads = _thread_env(max(1, self.threads.trainer // self.recipe.trainer.nproc))  # of each rank
-        return self._launch("trainer", self._of_policy(TRAINER) | settings, threads)
+        threads = _thread_env(max(1, self.threads.trainer // self.recipe.trainer.ranks))  # of each rank
+        gpus = self.placement.environment(self.placement.trainer) if self.placement else {}
+        return self._launch("trainer", self._of_policy(TRAINER) | settings, threads | gpus)
 
     def actor(self, index: int) -> Launch:
-        return self._launch(f"actor-{index}", self._of_policy(ACTOR), self.threads.actor_env())
+        gpus = self.placement.environment(self.placement.actors[index]) if self.placement else {}
+        return self._launch(f"actor-{index}", self._of_policy(ACTOR), self.threads.actor_env() | gpus)
 
     def initial_model(self, cache: Path) -> Launch:
         settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve())}

@@ -15,7 +15,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from pipelinerl.bus.protocol import RUN_NAME
@@ -28,6 +39,24 @@ T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
 """A field that may change on resume, such as how long or on which resources a run trains. All others define what is trained."""
+
+
+class _OrAuto:
+    """Marks a field that takes `auto`, which is None in Python."""
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"const": "auto"} if one == {"type": "null"} else one for one in handler(schema)["anyOf"]]}
+
+
+_OR_AUTO = _OrAuto()
+OrAuto = Annotated[
+    T | None,
+    BeforeValidator(lambda value: None if value == "auto" else value),
+    PlainSerializer(lambda value: "auto" if value is None else value),
+    _OR_AUTO,
+    _MAY_CHANGE,
+]
+"""A number, or `auto` for what suits the machine of a local run (`pipelinerl.rl.placement`). It may change on resume."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -112,7 +141,8 @@ def allowed(field: FieldInfo) -> str:
 def takes(field: FieldInfo) -> str:
     """Describe the values of a field, without its meaning."""
     bounds = [f"{words} {getattr(one, key)}" for key, words in _BOUNDS.items() for one in field.metadata if hasattr(one, key)]
-    return ", ".join(filter(None, (_type_name(field.annotation), " and ".join(bounds))))
+    taken = ", ".join(filter(None, (_type_name(field.annotation), " and ".join(bounds))))
+    return taken.replace(" or null", "") + ", or auto" if _OR_AUTO in field.metadata else taken
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
@@ -472,20 +502,40 @@ class SamplingConfig(Section):
     seeded: bool = Field(False, description="Seed each sample: repeatable in conventional mode with one actor, but slower.")
 
 
+VLLM_SHARE = 0.9
+"""vLLM's default share of a GPU's memory."""
+
+
 class EngineConfig(Section):
     """Settings of vLLM beyond the model."""
 
     kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="Size of the KV cache on CPU, GiB.")
-    gpu_memory_utilization: Changeable[float] = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
+    gpu_memory_utilization: OrAuto[float] = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of GPU memory that vLLM may take. `auto`: 0.9, or what weight updates and, on the same GPU, the "
+        "trainer leave.",
+    )
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Tokens per engine step; 0 = vLLM's default.")
     threads: Changeable[int] = Field(0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share cores with the trainer.")
     quantization: str = Field("", description="vLLM quantisation method; empty = none.")
 
+    @property
+    def memory_share(self) -> float:
+        """Share of GPU memory for vLLM; vLLM's own default for `auto`, unless a placement has replaced it."""
+        return self.gpu_memory_utilization or VLLM_SHARE
+
 
 class ActorConfig(Section):
-    count: Changeable[int] = Field(1, ge=0, le=10_000, description="Actors of a local run; a cluster's Deployment decides.")
+    count: OrAuto[int] = Field(
+        1,
+        ge=0,
+        le=10_000,
+        description="Actors of a local run; a cluster's Deployment decides. `auto`: as many as fit the GPUs, 1 without one.",
+    )
     sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
     episodes_in_progress: Changeable[int | None] = Field(
         None, ge=1, le=100_000, description="Episodes in progress on each actor, of which H decode at once; null = 2 H."
@@ -493,6 +543,11 @@ class ActorConfig(Section):
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
     publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or stream.")
     engine: EngineConfig = EngineConfig()
+
+    @property
+    def number(self) -> int:
+        """Number of actors of a local run; 1 for `auto`, unless a placement has replaced it."""
+        return 1 if self.count is None else self.count
 
     def samples_in_progress(self, task: TaskConfig) -> int:
         """Return the maximum number of unfinished samples of a task on an actor."""
@@ -624,8 +679,12 @@ class TrainerConfig(Section):
     lora: LoraConfig | None = Field(None, description="Train only low-rank adapters; null = all weights.")
     gradient_checkpointing: Changeable[bool] = Field(False, description="Recompute activations in backward: less memory.")
     compile: Changeable[bool] = Field(False, description="Use torch.compile: faster on a GPU, little gain on CPU.")
-    nproc: Changeable[int] = Field(
-        1, ge=1, le=4096, description="Ranks of a local run's trainer, which are processes that share its work; one per GPU."
+    nproc: OrAuto[int] = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="Ranks of a local run's trainer, which are processes that share its work; one per GPU. `auto`: the "
+        "trainer's share of this machine's GPUs, 1 without a GPU.",
     )
     context_parallel: Changeable[int] = Field(
         1, ge=1, le=1024, description="Ranks that share the tokens of a row, for sequences that do not fit on one GPU."
@@ -643,6 +702,11 @@ class TrainerConfig(Section):
         description="Consecutive prompt groups without a trainable sequence (all failed, or filtered) after which the run ends "
         "with an error; 0 = ten optimizer steps' worth, at least 200.",
     )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of a local run; 1 for `auto`, unless a placement has replaced it."""
+        return self.nproc or 1
 
 
 class WeightUpdateConfig(Section):

@@ -24,6 +24,7 @@ TOKENIZERS = (
 SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
 """Folder of the small models of this package, which `benchmarks.small_models` has made."""
 _SMOLLM2_PARAMETERS = 134_515_008
+_HUB_S = 20.0
 _COUNTED = 64
 """Number of texts whose tokens are counted: the longest by characters. The longest by tokens is almost always among them."""
 
@@ -114,6 +115,11 @@ def known_parameters(model: ModelConfig) -> int:
     """Return the parameters of the recipe's model without loading it; 0 if unknown. Raises `FieldError`."""
     if (folder := model_folder(model)) is None:
         return _SMOLLM2_PARAMETERS if model.source == "smollm2" else 0
+    return parameters_in(folder)
+
+
+def parameters_in(folder: Path) -> int:
+    """Return the number of elements of all tensors in the folder's safetensors files. Raises `FieldError`."""
     parameters = 0
     for path in folder.glob("*.safetensors"):
         try:
@@ -121,6 +127,21 @@ def known_parameters(model: ModelConfig) -> int:
         except ValueError as error:
             raise FieldError("model.name", str(folder), f"{path.name} {error}") from None
     return parameters
+
+
+def hub_parameters(model: ModelConfig) -> int:
+    """Return the parameters of a hub model, from the cache or from the hub; 0 if neither says them."""
+    if (found := cached(model, "model.safetensors")) is not None:
+        return parameters_in(found.parent)
+    if model.source != "hub" or importlib.util.find_spec("huggingface_hub") is None:
+        return 0
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().model_info(model.name, revision=model.revision or None, expand=["safetensors"], timeout=_HUB_S)
+    except Exception:  # noqa: BLE001 - the client's errors have no common base; loading the model will say what is wrong
+        return 0
+    return info.safetensors.total if info.safetensors else 0
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:

@@ -20,10 +20,12 @@ from pathlib import Path
 
 from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
+from pipelinerl.recipe.devices import find_devices
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
 from pipelinerl.recipe.model_folder import known_parameters, longest_context, model_folder, problems_in
 from pipelinerl.recipe.rehearsal import Call, Preview, misread, preview, rehearse, template_doubts, unearned
+from pipelinerl.rl.placement import place as place_processes
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 from pipelinerl.run_dir import free_bytes
 from pipelinerl.tasks.source import FileSource, Source, Split, make_source
@@ -101,9 +103,6 @@ def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
     raise UserError(why)
 
 
-_DEVICES = Path("/dev")
-
-
 @dataclasses.dataclass
 class Examination:
     """The results of a recipe's checks."""
@@ -151,7 +150,7 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     if trainer.warmup_steps > trainer.steps:  # as in a short trial of a recipe
         fix = f"is above trainer.steps = {trainer.steps}: the learning rate never reaches {trainer.learning_rate:g}; lower it"
         yield FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
-    if (found := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count))) is not None:
+    if (found := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.number))) is not None:
         yield found
     for place, share in recipe.sets_by_place.items():
         calls = [call for call in examined.calls if call.place == place]
@@ -173,11 +172,6 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
 def files_in(sources: dict[str, Source]) -> Iterator[tuple[str, FileSource]]:
     """Yield the sources that read files or data sets."""
     yield from ((place, source) for place, source in sources.items() if isinstance(source, FileSource))
-
-
-def has_gpu() -> bool:
-    """Return whether an NVIDIA GPU seems to exist, without using CUDA's libraries."""
-    return any(_DEVICES.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
 def _model(recipe: Recipe) -> Iterator[FieldError]:
@@ -209,23 +203,26 @@ def _cache(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _machine(recipe: Recipe) -> Iterator[FieldError]:
-    """Check GPUs, ranks of a local run (a cluster may have more than the recipe says) and the compiler."""
-    trainer, num_gpus, compiler = recipe.trainer, len([*_DEVICES.glob("nvidia[0-9]*")]), os.environ.get("CXX", "g++")
-    where = "no NVIDIA GPU is here (no /dev/nvidia0, no nvidia-smi); run it where there is one, or use"
-    if recipe.model.dtype != "float32" and not has_gpu():
-        yield Lacking("model.dtype", recipe.model.dtype, f"{where} float32 and a small model")
-    if recipe.weights.backend == "nccl" and not has_gpu():
-        yield Lacking("weights.backend", recipe.weights.backend, f"{where} auto or gloo")
+    """Check that ranks and actors of a local run fit the GPUs of this machine, and that a recipe without one has a compiler."""
+    trainer, found, compiler = recipe.trainer, find_devices(), os.environ.get("CXX", "g++")
+    if found.devices:
+        try:
+            place_processes(recipe, found.devices, known_parameters(recipe.model))
+        except FieldError as problem:
+            yield Lacking(problem.field, problem.value, problem.fix)
+    elif recipe.model.dtype != "float32":
+        fix = f"needs a GPU, and {found.problem}; without one, run repeated-addition, or smollm2 after make smollm2"
+        yield Lacking("model.dtype", recipe.model.dtype, fix)
+    elif recipe.weights.backend == "nccl":
+        yield Lacking("weights.backend", recipe.weights.backend, f"needs a GPU, and {found.problem}; use auto or gloo")
     for name in ("context_parallel", "shard_ranks"):
         value = getattr(trainer, name)
-        if value and trainer.nproc % value:
-            yield Lacking(f"trainer.{name}", value, f"does not divide trainer.nproc = {trainer.nproc}; change one of them")
-    if 0 < num_gpus < trainer.nproc:
-        yield Lacking("trainer.nproc", trainer.nproc, f"each rank needs its own GPU, and this machine has {num_gpus}")
-    if trainer.compile and not has_gpu() and shutil.which(compiler) is None:  # for a GPU, torch brings its compiler
+        if value and trainer.ranks % value:
+            yield Lacking(f"trainer.{name}", value, f"does not divide trainer.nproc = {trainer.ranks}; change one of them")
+    if trainer.compile and not found.devices and shutil.which(compiler) is None:  # for a GPU, torch brings its compiler
         fix = f"this machine has no C++ compiler ({compiler}); install g++, name another one with CXX, or set false"
         yield Lacking("trainer.compile", True, fix)
-    if recipe.actor.count < 1:
+    if recipe.actor.number < 1:
         yield Lacking("actor.count", recipe.actor.count, "a run on one machine needs at least 1")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ def usual_kv_bytes(parameters: float) -> float:
 def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
     """Return the KV cache memory of an actor over all its accelerators, which have `memory_gib` each."""
     engine = recipe.actor.engine
-    in_share = memory_gib * engine.gpu_memory_utilization - ENGINE_GIB
+    in_share = memory_gib * engine.memory_share - ENGINE_GIB
     return engine.tensor_parallel_size * in_share - model.weights_bytes / GIB
 
 
@@ -72,7 +73,7 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
     """Return why an actor cannot work on accelerators of `memory_gib`, or None. An actor must hold the weights twice, and vLLM
     needs a KV cache for at least one sequence of `model.max_context`."""
     engine = recipe.actor.engine
-    size, share = engine.tensor_parallel_size, engine.gpu_memory_utilization
+    size, share = engine.tensor_parallel_size, engine.memory_share
     weights, longest = model.weights_bytes / GIB, model.kv_bytes * recipe.model.max_context / GIB
 
     def fits(size: int) -> bool:
@@ -150,7 +151,7 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
         return None
     field, enough = "nproc", fewest
     if recipe.trainer.shard_ranks:  # has to divide the number of ranks
-        field, nproc = "shard_ranks", recipe.trainer.nproc
+        field, nproc = "shard_ranks", recipe.trainer.ranks
         enough = next((number for number in range(fewest, nproc + 1) if nproc % number == 0), fewest)
     fix = (
         f"{state_gib:.1f} GiB of weights, gradients and optimizer on each of {ranks} leave less than "
@@ -233,11 +234,17 @@ ACCELERATORS = {one.name: one for one in _DEVICES if one.name}
 """Accelerators for which a plan can be made, by name."""
 
 
+def _rows(device_name: str) -> Iterator[Accelerator]:
+    name = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", device_name.strip())
+    yield from (device for device in _DEVICES if re.fullmatch(device.devices, name))
+
+
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the peak FLOP/s of matrix products in `dtype` ("bfloat16" or "float16") on the device with torch's `device_name`;
     None if the device or dtype is unknown."""
-    name = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", device_name.strip())
-    for device in _DEVICES:
-        if dtype in device.dtypes and re.fullmatch(device.devices, name):
-            return device.flops
-    return None
+    return next((device.flops for device in _rows(device_name) if dtype in device.dtypes), None)
+
+
+def accelerator_named(device_name: str) -> Accelerator | None:
+    """Return the data sheet for plans of the device with torch's `device_name`, or None."""
+    return next((device for device in _rows(device_name) if device.name), None)

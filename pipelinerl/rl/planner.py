@@ -177,17 +177,9 @@ def make_plan(
 
     The recipe must have no `misfits`. Raises `FieldError` if the lag limit allows no split.
     """
-    max_lag, per_actor = recipe.algorithm.max_lag, machine.per_actor
     held, most = tokens_held(lengths, longest_prompt(recipe)), most_in_progress(recipe, model, machine, lengths)
-    fewest = fewest_ranks(recipe, model, machine.memory_gib)
-    candidates = [h for h in IN_PROGRESS if h <= most]
-    most_actors = (num_accelerators - fewest) // per_actor
-    workload = machine.decode, machine.training, lengths, recipe.trainer.batch_size
-    splits = [
-        split(*workload, h, actors, num_accelerators - actors * per_actor, weight_update_s(model, actors))
-        for h in ([sequences_in_progress] if sequences_in_progress else candidates)
-        for actors in range(1, most_actors + 1, max(1, most_actors // _MOST_SPLITS))
-    ]
+    fewest, max_lag = fewest_ranks(recipe, model, machine.memory_gib), recipe.algorithm.max_lag
+    splits = possible_splits(recipe, model, machine, lengths, num_accelerators, sequences_in_progress)
     allowed = [one for one in splits if max_lag is None or one.largest_lag <= max_lag]
     if not allowed:
         smallest = min(one.largest_lag for one in splits)
@@ -195,7 +187,7 @@ def make_plan(
         fix += "" if smallest == 1 else ", or raise trainer.batch_size"
         raise FieldError("algorithm.max_lag", max_lag, fix)
     while True:
-        chosen = _best(allowed)
+        chosen = best_split(allowed)
         h, actors = chosen.sequences_in_progress, counted(chosen.num_generators, "actor")
         tell(f"simulating {actors} with H = {h} and {counted(chosen.num_trainers, 'trainer rank')}")
         update_s = weight_update_s(model, chosen.num_generators)
@@ -206,7 +198,7 @@ def make_plan(
         allowed = others
     phase = recipe.trainer.batch_size * (chosen.largest_lag + 1)
     phase_s = update_s + phase * lengths.mean / conventional_rate(
-        machine.decode, machine.training / per_actor, lengths, phase, num_accelerators // per_actor
+        machine.decode, machine.training / machine.per_actor, lengths, phase, num_accelerators // machine.per_actor
     )
     kv_used_gib = h * held * model.kv_bytes / GIB
     state_gib = state_bytes(recipe, model) / GIB / chosen.num_trainers
@@ -224,7 +216,21 @@ def make_plan(
     return Plan(machine, lengths, chosen, played, share, kv_used_gib, phase * lengths.mean / phase_s, reasons)
 
 
-def _best(splits: list[Split]) -> Split:
+def possible_splits(
+    recipe: Recipe, model: Model, machine: Machine, lengths: Lengths, num_accelerators: int, h: int | None
+) -> list[Split]:
+    """Return the splits that are tried, with `h` sequences in progress or several numbers of them."""
+    most = most_in_progress(recipe, model, machine, lengths)
+    most_actors = (num_accelerators - fewest_ranks(recipe, model, machine.memory_gib)) // machine.per_actor
+    workload = machine.decode, machine.training, lengths, recipe.trainer.batch_size
+    return [
+        split(*workload, one, actors, num_accelerators - actors * machine.per_actor, weight_update_s(model, actors))
+        for one in ([h] if h else [candidate for candidate in IN_PROGRESS if candidate <= most])
+        for actors in range(1, most_actors + 1, max(1, most_actors // _MOST_SPLITS))
+    ]
+
+
+def best_split(splits: list[Split]) -> Split:
     """Return the split with the smallest lag among those about as fast as the fastest."""
     fast = AS_FAST * max(one.rate for one in splits)
     return min((one for one in splits if one.rate >= fast), key=lambda one: (one.largest_lag, -one.rate))

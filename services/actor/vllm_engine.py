@@ -102,7 +102,7 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
         "weight_transfer_config": {"backend": "pipelinerl"},
     }
     if on_gpu:
-        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        arguments["gpu_memory_utilization"] = engine.memory_share
     else:
         # After a part of a prompt, vLLM resets the seeded generator, which generators on a CPU do not support.
         arguments["enable_chunked_prefill"] = False

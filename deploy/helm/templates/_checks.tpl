@@ -34,7 +34,7 @@
 {{- end -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- $trainer := dig "trainer" dict $recipe -}}
-{{- $here := include "pipelinerl.trainer.gpus" . | int | default (dig "nproc" 1 $trainer | int) -}}
+{{- $here := include "pipelinerl.trainer.gpus" . | int | default (include "pipelinerl.trainer.nproc" . | int) -}}
 {{- $ranks := mul (int .Values.trainer.nodes) $here -}}
 {{- range $name := list "context_parallel" "shard_ranks" -}}
 {{- $share := dig $name 0 $trainer | int -}}

@@ -115,11 +115,16 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The recipe's trainer.nproc; auto, which asks for the GPUs of one machine, is 1 here. */}}
+{{- define "pipelinerl.trainer.nproc" -}}
+{{- $nproc := dig "trainer" "nproc" 1 (include "pipelinerl.recipe" . | fromYaml) -}}
+{{- eq (toString $nproc) "auto" | ternary 1 $nproc | int -}}
+{{- end -}}
+
 {{/* GPUs, and so ranks, of a trainer pod: the recipe's trainer.nproc unless given. */}}
 {{- define "pipelinerl.trainer.gpus" -}}
-{{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- if kindIs "invalid" .Values.trainer.gpus -}}
-{{- dig "trainer" "nproc" 1 $recipe | int -}}
+{{- include "pipelinerl.trainer.nproc" . | int -}}
 {{- else -}}
 {{- int .Values.trainer.gpus -}}
 {{- end -}}

@@ -1,0 +1,73 @@
+"""Give the processes of a local run the GPUs of this machine, before the run starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.devices import find_devices, has_gpu
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.model_folder import hub_parameters, known_parameters
+from pipelinerl.rl.placement import AUTOMATIC, OPTION, Placement, numbered, pinned, place, table
+from pipelinerl.run_dir import RunDir, write_json
+
+_SHARES_A_GPU = (2, 30)
+"""First release of NCCL that connects two processes on one GPU."""
+
+
+def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
+    """Return the recipe with numbers instead of `auto`, the placement (None without a GPU), and the table for the user.
+
+    `wanted`: the placement that the user gave, as JSON or the file with it. Raises `FieldError`.
+    """
+    found = find_devices()
+    if not found.devices:
+        if wanted:
+            raise FieldError(OPTION, wanted, f"{found.problem}; leave it out")
+        return numbered(recipe), None, [f"note: the run uses the CPU: {found.problem}"] if has_gpu() else []
+    parameters = known_parameters(recipe.model) or hub_parameters(recipe.model)
+    devices = found.devices
+    placed = pinned(recipe, devices, _text(wanted), parameters) if wanted else place(recipe, devices, parameters)
+    lines = [*table(placed, devices)]
+    if not parameters:
+        lines.append("warning: the size of the model is not known, so that its memory was not calculated")
+    recipe = placed.recipe
+    if placed.placement.is_shared and recipe.weights.backend == "auto" and _nccl() < _SHARES_A_GPU:
+        lines.append("note: weights travel by Gloo, since NCCL before 2.30 does not connect two processes on one GPU")
+        recipe = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"backend": "gloo"})})
+    return recipe, placed.placement, lines
+
+
+def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None) -> None:
+    """Write the placement of `recipe`, the user's, and its fields that are `auto`."""
+    automatic = [field for field in AUTOMATIC if _value(recipe, field) is None]
+    if placement is not None or automatic:
+        write_json(run_dir.placement, {**(placement.model_dump(mode="json") if placement else {}), "automatic": automatic})
+
+
+def _value(recipe: Recipe, field: str) -> object:
+    value: object = recipe
+    for name in field.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _text(wanted: str) -> str:
+    """Return the JSON text, which may be in a file. Raises `FieldError`."""
+    if wanted.lstrip().startswith("{"):
+        return wanted
+    try:
+        return Path(wanted).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FieldError(OPTION, wanted, f"cannot be read ({error}); give JSON, or a file with it") from error
+
+
+def _nccl() -> tuple[int, ...]:
+    """Return the release of NCCL that torch loads; () if it is not an installed package."""
+    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            return tuple(int(part) for part in importlib.metadata.version(name).split(".")[:2])
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ()

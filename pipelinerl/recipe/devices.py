@@ -1,0 +1,80 @@
+"""The NVIDIA GPUs of this machine, as a local run may use them. `python -m pipelinerl.recipe.devices` prints them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipelinerl.rl.memory import GIB
+
+PROBE = (sys.executable, "-m", "services.trainer.devices")
+"""Command that asks torch and NVML. It has a process of its own, since both take seconds and memory."""
+_PROBE_S = 180.0
+_DEVICES = Path("/dev")
+
+
+class Device(BaseModel):
+    """A GPU or a MIG instance."""
+
+    model_config = ConfigDict(frozen=True)
+
+    uuid: str
+    """Name in CUDA_VISIBLE_DEVICES."""
+    name: str
+    total_bytes: int
+    free_bytes: int
+    linked: tuple[str, ...] = ()
+    """UUIDs of the GPUs that NVLink connects with this one."""
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether this is a part of a GPU."""
+        return self.uuid.startswith("MIG-")
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.free_bytes / GIB:.1f} of {self.total_bytes / GIB:.1f} GiB free ({self.uuid})"
+
+
+class Devices(BaseModel):
+    """The usable GPUs in CUDA's order, or why there are none."""
+
+    devices: tuple[Device, ...] = ()
+    problem: str = ""
+
+
+def has_gpu() -> bool:
+    """Return whether an NVIDIA GPU seems to exist, without using CUDA's libraries."""
+    return any(_DEVICES.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+@functools.cache
+def find_devices() -> Devices:
+    """Return the GPUs that torch can use. The first call takes seconds on a machine that seems to have one."""
+    if not has_gpu():
+        return Devices(problem="no NVIDIA GPU is here (no /dev/nvidia0, no nvidia-smi)")
+    try:
+        done = subprocess.run(PROBE, capture_output=True, text=True, timeout=_PROBE_S, check=True)
+        return Devices.model_validate(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return Devices(problem=f"torch does not find the GPUs within {_PROBE_S:g} s; does nvidia-smi answer?")
+    except (subprocess.CalledProcessError, OSError, ValueError, IndexError, ValidationError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
+        return Devices(problem=f"torch cannot be asked for GPUs: {said[-1]}")
+
+
+def main() -> None:
+    found = find_devices()
+    for device in found.devices:
+        print(device)
+    if found.problem:
+        print(f"no GPU can be used: {found.problem}")
+
+
+if __name__ == "__main__":
+    main()

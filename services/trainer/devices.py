@@ -1,0 +1,122 @@
+"""`python -m services.trainer.devices`: print the NVIDIA GPUs that torch can use as one JSON object, or why it can use none.
+
+The runner starts this as a process (`pipelinerl.recipe.devices`), since it imports neither torch nor NVML. CUDA decides which
+GPUs are visible and in which order; NVML says how much memory is free, which GPUs are divided (MIG), and which ones NVLink
+connects. Nothing is allocated on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import UserError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+DEVICES = Path("/dev")
+
+
+def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path = DEVICES) -> list[dict[str, Any]]:
+    """Return the fields of a `Device` for each usable GPU or MIG instance. Raises `UserError` if torch can use none.
+
+    `torch` and `nvml` are these modules, `nvml` None if it is not installed; `nodes` is the folder of the device files.
+    """
+    if torch.version.cuda is None:
+        fix = "install the CUDA build: make clean && make install DEVICE=cuda"
+        raise UserError(f"torch {torch.__version__} is built without CUDA; {fix}")
+    try:
+        torch.cuda.init()
+        visible = [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(torch.cuda.device_count())]
+    except RuntimeError as error:
+        raise UserError(f"{_first_sentence(error)}{_cause(torch, environment, nodes)}") from error
+    if not visible:
+        raise UserError(f"torch sees no GPU{_cause(torch, environment, nodes)}")
+    if nvml is None:
+        raise UserError("the package nvidia-ml-py is not installed; run: make clean && make install DEVICE=cuda")
+    nvml.nvmlInit()
+    handles = {uuid: nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in _usable(nvml, visible, environment)}
+    return [_device(nvml, uuid, handles) for uuid in handles]
+
+
+def _cause(torch: Any, environment: Mapping[str, str], nodes: Path) -> str:
+    """Return the probable cause and its fix, as the rest of a sentence."""
+    files = (node for node in sorted(nodes.glob("nvidia*")) if not node.is_dir())
+    locked = [str(node) for node in files if not os.access(node, os.R_OK | os.W_OK)]
+    if locked:
+        return f"; this user may not open {', '.join(locked)}: join the group that may, or start the container with its GPUs"
+    if VISIBLE in environment:
+        return f"; {VISIBLE}={environment[VISIBLE]!r} decides which ones are visible"
+    return f"; torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (nvidia-smi shows what the driver offers)"
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".")
+
+
+def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the UUIDs of whole GPUs that CUDA shows, and of MIG instances. CUDA shows a process one MIG instance at most, so
+    that the instances come from the environment, or from NVML."""
+    named = [name.strip() for name in environment.get(VISIBLE, "").split(",")]
+    if instances := [name for name in named if name.startswith("MIG-")]:
+        return instances
+    whole, instances = set[str](), []
+    for number in range(nvml.nvmlDeviceGetCount()):
+        parent = nvml.nvmlDeviceGetHandleByIndex(number)
+        if _is_divided(nvml, parent):
+            instances += [nvml.nvmlDeviceGetUUID(instance) for instance in _instances(nvml, parent)]
+        else:
+            whole.add(nvml.nvmlDeviceGetUUID(parent))
+    return [uuid for uuid in visible if uuid in whole] + instances
+
+
+def _is_divided(nvml: Any, handle: Any) -> bool:
+    try:
+        current, _ = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError:  # this kind of GPU has no MIG
+        return False
+    return bool(current)
+
+
+def _instances(nvml: Any, parent: Any) -> Iterator[Any]:
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent)):
+        try:
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(parent, number)
+        except nvml.NVMLError:  # no instance has this number
+            continue
+
+
+def _device(nvml: Any, uuid: str, handles: Mapping[str, Any]) -> dict[str, Any]:
+    memory, name = nvml.nvmlDeviceGetMemoryInfo(handles[uuid]), nvml.nvmlDeviceGetName(handles[uuid])
+    return {
+        "uuid": uuid,
+        "name": name.decode() if isinstance(name, bytes) else name,
+        "total_bytes": memory.total,
+        "free_bytes": memory.free,
+        "linked": [other for other, handle in handles.items() if other != uuid and _linked(nvml, handles[uuid], handle)],
+    }
+
+
+def _linked(nvml: Any, one: Any, other: Any) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK)
+    except nvml.NVMLError:
+        return False
+
+
+def main() -> None:
+    import torch
+
+    nvml = importlib.import_module("pynvml") if importlib.util.find_spec("pynvml") else None
+    try:
+        answer: dict[str, Any] = {"devices": described(torch, nvml, os.environ)}
+    except UserError as error:
+        answer = {"problem": str(error)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Which GPU each process of a local run gets, on machines of 1, 2, 4 and 8 GPUs that are made up, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipelinerl.errors import FieldError, UserError
+from pipelinerl.local.placing import placed_here, write_placement
+from pipelinerl.recipe import devices
+from pipelinerl.recipe.devices import Device, Devices
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.rl.memory import GIB
+from pipelinerl.rl.placement import Placed, numbered, pinned, place, table
+from pipelinerl.run_dir import RunDir, read_json
+from services.trainer.devices import described
+
+H100, RTX = "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"
+AUTO = ("trainer.nproc=auto", "actor.count=auto", "actor.engine.gpu_memory_utilization=auto")
+SMALL, LARGE = 494_032_768, 7_615_616_512
+"""Parameters of Qwen2.5-0.5B and of Qwen2.5-7B."""
+
+
+def gpu(number: int, *, total: float = 80, free: float | None = None, linked: tuple[int, ...] = (), name: str = H100) -> Device:
+    """Return GPU `number`; memory in GiB."""
+    left = total - 1 if free is None else free
+    others = tuple(f"GPU-{other}" for other in linked if other != number)
+    return Device(uuid=f"GPU-{number}", name=name, total_bytes=int(total * GIB), free_bytes=int(left * GIB), linked=others)
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe("gsm8k", [*AUTO, *overrides])
+
+
+def uuids(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"GPU-{number}" for number in numbers)
+
+
+def numbers_of(placed: Placed) -> tuple[int | None, int | None]:
+    return placed.recipe.trainer.nproc, placed.recipe.actor.count
+
+
+def refusal(wanted: Recipe, here: list[Device], parameters: int = SMALL) -> str:
+    with pytest.raises(FieldError) as raised:
+        place(wanted, here, parameters)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(2, (1, 1)), (4, (2, 2)), (8, (4, 4))])
+def test_without_a_data_sheet_trainer_and_actors_get_half_each(count: int, expected: tuple[int, int]) -> None:
+    here = [gpu(number, total=24, name="NVIDIA Some New GPU") for number in range(count)]
+    placed = place(recipe(), here, SMALL)
+    assert numbers_of(placed) == expected
+    used = [*placed.placement.trainer, *(uuid for group in placed.placement.actors for uuid in group)]
+    assert sorted(used) == sorted(uuids(*range(count))), "each GPU has one process"
+    assert not placed.placement.is_shared
+
+
+def test_by_the_data_sheet_the_faster_split_is_taken_and_the_states_fit() -> None:
+    here = [gpu(number) for number in range(8)]
+    ranks, actors = numbers_of(place(load_recipe("gsm", AUTO), here, LARGE))
+    assert ranks is not None
+    assert ranks + (actors or 0) == 8
+    assert ranks >= 3, "128 GiB of states of 7.6B parameters, of which a rank of 80 GiB takes 70 %"
+
+
+def test_tensor_parallel_groups_stay_on_linked_gpus() -> None:
+    island = {number: tuple(range(number // 4 * 4, number // 4 * 4 + 4)) for number in range(8)}
+    here = [gpu(number, linked=island[number]) for number in range(8)]
+    placed = place(recipe("trainer.nproc=2", "actor.engine.tensor_parallel_size=2"), here, SMALL)
+    assert placed.placement.trainer == uuids(0, 1)
+    assert placed.placement.actors == (uuids(2, 3), uuids(4, 5), uuids(6, 7))
+    pairs = [gpu(number, linked=(number, number ^ 1)) for number in (0, 2, 1, 3)]
+    assert place(recipe("trainer.nproc=2"), pairs, SMALL).placement.trainer in (uuids(0, 1), uuids(2, 3))
+
+
+def test_numbers_that_are_given_stay_and_spare_gpus_are_for_actors_that_scale_adds() -> None:
+    here = [gpu(number) for number in range(4)]
+    placed = place(recipe("trainer.nproc=1", "actor.count=2"), here, SMALL)
+    assert numbers_of(placed) == (1, 2)
+    assert placed.placement.actors == (uuids(1), uuids(2), uuids(3))
+    assert numbers_of(place(recipe("actor.count=1"), here, SMALL)) == (3, 1)
+    assert numbers_of(place(recipe("actor.count=1", "trainer.context_parallel=2"), here, SMALL)) == (2, 1)
+
+
+def test_what_does_not_fit_is_refused_with_what_does() -> None:
+    here = [gpu(number, name=RTX) for number in range(4)]
+    said = refusal(recipe("trainer.nproc=3", "actor.count=2"), here)
+    assert said == (
+        "actor.count = 2: 3 trainer ranks and 2 actors of 1 GPU need 5 GPUs, and 4 GPUs are here; "
+        "use trainer.nproc=2 and actor.count=2, or auto"
+    )
+    assert "trainer.nproc = 2: one GPU here, which one rank and one actor share" in refusal(recipe("trainer.nproc=2"), here[:1])
+    assert "tensor_parallel_size = 4: one GPU" in refusal(recipe("actor.engine.tensor_parallel_size=4"), here[:1])
+    large = load_recipe("gsm", ["trainer.nproc=1", "actor.count=1"])
+    assert "use at least 3 ranks" in refusal(large, [gpu(0), gpu(1)], LARGE)
+    assert place(large, [gpu(0), gpu(1)], 0).placement.trainer == uuids(0), "without a size, the processes check"
+
+
+def test_a_gpu_that_another_process_fills_is_left_out() -> None:
+    here = [gpu(0, free=3), gpu(1), gpu(2)]
+    placed = place(recipe(), here, SMALL)
+    assert numbers_of(placed) == (1, 1)
+    assert set(placed.placement.trainer) | set(placed.placement.actors[0]) == set(uuids(1, 2))
+    assert next(table(placed, here)).endswith("3.0 of 80.0 GiB free  not used")
+    said = refusal(recipe("trainer.nproc=2", "actor.count=1"), here)
+    assert "2 GPUs of 3 are free here" in said
+    assert "other processes use every GPU here" in refusal(recipe(), [gpu(0, free=3)])
+
+
+def test_on_one_gpu_vllm_gets_what_trainer_and_updates_leave() -> None:
+    here = [gpu(0, total=24, name=RTX)]
+    placed = place(recipe(), here, SMALL)
+    assert placed.placement.trainer == placed.placement.actors[0] == uuids(0)
+    # By hand, in GiB: 18 bytes a parameter are 8.28, activations at least 4.0, a copy to send 0.92, contexts 1.0, and an update
+    # 2.92. That leaves 5.88 of the 23 that are free, which are 24 % of 24.
+    assert placed.recipe.actor.engine.gpu_memory_utilization == 0.24
+    assert placed.placement.environment(uuids(0)) == {"CUDA_VISIBLE_DEVICES": "GPU-0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    assert "use at most 0.24" in refusal(recipe("actor.engine.gpu_memory_utilization=0.5"), here)
+    adapters = place(recipe("trainer.lora.rank=16", "trainer.learning_rate=1e-5"), here, SMALL)
+    assert adapters.recipe.actor.engine.memory_share > 0.5
+    said = refusal(load_recipe("gsm", AUTO), [gpu(0)], LARGE)
+    assert "for the trainer" in said
+    assert "train adapters (trainer.lora), use a smaller model, or more GPUs" in said
+    assert place(recipe(), here, 0).recipe.actor.engine.gpu_memory_utilization == 0.4
+
+
+def test_alone_vllm_gets_its_usual_share_or_what_an_update_leaves() -> None:
+    pair = [gpu(0), gpu(1)]
+    assert place(recipe(), pair, SMALL).recipe.actor.engine.gpu_memory_utilization == 0.9
+    # 14.2 GiB of weights and 2 for receiving leave 62.8 of the 79 that are free: 78 % of 80.
+    eight = [gpu(number) for number in range(8)]
+    assert place(load_recipe("gsm", AUTO), eight, LARGE).recipe.actor.engine.gpu_memory_utilization == 0.78
+
+
+def test_mig_instances_are_devices_that_form_no_group() -> None:
+    whole = [gpu(number, total=40) for number in range(3)]
+    here = [device.model_copy(update={"uuid": f"MIG-{number}"}) for number, device in enumerate(whole)]
+    placed = place(recipe(), here, SMALL)
+    assert numbers_of(placed) == (1, 2)
+    assert placed.placement.actors == (("MIG-1",), ("MIG-2",))
+    assert "MIG instances cannot exchange tensors" in refusal(recipe("trainer.nproc=2"), here)
+    assert "MIG instances" in refusal(recipe("actor.engine.tensor_parallel_size=2"), here)
+
+
+def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:
+    here = [gpu(number) for number in range(4)]
+    placed = pinned(recipe(), here, '{"trainer": ["3"], "actors": [["GPU-0"], ["1"]]}', SMALL)
+    assert placed.placement.trainer == uuids(3)
+    assert placed.placement.actors == (uuids(0), uuids(1))
+    assert numbers_of(placed) == (1, 2)
+    for text, said in (
+        ("{", "give JSON such as"),
+        ('{"trainer": ["0"]}', "Field required"),
+        ('{"trainer": ["7"], "actors": [["1"]]}', "'7': no such GPU: 0 is NVIDIA H100"),
+        ('{"trainer": ["0", "0"], "actors": [["1"]]}', "a GPU of its own for each trainer rank"),
+        ('{"trainer": ["0"], "actors": []}', "GPUs for at least one actor"),
+        ('{"trainer": ["0"], "actors": [["1", "2"]]}', "tensor_parallel_size = 1 GPUs"),
+    ):
+        with pytest.raises(FieldError, match=re.escape(said)):
+            pinned(recipe(), here, text, SMALL)
+
+
+def test_without_a_gpu_auto_is_one() -> None:
+    on_cpu = numbered(recipe())
+    assert (on_cpu.trainer.nproc, on_cpu.actor.count, on_cpu.actor.engine.gpu_memory_utilization) == (1, 1, 0.9)
+
+
+def test_a_run_writes_its_placement_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.local.placing.find_devices", lambda: Devices(devices=(gpu(0), gpu(1))))
+    wanted = load_recipe("arithmetic", AUTO)
+    changed, placement, lines = placed_here(wanted)
+    assert placement is not None
+    assert [line.rpartition("  ")[2] for line in lines] == ["trainer rank 0", "actor-0"]
+    run_dir = RunDir(tmp_path, "x")
+    write_placement(run_dir, wanted, placement)
+    assert read_json(run_dir.placement)["automatic"] == [field.partition("=")[0] for field in AUTO]
+    assert placed_here(wanted, str(run_dir.placement)) == (changed, placement, lines)
+    with pytest.raises(FieldError, match="cannot be read"):
+        placed_here(wanted, str(tmp_path / "none.json"))
+    monkeypatch.setattr("pipelinerl.local.placing.find_devices", lambda: Devices(problem="the driver is too old"))
+    with pytest.raises(FieldError, match="the driver is too old"):
+        placed_here(wanted, str(run_dir.placement))
+    assert placed_here(wanted)[1] is None
+
+
+def test_two_processes_on_one_gpu_need_a_new_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.local.placing.find_devices", lambda: Devices(devices=(gpu(0),)))
+    for release, backend in (("2.29.7", "gloo"), ("2.30.7", "auto")):
+        monkeypatch.setattr("importlib.metadata.version", lambda _, release=release: release)
+        assert placed_here(load_recipe("arithmetic"))[0].weights.backend == backend
+
+
+# The probe
+
+
+def nvml(gpus: dict[str, list[str]], links: set[frozenset[str]] = frozenset()) -> Any:  # type: ignore[assignment]
+    """Return a stand-in for NVML with GPUs by UUID and their MIG instances, of which an empty list means a whole GPU."""
+
+    class NVMLError(Exception):
+        pass
+
+    def instance(parent: str, number: int) -> str:
+        if number >= len(gpus[parent]):
+            raise NVMLError("not found")
+        return gpus[parent][number]
+
+    def peers(one: str, other: str, _: int) -> int:
+        if "MIG" in one + other:
+            raise NVMLError("not supported")
+        return 0 if frozenset((one, other)) in links else 1
+
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_P2P_CAPS_INDEX_NVLINK=2,
+        NVML_P2P_STATUS_OK=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: len(gpus),
+        nvmlDeviceGetHandleByIndex=lambda number: [*gpus][number],
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetUUID=lambda handle: handle,
+        nvmlDeviceGetName=lambda handle: handle.encode(),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=8, free=5),
+        nvmlDeviceGetMigMode=lambda handle: (int(bool(gpus[handle])), 0),
+        nvmlDeviceGetMaxMigDeviceCount=lambda handle: 7,
+        nvmlDeviceGetMigDeviceHandleByIndex=instance,
+        nvmlDeviceGetP2PStatus=peers,
+    )
+
+
+def torch_of(*visible: str, cuda: str | None = "13.0", error: str = "") -> Any:
+    def init() -> None:
+        if error:
+            raise RuntimeError(error)
+
+    found = SimpleNamespace(
+        init=init, device_count=lambda: len(visible), get_device_properties=lambda n: SimpleNamespace(uuid=visible[n])
+    )
+    return SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(cuda=cuda), cuda=found)
+
+
+def test_gpus_come_in_cudas_order_with_their_links() -> None:
+    tool = nvml({"GPU-a": [], "GPU-b": [], "GPU-c": []}, {frozenset(("GPU-a", "GPU-b"))})
+    found = [Device.model_validate(one) for one in described(torch_of("b", "a"), tool, {"CUDA_VISIBLE_DEVICES": "1,0"})]
+    assert [(one.uuid, one.name, one.total_bytes, one.free_bytes) for one in found] == [
+        ("GPU-b", "GPU-b", 8, 5),
+        ("GPU-a", "GPU-a", 8, 5),
+    ]
+    assert [one.linked for one in found] == [("GPU-a",), ("GPU-b",)]
+
+
+def test_a_divided_gpu_shows_its_instances() -> None:
+    tool = nvml({"GPU-a": ["MIG-1", "MIG-2"], "GPU-b": []})
+    assert [one["uuid"] for one in described(torch_of("b"), tool, {})] == ["GPU-b", "MIG-1", "MIG-2"]
+    chosen = {"CUDA_VISIBLE_DEVICES": "MIG-2"}
+    assert [one["uuid"] for one in described(torch_of("x"), tool, chosen)] == ["MIG-2"]
+
+
+def test_a_gpu_that_torch_cannot_use_is_told_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool, old = nvml({"GPU-a": []}), "The NVIDIA driver on your system is too old (found version 12020). Please update"
+    for torch, environment, said in (
+        (torch_of(cuda=None), {}, "built without CUDA; install the CUDA build: make clean && make install DEVICE=cuda"),
+        (torch_of(error=old), {}, "too old (found version 12020); torch 2.13.0 needs a driver for CUDA 13.0"),
+        (torch_of(), {"CUDA_VISIBLE_DEVICES": ""}, "torch sees no GPU; CUDA_VISIBLE_DEVICES='' decides"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            described(torch, tool, environment, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(UserError, match=r"this user may not open .*/nvidia0"):
+        described(torch_of(error="unknown error"), tool, {}, tmp_path)
+    with pytest.raises(UserError, match="nvidia-ml-py is not installed"):
+        described(torch_of("a"), None, {}, tmp_path)
+
+
+def test_the_runner_asks_a_process_and_says_why_it_has_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(devices, "_DEVICES", tmp_path)
+    answer = json.dumps({"devices": [gpu(0).model_dump()]})
+    for script, problem in (
+        (f"print('noise'); print({answer!r})", ""),
+        ('print(\'{"problem": "no driver"}\')', "no driver"),
+        ("raise SystemExit('torch is broken')", "torch cannot be asked for GPUs: torch is broken"),
+        ("pass", "torch cannot be asked for GPUs"),
+    ):
+        monkeypatch.setattr(devices, "PROBE", (devices.sys.executable, "-c", script))
+        found = devices.find_devices.__wrapped__()
+        assert problem in found.problem
+        assert found.devices == (() if problem else (gpu(0),))
