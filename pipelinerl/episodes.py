@@ -182,7 +182,6 @@ def _schema_of(hint: Any, what: str) -> dict[str, Any]:
 
 
 def _described(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the text before the first section, and the text of each parameter in the section `Args`."""
     parts = _SECTION.split(docstring)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     listed = sections.get("Args") or sections.get("Arguments") or sections.get("Parameters") or ""

@@ -180,7 +180,6 @@ def settings(split: Split) -> str:
 
 
 def _stale(plan: Plan) -> str:
-    """Return the share of sequences that are dropped, with the shares of the lengths that lose most."""
     played = plan.played
     shares = [
         f"{stale / played.finished_by_length[bucket]:.1%} of those up to {bucket:,} tokens"

@@ -95,7 +95,6 @@ async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
 
 
 def _described(letter: DeadLetter) -> dict[str, Any]:
-    """Return a dead letter with the contents of its prompt group if they can be read. Pure."""
     shown: dict[str, Any] = {
         "time": _date(letter.at_s),
         "group_id": group_id_of(letter.msg_id),
@@ -122,7 +121,6 @@ def _described(letter: DeadLetter) -> dict[str, Any]:
 
 
 def _date(at_s: float) -> str:
-    """Return the time in UTC, or "?" if it lies beyond the calendar."""
     try:
         return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError, OSError):

@@ -126,7 +126,6 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield rows that describe each task and its scorer; with several tasks, also its share of the prompts."""
     total = sum(share.weight for share in recipe.mixture.values())
     for place, share in recipe.tasks_by_place.items():
         task = share.task

@@ -65,7 +65,6 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def _self_signed() -> tuple[bytes, bytes]:
-    """Return a certificate and its key, as PEM, for this machine's loopback names."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

@@ -147,7 +147,6 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
 
 
 def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the most frequent reasons for which sequences were not trained on, by outcome."""
     for outcome, reasons in (summary.get("sequence_reasons") or {}).items():
         for reason, count in sorted(reasons.items(), key=lambda one: -one[1])[:_REASONS_SHOWN]:
             meaning = MEANINGS.get(reason, "the trainer's log says more")

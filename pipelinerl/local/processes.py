@@ -294,7 +294,6 @@ def session_pids(session: int) -> list[int]:
 
 
 def _session_of(process: Path) -> int | None:
-    """Return the session of a process; None if it has ended or is a zombie."""
     try:
         stat = (process / "stat").read_text(errors="replace")
     except OSError:

@@ -236,7 +236,6 @@ class LocalRun:
             raise trainer.process.died()
 
     async def _watch_disk(self) -> None:
-        """Raise `ServiceError` when the disk has too little space for one more checkpoint."""
         while True:
             next_bytes = next_checkpoint_bytes(self.run_dir, self.recipe.checkpoint.keep, self._first_checkpoint)
             free, needed = free_bytes(self.run_dir.path), self.reserve_bytes + next_bytes
@@ -292,7 +291,6 @@ class LocalRun:
 
     @asynccontextmanager
     async def _process(self, launch: Launch) -> AsyncIterator[ServiceProcess]:
-        """Run a process that is not restarted."""
         try:
             yield await self._start(Service(launch.name, lambda: launch, self.restarts))
         finally:
@@ -378,7 +376,6 @@ class LocalRun:
         return process
 
     async def _restore_cache(self) -> None:
-        """Recreate the parts of the cache that a service needs, if they were removed."""
         async with self._making_model:  # several services may start at once
             restore_compiled(self._launches.environment)
             model = Path(self._launches.model_dir)
@@ -520,7 +517,6 @@ class LocalRun:
             await asyncio.sleep(self.refresh_s)
 
     def _tell_once(self) -> None:
-        """Print each warning once, about settings with a cost and about failed sequences."""
         last, problems = self._state.last, dict[str, FieldError | str | None]()
         log = self.run_dir.log(TRAINER)
         for reason, failure in self._state.failures.items():

@@ -156,7 +156,6 @@ def report_data(
 
 
 def _short(value: Any) -> Any:
-    """Round numbers to six digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):
@@ -186,7 +185,6 @@ def _shown_branch(branch: Record) -> dict[str, Any]:
 
 
 def _clipped_tokens(sample: Record, most: int = _MAX_TEXT) -> tuple[list[str] | None, list[float | None] | None]:
-    """Return the tokens and weights of the shown part of a text."""
     tokens, weights = sample.get("tokens"), sample.get("weights")
     if tokens is None:
         return None, weights

@@ -365,7 +365,6 @@ class TaskConfig(Section):
 
 
 def _label(task: dict[str, Any]) -> str:
-    """Return the default name of a task, given as plain data: its file's name, if it has a file."""
     stem = Path(path).stem if isinstance(path := task.get("path"), str) else ""
     default: str = TaskConfig.model_fields["name"].default
     return stem if stem and task.get("source") in ("jsonl", "hub", "tools", "agent") else default

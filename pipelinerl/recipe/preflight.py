@@ -189,7 +189,6 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _cache(recipe: Recipe) -> Iterator[FieldError]:
-    """Check the cache of initial models, if the recipe must build one."""
     cache = cache_folder(os.environ)
     if recipe.model.source != "smollm2" or is_complete(built_folder(recipe, "", cache / "models")):
         return
@@ -256,7 +255,6 @@ def _of_field(field: str, value: str, error: UserError) -> FieldError:
 
 
 def _code(share: ProblemSet) -> Iterator[FieldError]:
-    """Check the code that the verifier imports or starts."""
     task, scorer, judge = share.task, share.reward.scorer, share.reward.judge
     if judge is not None and judge.api_key_env and not os.environ.get(judge.api_key_env):
         yield Lacking("reward.judge.api_key_env", judge.api_key_env, "is not set here; set it where the run starts")
@@ -279,7 +277,6 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
 
 
 def _missing_script(command: str) -> str:
-    """Return a program's first argument if it looks like a script that does not exist, else ""."""
     first = next(iter(shlex.split(command)[1:]), "")
     return first if Path(first).suffix in (".py", ".js", ".ts", ".sh") and not Path(first).is_file() else ""
 

@@ -142,7 +142,6 @@ def _item(share: ProblemSet, call: Call) -> dict[str, Any]:
 
 
 def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError:
-    """Convert a worker's message about a failed start to an error of the field that it names."""
     for place, share in shares.items():
         for name in ("scorer", "sandbox", "json_schema"):
             value = getattr(share.reward, name)
@@ -238,7 +237,6 @@ class Preview:
 
 
 def _has_prompt(share: ProblemSet) -> bool:
-    """Return whether the prompts of a set are known before the run."""
     return bool(share.task.tools) or not share.task.is_episodic
 
 

@@ -250,7 +250,6 @@ def _parquet_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, 
 
 
 def _parquet_row(batch: Any) -> Values | BadRow:
-    """Return the only row of `batch`, which may hold a date that Python does not have."""
     try:
         return dict(batch.to_pylist()[0])
     except UnicodeDecodeError as error:

@@ -206,7 +206,6 @@ _MOST_TOLD = 10
 
 
 def _fields(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
-    """Yield the names of a row's fields, with dotted names for nested objects."""
     for name, value in row.items() if isinstance(row, Mapping) else ():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -222,7 +221,6 @@ def _names(template: str) -> list[str]:
 
 
 def _problem(given: Row, config: TaskConfig) -> Problem:
-    """Return the problem in a row. Raises `BadRow`."""
     row = given.values
     if isinstance(row, BadRow):
         raise row
@@ -360,7 +358,6 @@ class ReasoningGymSource:
 
     @cached_property
     def _heldout(self) -> list[Problem]:
-        """The first `num_heldout` distinct candidates."""
         found: dict[str, Problem] = {}
         for index in range(MOST_TRIES * self.num_heldout):
             problem = self._candidate(Split.HELDOUT, index, 0)
