@@ -127,11 +127,11 @@ async def measure_control(members: int, processes: int, updates: int, profile: b
                 await others.listening()
                 pids = {"coordinator": os.getpid(), "nats": server.pid}
                 row: dict[str, Any] = {"members": members, "registered_s": await register(updater, others, members)}
-                row |= await watch_hearts(pids)
                 profiler = cProfile.Profile()
                 if profile:
                     profiler.enable()
                 row |= await rounds(updater, recorder.records, pids, members, updates)
+                row |= await watch_hearts(pids)
                 profiler.disable()
                 row["evictions"] = updater.evictions
             running.cancel()
@@ -150,7 +150,7 @@ async def register(updater: WeightUpdater, others: Crowd, members: int) -> float
 
 
 async def watch_hearts(pids: dict[str, int]) -> dict[str, float]:
-    """CPU of one core that heartbeats alone take."""
+    """CPU of one core that heartbeats alone take, when all members serve a version."""
     seconds = BEATS * PRODUCT.member_ttl_s / 3
     before = {name: cpu_seconds(pid) for name, pid in pids.items()}
     await asyncio.sleep(seconds)

@@ -114,11 +114,8 @@ _OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), name, "")
 
 
 def located(error: BaseException) -> str:
-    """Return type, first line and place of an error that a user's code raised, such as `KeyError: 'unit' at rewards.py:7`.
-
-    The place is the innermost frame outside this project and all libraries, or else the innermost frame in an installed
-    package. It is left out if neither exists, as for a module that is not found.
-    """
+    """Return type, first line and place of an error that a user's code raised, such as `KeyError: 'unit' at rewards.py:7`. The
+    place is the innermost frame outside this project and all libraries, or else the innermost in an installed package."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno or 0))

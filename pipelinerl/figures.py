@@ -1,8 +1,7 @@
-"""The table of the figures of an optimizer step, each declared once.
+"""The table of the figures of an optimizer step, each declared once. Pure.
 
-Derived from it are the summary's figures, the trainer's gauges and counters, what the run's pages get, and the tables of
-docs/run-directory.md. The learner, the optimizer loop and the recorder compute the figures. Histograms, and metrics whose
-labels depend on a run's data, are in `services.trainer.reporting.metrics`. Pure.
+The summary's figures, the trainer's gauges and counters, the data of the run's pages, and the tables of docs/run-directory.md
+follow from it. The learner, the optimizer loop and the recorder compute the figures.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class Figure:
     stays: bool = False
     """True if a step without the figure leaves the metric unchanged; otherwise the metric then has no series."""
     on_page: bool = False
-    """True if the run's pages get it."""
     event: type | None = None
     """Type of the empty value if the figure tells of events since the previous step; None if it is the step's own."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)

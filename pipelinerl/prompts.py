@@ -2,8 +2,7 @@
 
 A text that spells one of the tokenizer's control tokens, such as `<|im_end|>`, never becomes that token, whether it comes from
 a row of a file, a tool's result, an environment or an agent. A mark splits it before the chat template renders it, and the
-tokenizer encodes the parts before and after the mark separately. Other texts are tokenized as usual. No model library is
-imported: a tokenizer is any object with the interface of Hugging Face's.
+tokenizer encodes the parts separately. A tokenizer is any object with the interface of Hugging Face's.
 """
 
 from __future__ import annotations
@@ -179,8 +178,7 @@ def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control
 
 
 def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> str:
-    """Append the instruction to the last message, and put the system prompt first unless the problem has one. Only text from a
-    row is split by marks: instruction and system prompt belong to the recipe."""
+    """Render the problem with instruction and system prompt. Only text from a row is split by marks, not the recipe's."""
     *before, last = control.parted(problem.messages or ({"role": "user", "content": problem.question},))
     asked = f"{last['content']}\n{config.instruction}" if config.instruction else last["content"]
     if config.prompt_style != "chat":

@@ -1,8 +1,4 @@
-"""The folder of one run: where each file is, how a new folder is made, and whether a run can continue from its contents.
-
-A folder with missing files must not look like that of a new run: the trainer calls `missing_from` before it starts, and
-`pipelinerl run --resume` before it starts anything. This module does not interpret the figures in the files.
-"""
+"""The folder of one run: where each file is, how a new folder is made, and whether a run can continue from its contents."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +39,6 @@ class RunDir:
 
     def __post_init__(self) -> None:
         self.recipe = self.path / "recipe.yaml"
-        """The resolved recipe."""
         self.identity = self.path / "run.json"
         """`{"run": NAME, "recipe": NAME, "started": ISO time}`, by which `--resume` and `audit` identify the run."""
         self.metrics = self.path / "metrics.jsonl"
@@ -86,11 +80,10 @@ def stamped_name(recipe_name: str, now: datetime) -> str:
 def create_run_dir(
     recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None, *, first_checkpoint_bytes: int = 0
 ) -> RunDir:
-    """Make the folder of a new run and record in it which run it belongs to.
+    """Make the folder of a new run: `path` if given, else `runs/<name>`. The name is stamped with `now` unless given.
 
-    The folder is `path` if given, else `runs/<name>`; the name is stamped with `now` unless given. Only its owner can read a
-    new folder; one that existed keeps its mode. Files of a run whose trainer never started are removed. Raises `FieldError`
-    when the name cannot be used, the folder is not empty, or its disk is too full.
+    Only its owner can read a new folder; one that existed keeps its mode. Files of a run whose trainer never started are
+    removed. Raises `FieldError` when the name cannot be used, the folder is not empty, or its disk is too full.
     """
     if name is not None:
         check_run_name(name, "--name")
@@ -184,15 +177,14 @@ def run_name(folder: Path, option: str = "RUN_DIR") -> str:
 
 
 def _unused(stamped: str) -> RunDir:
-    Path("runs").mkdir(exist_ok=True)
-    for attempt in count(1):
-        name = stamped if attempt == 1 else f"{stamped}-{attempt}"
+    name, attempt = stamped, 1
+    while True:
         try:
-            Path("runs", name).mkdir(mode=0o700)
+            Path("runs", name).mkdir(mode=0o700, parents=True)
+            return RunDir(Path("runs", name), name)
         except FileExistsError:
-            continue
-        return RunDir(Path("runs", name), name)
-    raise AssertionError("count() does not end")
+            attempt += 1
+            name = f"{stamped}-{attempt}"
 
 
 _UNSTARTED = {
@@ -303,8 +295,8 @@ def trainer_starts(run_dir: Path) -> list[int]:
 
 
 def missing_from(run_dir: Path) -> str:
-    """Return what is missing or of another version, and how to fix it; empty for a complete or a new folder. Raises
-    `ValueError`."""
+    """Return what is missing or of another version, and how to fix it; empty for a complete or a new folder. A folder with
+    missing files must not look like that of a new run. Raises `ValueError`."""
     state, journal = newest_state(run_dir), run_dir / JOURNAL
     size = journal.stat().st_size if journal.is_file() else 0
     if not (run_dir / LINEAGE).is_file():

@@ -1,9 +1,7 @@
 """Compute a run's figures from its steps: from records of metrics.jsonl to the keys of summary.json (docs/run-directory.md).
 
-`pipelinerl.figures` lists the figures that are sums, means and the like of the steps'. The trainer adds up its steps as they
-happen and writes the summary at its end. If it could not, the runner adds up the records of metrics.jsonl; figures that these
-do not contain are None. `RunFiles` flushes each line that it writes, so a killed run is complete up to its last step. The rest
-is pure, except for the functions that read files.
+The trainer adds up its steps as they happen and writes the summary at its end. If it could not, the runner adds up the records
+of metrics.jsonl; figures that these do not contain are None.
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.run_dir import write_json
 
 Record = Mapping[str, Any]
-"""One optimizer step, as metrics.jsonl holds it."""
+StepRecord = dict[str, Any]
+"""One optimizer step, as metrics.jsonl holds it. Keys: docs/run-directory.md."""
 _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed", "in_flight")
 
 
@@ -35,7 +34,6 @@ class RunTotals:
 
     reduced: Reduced = field(default_factory=dict)
     heldout: list[dict[str, Any]] = field(default_factory=list)
-    """Evaluations, as in summary.json."""
     tokens_generated: int = 0
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
@@ -51,8 +49,7 @@ class RunTotals:
     steps_skipped: int = 0
 
     def to_state(self) -> dict[str, Any]:
-        """Return a JSON-able state. Lists are copied as wholes: they grow with the run, and copying element by element would be
-        slow."""
+        """Return a JSON-able state. Lists, which grow with the run, are copied as wholes."""
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value.copy() if isinstance(value, list | dict) else value for name, value in own.items()}
 
@@ -158,24 +155,15 @@ def stale_shares(ended: Mapping[str, list[int]]) -> dict[str, float]:
 
 def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:
     """Return the token-weighted mean, 95th percentile (the smallest lag that 95% of the tokens do not exceed) and maximum."""
-    tokens = sum(histogram.values())
-    if tokens == 0:
+    if not sum(histogram.values()):
         return {"mean": None, "p95": None, "max": None}
-    passed, p95 = 0, 0
-    for lag, count in sorted(histogram.items()):
-        if passed < 0.95 * tokens:
-            p95 = lag
-        passed += count
-    mean = sum(lag * count for lag, count in histogram.items()) / tokens
-    return {"mean": mean, "p95": float(p95), "max": float(max(histogram))}
+    lags, tokens = np.array(sorted(histogram.items())).T
+    p95 = lags[np.searchsorted(tokens.cumsum(), 0.95 * tokens.sum())]
+    return {"mean": float(np.average(lags, weights=tokens)), "p95": float(p95), "max": float(lags[-1])}
 
 
 def _percentile(values: list[float], percent: int) -> float | None:
-    """Interpolate linearly between neighbours."""
     return float(np.percentile(values, percent)) if values else None
-
-
-# Reading
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -189,8 +177,8 @@ _END_BYTES = 1 << 20
 
 
 def jsonl_ends(path: Path, each: int) -> list[dict[str, Any]]:
-    """Return the objects of the first and the last `each` lines of a .jsonl file that lie in its first and last MiB. The time
-    does not depend on the length of the file. The list is empty if the file does not exist."""
+    """Return the objects of the first and the last `each` lines of a .jsonl file that lie in its first and last MiB; empty if
+    the file does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -218,10 +206,6 @@ def is_finished(summary: Record) -> bool:
     return summary.get("interrupted") is False and "error" not in summary
 
 
-StepRecord = dict[str, Any]
-"""One optimizer step, as metrics.jsonl holds it. Keys: docs/run-directory.md."""
-
-
 def to_json(value: Mapping[str, Any]) -> str:
     """Return one line of strict JSON: NaN and infinities, which JSON lacks, become null."""
     return json.dumps(_finite(value), separators=(",", ":"))
@@ -243,8 +227,8 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class RunFiles:
-    """Append to the run directory's files. Use it as a context manager. `keep_steps`: last step that counts in a resumed run;
-    lines of later steps move to `<name>-undone.jsonl`."""
+    """Append to the run directory's files. Use it as a context manager. Each line is flushed, so a killed run is complete up to
+    its last step. `keep_steps`: last step that counts in a resumed run; later lines move to `<name>-undone.jsonl`."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
         self.run_dir = run_dir

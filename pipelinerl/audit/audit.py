@@ -1,4 +1,4 @@
-"""A whole audit: first files, then streams, then a second look if a live run may have moved sequences between the two.
+"""A whole audit: first files, then streams, then a second look if a live run may have moved sequences; and the audit's report.
 
 The run may be live, so the journal is judged up to its length at the beginning. Of checkpoints, run.json and the ids in
 sequences.pb are read, but no tensors. Nothing is written, acknowledged or purged.
@@ -13,16 +13,30 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed
 
 from pipelinerl.audit.journal import JOURNAL, reserved_groups
-from pipelinerl.audit.replay import Check, Findings, History, Replay, Start, events, group_number, read_history, split_id
+from pipelinerl.audit.replay import (
+    Check,
+    CheckResult,
+    Findings,
+    History,
+    Replay,
+    Start,
+    events,
+    group_number,
+    read_history,
+    split_id,
+)
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.link import is_stream_missing
 from pipelinerl.bus.protocol import LogEntry, StreamInfo, group_id_of
-from pipelinerl.errors import BusError, MessageError
+from pipelinerl.errors import BusError, MessageError, counted
+from pipelinerl.local.progress import number
 from pipelinerl.messages.sequences import decode_sequence
 from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
 from pipelinerl.run_dir import read_json
@@ -49,13 +63,13 @@ class Checkpoint:
     held: frozenset[str]
 
 
-def read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
+def _read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
     """Return the run's checkpoints, ordered by their journal length. An unreadable one becomes a finding. One that vanishes
     while it is read (a newer one replaced it) or holds weights only is left out."""
     found = []
     for resume in sorted(folder.glob("step-*/resume")):
         try:
-            found.append(read_checkpoint(resume))
+            found.append(_read_checkpoint(resume))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, DecodeError, LedgerViolation) as error:
@@ -63,57 +77,42 @@ def read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.journal_bytes)
 
 
-def read_checkpoint(resume: Path) -> Checkpoint:
-    """Read one checkpoint. Damaged files raise the errors of their readers."""
+def _read_checkpoint(resume: Path) -> Checkpoint:
     content = json.loads((resume / "run.json").read_text(encoding="utf-8"))
-    failed = [one["id"] for one in content["held"]["open"] if "failure" in one]
-    held = []
+    held = [one["id"] for one in content["held"]["open"] if "failure" in one]
     with (resume / "sequences.pb").open("rb") as file:
         while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
             held.append(str(message.sequence_id))
-    return Checkpoint(
-        resume.parent,
-        content["policy_version"],
-        content["journal_bytes"],
-        content["position"],
-        content["next_group"],
-        Ledger.from_state(content["books"]["ledger"]),
-        frozenset((*failed, *held)),
-    )
+    numbers = {name: content[name] for name in ("journal_bytes", "position", "next_group")}
+    ledger = Ledger.from_state(content["books"]["ledger"])
+    return Checkpoint(resume.parent, content["policy_version"], **numbers, ledger=ledger, held=frozenset(held))
 
 
 def _differences(checkpoint: Checkpoint, replay: Replay) -> Iterator[str]:
     """Yield the differences between a checkpoint and `replay`, which has stopped at the checkpoint's journal length."""
     ledger = checkpoint.ledger
-    numbers: list[tuple[str, object, object]] = [
-        ("version", checkpoint.version, replay.version),
-        ("groups issued", checkpoint.next_group, replay.next_group),
-        *_pairs("", ledger.counts.as_dict(), replay.counts.as_dict()),
-    ]
+    told = {"version": checkpoint.version, "groups issued": checkpoint.next_group, **ledger.counts.as_dict()}
+    derived = {"version": replay.version, "groups issued": replay.next_group, **replay.counts.as_dict()}
     for outcome in Outcome:
-        numbers += _pairs(f"{outcome.value}: ", ledger.reasons(outcome), replay.reasons[outcome])
-    yield from (f"{name} {told}, the journal has {derived}" for name, told, derived in numbers if told != derived)
-    told, derived = set(ledger.in_flight()), {f"{group}.{sample}" for group, sample in replay.in_flight()}
-    if told != derived:
-        yield f"in flight only in the checkpoint: {_some(told - derived)}; only in the journal: {_some(derived - told)}"
-    elsewhere = checkpoint.held - told
-    if elsewhere:
+        told |= {f"{outcome.value}: {reason}": count for reason, count in ledger.reasons(outcome).items()}
+        derived |= {f"{outcome.value}: {reason}": count for reason, count in replay.reasons[outcome].items()}
+    for name in dict.fromkeys([*told, *derived]):
+        if told.get(name, 0) != derived.get(name, 0):
+            yield f"{name} {told.get(name, 0)}, the journal has {derived.get(name, 0)}"
+    here, there = set(ledger.in_flight()), {f"{group}.{sample}" for group, sample in replay.in_flight()}
+    if here != there:
+        yield f"in flight only in the checkpoint: {_some(here - there)}; only in the journal: {_some(there - here)}"
+    if elsewhere := checkpoint.held - here:
         yield f"holds sequences that are not in flight: {_some(elsewhere)}"
 
 
-def _pairs(prefix: str, told: Mapping[str, int], derived: Mapping[str, int]) -> list[tuple[str, object, object]]:
-    return [(prefix + name, told.get(name, 0), derived.get(name, 0)) for name in dict.fromkeys([*told, *derived])]
-
-
-def _some(ids: set[str] | frozenset[str], most: int = 3) -> str:
-    shown = sorted(ids)[:most]
-    return ", ".join([*shown, *(["..."] if len(ids) > most else [])]) or "none"
+def _some(ids: set[str] | frozenset[str]) -> str:
+    return ", ".join([*sorted(ids)[:3], *(["..."] if len(ids) > 3 else [])]) or "none"
 
 
 @dataclass
 class StreamLook:
-    """Contents of SEQUENCES at the moment of `info`. `durable`: position of the newest checkpoint, up to which messages may be
-    purged."""
+    """Contents of SEQUENCES at the moment of `info`. Messages up to `durable`, the newest checkpoint's, may be purged."""
 
     info: StreamInfo
     durable: int
@@ -125,7 +124,6 @@ class StreamLook:
     unreadable: dict[int, str] = field(default_factory=dict)
     """Message id by position. The sequence published under that id has no other message."""
     prompts: frozenset[str] = frozenset()
-    """Groups on PROMPTS."""
     dead_letters: int = 0
 
     def add(self, position: int, sequence_id: str) -> None:
@@ -175,14 +173,11 @@ class Audit:
         return "ended" if self.ended else "goes on" if self.at_work else "stopped before its end"
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def audit_files(run_dir: Path) -> Audit:
     """Audit everything that needs no streams. Raises `OSError` if an existing file cannot be read."""
     findings, journal = Findings(), run_dir / JOURNAL
     audit = Audit(findings, read_history(journal, findings), Replay(findings))
-    checkpoints = read_checkpoints(run_dir / "checkpoints", findings)
+    checkpoints = _read_checkpoints(run_dir / "checkpoints", findings)
     _replay(journal, audit, checkpoints)
     audit.checkpoint = checkpoints[-1] if checkpoints else None
     _check_lineage(run_dir / "lineage.json", audit)
@@ -277,9 +272,6 @@ def _check_summary(path: Path, audit: Audit) -> None:
             audit.findings.add(Check.SUMMARY, f"{name} {summary.get(name)}, the journal has {derived}")
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
-
-
 async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
     """Audit a run. `at_work()`: whether a trainer of the run is alive. Without `open_streams` only the files are audited. In a
     live run, a sequence is reported as lost only if a second look neither finds it nor sees that it has ended."""
@@ -306,7 +298,7 @@ async def _audit_once(
         return audit, []
     try:
         async with open_streams() as bus:
-            audit.streams = seen = await look(bus, audit.checkpoint.position if audit.checkpoint else 0)
+            audit.streams = seen = await _look(bus, audit.checkpoint.position if audit.checkpoint else 0)
     except BusError as error:
         if is_stream_missing(error) and not (audit.history.starts or read_json(run_dir / "lineage.json")):
             _skip_streams(audit, "no trainer has started: there are no streams yet")
@@ -327,7 +319,7 @@ def _skip_streams(audit: Audit, why: str) -> None:
         audit.findings[check].skipped = why
 
 
-async def look(bus: Bus, durable: int) -> StreamLook:
+async def _look(bus: Bus, durable: int) -> StreamLook:
     """Read SEQUENCES up to its present end, and PROMPTS before and after that. Raises `BusError`."""
     prompts_before = await bus.pending_prompts()
     info = await bus.sequences_info()
@@ -344,7 +336,6 @@ async def look(bus: Bus, durable: int) -> StreamLook:
 
 
 async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
-    """Yield the entries of the log up to position `last`."""
     if (await bus.sequences_info()).first_position > last:
         return
     async with bus.read_sequences(1) as entries:
@@ -395,3 +386,136 @@ def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str
         unpublished = group == replay.newest_group and replay.untouched(group)
         (waiting if unpublished or (starting and group not in above) else lost).append(sequence_id)
     return lost, waiting
+
+
+# --- the report
+
+
+def trained_per_version(audit: Audit) -> dict[int, int]:
+    trained = audit.replay.trained_by_version
+    return {version: trained.get(version, 0) for version in range(1, audit.replay.version + 1)}
+
+
+def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
+    """Return the audit as JSON. `versions`: include the count of every version."""
+    replay, trained = audit.replay, trained_per_version(audit)
+    seen = audit.streams
+    return {
+        "run": audit.run,
+        "state": audit.state,
+        "ok": audit.ok,
+        "version": replay.version,
+        "sequences": replay.counts.as_dict(),
+        "trained": {"branches": replay.trained_branches, "tokens": sum(replay.tokens_by_version.values())},
+        "reasons": {outcome.value: dict(replay.reasons[outcome]) for outcome in Outcome},
+        "restarts": [
+            {"incarnation": one.incarnation, "version": one.version, **one.undid} for one in audit.restarts
+        ],
+        "trained_per_version": {
+            "min": min(trained.values(), default=0),
+            "median": median(trained.values()) if trained else 0,
+            "max": max(trained.values(), default=0),
+            **({"each": {str(version): count for version, count in trained.items()}} if versions else {}),
+        },
+        "streams": None if seen is None else {
+            "messages": seen.messages,
+            "first_position": seen.info.first_position,
+            "last_position": seen.info.last_position,
+            "durable_position": seen.durable,
+            "repeated": seen.repeated,
+            "unreadable": list(seen.unreadable),
+            "trained_and_not_purged": seen.trained_below(replay),
+            "groups_on_prompts": len(seen.prompts),
+            "dead_letters": seen.dead_letters,
+            "waiting_to_be_published": len(audit.waiting),
+        },
+        "checks": [
+            {"check": check.value, "ok": one.ok, "problems": one.count, "examples": one.examples, "skipped": one.skipped}
+            for check, one in audit.findings.items()
+        ],
+    }  # fmt: skip
+
+
+_OUTLIERS = 10
+
+
+def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
+    """Yield the lines of the report. `versions`: list every version's count instead of the unusual ones."""
+    replay = audit.replay
+    yield f"{audit.run}: {audit.state}, {counted(len(audit.history.starts), 'start')}, version {number(replay.version)}"
+    yield ""
+    counts = replay.counts.as_dict()
+    ended = " + ".join(f"{name.replace('_', ' ')} {number(count)}" for name, count in counts.items() if name != "issued")
+    yield f"  issued {number(counts['issued'])} = {ended}"
+    if replay.trained_branches:
+        tokens = sum(replay.tokens_by_version.values())
+        yield f"    trained: {number(tokens)} sampled tokens in {number(replay.trained_branches)} branches"
+    for outcome in Outcome:
+        for reason, count in replay.reasons[outcome].most_common():
+            yield f"    {outcome.value.replace('_', ' ')}: {reason}  {number(count)}"
+    for one in audit.restarts:
+        undid = (
+            f"{one.undid['steps']} steps, {number(one.undid['trained'])} sequences trained, "
+            f"{number(one.undid['ended_otherwise'])} ended otherwise, {number(one.undid['groups'])} groups issued"
+        )
+        yield f"  incarnation {one.incarnation} continued from version {one.version} and undid {undid}"
+    yield from _versions(trained_per_version(audit), versions)
+    yield from _streams(audit)
+    yield ""
+    for check, result in audit.findings.items():
+        yield from _check(check, result)
+    yield ""
+    failed = sum(not result.ok for result in audit.findings.values())
+    skipped = sum(bool(result.skipped) for result in audit.findings.values())
+    if failed:
+        yield f"{failed} of {len(audit.findings)} checks FAILED"
+    else:
+        told = f"all checks that were made passed; {skipped} of {len(audit.findings)} checks were skipped"
+        yield told if skipped else "everything adds up"
+
+
+def _versions(trained: Mapping[int, int], every: bool) -> Iterator[str]:
+    if not trained:
+        return
+    middle = median(trained.values())
+    low, high = min(trained.values()), max(trained.values())
+    yield f"  sequences per version: min {low}, median {middle:g}, max {high}"
+    unusual = [version for version, count in trained.items() if count != middle]
+    furthest = sorted(unusual, key=lambda version: -abs(trained[version] - middle))
+    shown = list(trained) if every else sorted(furthest[:_OUTLIERS])
+    if shown:
+        more = "" if every or len(unusual) <= _OUTLIERS else f", and {len(unusual) - _OUTLIERS} more"
+        yield "    " + ", ".join(f"version {version}: {trained[version]}" for version in shown) + more
+
+
+def _streams(audit: Audit) -> Iterator[str]:
+    seen = audit.streams
+    if seen is None:
+        return
+    yield (
+        f"  SEQUENCES holds {number(seen.messages)} messages, positions {number(seen.info.first_position)} to "
+        f"{number(seen.info.last_position)}; durable up to {number(seen.durable)}"
+    )
+    unreadable = ", ".join(map(str, list(seen.unreadable)[:_OUTLIERS]))
+    for count, what in [
+        (seen.repeated, "of them repeat a sequence, which is trained once"),
+        (len(seen.unreadable), f"of them cannot be read: positions {unreadable}"),
+        (seen.trained_below(audit.replay), "of them may be purged"),
+        (seen.dead_letters, "prompt groups are in the dead-letter stream"),
+        (len(audit.waiting), "sequences in flight are published by the trainer, now or at its next start"),
+    ]:
+        if count:
+            yield f"    {number(count)} {what}"
+    yield f"  PROMPTS holds {number(len(seen.prompts))} groups"
+
+
+def _check(check: Check, result: CheckResult) -> Iterator[str]:
+    if result.skipped and result.ok:
+        yield f"  -       {check}: {result.skipped}"
+    elif result.ok:
+        yield f"  ok      {check}"
+    else:
+        yield f"  FAILED  {check}: {number(result.count)}"
+        yield from (f"            {example}" for example in result.examples)
+        if result.count > len(result.examples):
+            yield "            ..."

@@ -1,7 +1,6 @@
 """The run's journal, `ledger.jsonl`: an append-only file with one event per line, from issue to end of every sequence.
 
-The trainer's ledger is state; the journal is its history, from which `pipelinerl audit` recomputes the ledger. The field
-`event` names the kind of event:
+The trainer's ledger is state; the journal is its history. The field `event` names the kind of event:
 
     start       incarnation, version, keep    a trainer started from `version`; `keep`: bytes of this file that still count,
                                               the part between them and this line was undone
@@ -23,11 +22,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 JOURNAL = "ledger.jsonl"
-"""File name in a run directory."""
 
 Event = dict[str, Any]
 
@@ -37,38 +34,28 @@ class Journal:
     has."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] | None = None
-        self.size = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.size = sum(len(line) for _, line in read_lines(path))  # a truncated last line is dropped
         """Size in bytes, including events that are not flushed yet: the offset of the next event."""
+        self._file = path.open("ab")
+        self._file.truncate(self.size)
 
     def __enter__(self) -> Journal:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self.size = sum(len(line) for _, line in read_lines(self._path))  # a truncated last line is dropped
-        self._file = self._path.open("ab")
-        self._file.truncate(self.size)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
 
     def write(self, event: Mapping[str, Any]) -> None:
-        line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
-        self.size += self._open.write(line)
+        self.size += self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
 
     def flush(self) -> None:
-        self._open.flush()
+        self._file.flush()
 
     def sync(self) -> None:
         """Flush to disk. Blocks for as long as the disk takes; may be called on any thread."""
-        self._open.flush()
-        os.fsync(self._open.fileno())
-
-    @property
-    def _open(self) -> IO[bytes]:
-        assert self._file is not None, "a journal is used outside its with block"
-        return self._file
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
 
 def read_events(path: Path) -> Iterator[tuple[int, Event]]:

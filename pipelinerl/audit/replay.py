@@ -78,12 +78,11 @@ class Replay:
         self._open: dict[str, int] = {}  # bit i: sample i is in flight
         self._trained: dict[str, int] = {}  # bit i: sample i was trained
         self._issued = 0
-        self._closed = dict.fromkeys(Outcome, 0)
+        self._closed = Counter[str]()  # by outcome
         self.reasons: dict[Outcome, Counter[str]] = {outcome: Counter() for outcome in Outcome}
         self.version = 0
-        """Optimizer steps taken."""
-        self.trained_by_version: dict[int, int] = {}
-        self.tokens_by_version: dict[int, int] = {}
+        self.trained_by_version = Counter[int]()
+        self.tokens_by_version = Counter[int]()
         """Sampled tokens of all trained branches."""
         self.trained_branches = 0
         self.reserved = 0
@@ -93,8 +92,7 @@ class Replay:
 
     @property
     def counts(self) -> LedgerCounts:
-        closed = {outcome.value: count for outcome, count in self._closed.items()}
-        return LedgerCounts(issued=self._issued, in_flight=self._issued - sum(self._closed.values()), **closed)
+        return LedgerCounts(issued=self._issued, in_flight=self._issued - self._closed.total(), **self._closed)
 
     def was_issued(self, group: str, sample: int) -> bool:
         return 0 <= sample < self._samples.get(group, 0)
@@ -120,8 +118,7 @@ class Replay:
             if kind == "issue":
                 self._issue(event["group"], event["samples"])
             elif kind == "close":
-                self._close(event["outcome"], event["ids"], event.get("reason", ""), event.get("version"))
-                self._add_tokens(event)
+                self._close(Outcome(event["outcome"]), event)
             elif kind == "step":
                 self._step(event["version"], event["counts"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -159,23 +156,20 @@ class Replay:
         self._issued += samples
         self.newest_group = group
 
-    def _close(self, name: str, ids: list[str], reason: str, version: int | None) -> None:
-        outcome = Outcome(name)
-        ended = sum(self._end(sequence_id, outcome) for sequence_id in ids)
-        self._closed[outcome] += ended
-        if reason:
+    def _close(self, outcome: Outcome, event: Event) -> None:
+        ended = sum(self._end(sequence_id, outcome) for sequence_id in event["ids"])
+        self._closed[outcome.value] += ended
+        if reason := event.get("reason"):
             self.reasons[outcome][reason] += ended
         if outcome is Outcome.TRAINED:
+            version = event.get("version")
             made = self.version + 1 if version is None else version
             if made != self.version + 1:
                 self._findings.add(Check.VERSIONS, f"version {made} was trained after version {self.version}")
-            self.trained_by_version[made] = self.trained_by_version.get(made, 0) + ended
-
-    def _add_tokens(self, event: Event) -> None:
-        if event["outcome"] == Outcome.TRAINED and "tokens" in event and event.get("version") is not None:
-            version: int = event["version"]
-            self.tokens_by_version[version] = self.tokens_by_version.get(version, 0) + event["tokens"]
-            self.trained_branches += event["branches"]
+            self.trained_by_version[made] += ended
+            if "tokens" in event and version is not None:
+                self.tokens_by_version[version] += event["tokens"]
+                self.trained_branches += event["branches"]
 
     def _end(self, sequence_id: str, outcome: Outcome) -> int:
         """Return 1 if the sequence was in flight; otherwise add a finding and return 0."""
@@ -201,7 +195,6 @@ class Replay:
         if version != self.version + 1:
             self._findings.add(Check.VERSIONS, f"version {version} follows version {self.version}")
         self.version = version
-        self.trained_by_version.setdefault(version, 0)
         wrong = [
             f"{name} {counts.get(name)} stated, {count} derived"
             for name, count in self.counts.as_dict().items()
@@ -289,16 +282,17 @@ def read_history(path: Path, findings: Findings) -> History:
                 floor = int(event["position"])
             else:
                 start = Start(offset, int(event["keep"]), int(event["incarnation"]), int(event["version"]))
+                keeps = f"incarnation {start.incarnation} keeps {start.keep} bytes, which end"
                 if not history.counts(start.keep):
-                    ends = "which end in an undone part or beyond the file"
-                    findings.add(Check.RESTARTS, f"incarnation {start.incarnation} keeps {start.keep} bytes, {ends}")
+                    findings.add(Check.RESTARTS, f"{keeps} in an undone part or beyond the file")
+                if not _ends_a_line(path, start.keep):
+                    findings.add(Check.RESTARTS, f"{keeps} within a line")
                 floor = positions.get(start.version, 0)
                 history.starts.append(start)
         except (KeyError, TypeError, ValueError) as error:
             kind = event["event"] if event else ""
             findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
         history.size = offset + len(line)
-    _check_line_ends(path, history.starts, findings)
     return history
 
 
@@ -317,11 +311,7 @@ def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[i
             findings.add(Check.JOURNAL, f"byte {offset}: no event: {line[:60]!r}")
 
 
-def _check_line_ends(path: Path, starts: list[Start], findings: Findings) -> None:
-    for start in starts:
-        if start.keep:
-            with path.open("rb") as file:
-                file.seek(start.keep - 1)
-                if file.read(1) != b"\n":
-                    problem = f"incarnation {start.incarnation} keeps {start.keep} bytes, which end within a line"
-                    findings.add(Check.RESTARTS, problem)
+def _ends_a_line(path: Path, num_bytes: int) -> bool:
+    with path.open("rb") as file:
+        file.seek(max(0, num_bytes - 1))
+        return num_bytes <= 0 or file.read(1) == b"\n"

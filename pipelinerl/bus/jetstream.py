@@ -1,26 +1,25 @@
-"""The streams of a run over NATS JetStream.
+"""The streams of a run over NATS JetStream: four streams, one durable consumer and one key-value bucket.
 
-A run has four streams, one durable consumer and one key-value bucket; a process has one connection. `pipelinerl.local.nats`
-starts a server. Existing streams are not changed. A stream that is full or unreachable raises `BusError`, and the caller keeps
-its message; publishing a message with an id again stores it once.
+A process has one connection. Existing streams are not changed. A stream that is full or unreachable raises `BusError`, and the
+caller keeps its message; publishing a message with an id again stores it once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
+import nats.js.api
 import nats.js.errors
 from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, KeyValueConfig, RetentionPolicy, StorageType, StreamConfig
 
-from pipelinerl.bus.link import AckSubject, Connection, bus_errors, is_cluster_forming, is_stream_full, is_stream_missing
+from pipelinerl.bus.link import Connection, bus_errors, is_cluster_forming, is_stream_full
 from pipelinerl.bus.protocol import (
     ACTORS,
     NO_HEADERS,
@@ -56,7 +55,6 @@ _FIELD_FRAME_BYTES = len(": \r\n")
 CREATE_WITHIN_S = 60.0
 """Time for the servers of a cluster to find each other and choose a leader."""
 CONNECT_TIMEOUT_S = 30.0
-"""Maximum wait of a service for NATS, which may start later."""
 
 
 @contextlib.asynccontextmanager
@@ -73,9 +71,8 @@ async def connect(
 ) -> AsyncIterator[Bus]:
     """Connect to the streams of `run` at `url`, which may list several servers of a cluster, separated by commas.
 
-    NATS's monitoring shows `name`. `credentials` is a file with `user:password`, or a .creds file. `tls_dir` holds ca.crt and,
-    if the server asks for a certificate, tls.crt and tls.key. All files are read again for each connection. Raises `BusError`
-    with the url if no server answers in time, and `FieldError` for a bad run name or file.
+    NATS's monitoring shows `name`. `credentials` and `tls_dir` are as in `BusSettings`. Raises `BusError` with the url if no
+    server answers in time, and `FieldError` for a bad run name or file.
     """
     subjects = Subjects(run)
     connection = Connection(url, credentials, tls_dir, request_timeout_s)
@@ -115,15 +112,14 @@ class Bus:
     """The streams of one run, opened by `connect`.
 
     Every call is bounded in time. It raises `BusError` if the server does not answer, and `NotPermitted` if this user may not
-    make it. Iterators wait without a limit, also across reconnections, until their context is left. Cancelling a wait (that of
-    `anext` included) never loses a message.
+    make it. A published `msg_id` that is repeated within the window is stored once. Iterators are used in `async with` blocks,
+    and wait without a limit, also across reconnections. Cancelling a wait (that of `anext` included) never loses a message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
         self.connection, self.run, self.limits = connection, subjects.run, limits
         self._subjects = subjects
         self._queue = PromptQueue(connection, subjects.prompts_stream)
-        self._limit_texts: dict[str, str] = {}
 
     @property
     def max_payload_bytes(self) -> int:
@@ -135,10 +131,10 @@ class Bus:
         await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
-        """Create PROMPTS, SEQUENCES, CONTROL, DEAD and the membership bucket. Those that exist keep their contents and limits.
+        """Create the streams and the membership bucket. Those that exist keep their contents and limits.
 
-        Raises `FieldError` with `fresh`, and creates nothing, if anything was ever published to one of the first three: each
-        run counts its ids from the start, so messages of an earlier run would be taken for this one's. Waits up to
+        Raises `FieldError` with `fresh`, and creates nothing, if anything was ever published to PROMPTS, SEQUENCES or CONTROL:
+        each run counts its ids from the start, so messages of an earlier run would be taken for this one's. Waits up to
         `CREATE_WITHIN_S` for a cluster of servers that has no leader yet.
         """
         deadline = time.monotonic() + CREATE_WITHIN_S
@@ -151,17 +147,23 @@ class Bus:
 
     async def _create_streams(self, fresh: bool) -> None:
         subjects, js = self._subjects, self.connection.js
+        there = {stream: await self._info(stream) for stream in subjects.every_stream}
         filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.control_stream)
-        if fresh and (used := [stream for stream in filled if await self._last_position(stream)]):
+        if fresh and (used := [stream for stream in filled if (info := there[stream]) and info.state.last_seq]):
             raise FieldError(
                 "run",
                 self.run,
                 f"{' and '.join(used)} on this NATS server hold messages of an earlier run of this name; give another run "
                 f"name, or delete that run's streams: {', '.join(subjects.every_stream)} (`nats stream rm NAME`)",
             )
-        for config in stream_configs(subjects, self.limits):
-            await self._ensure_stream(config)
-        if await self._last_position(subjects.members_stream) is None:
+        for wanted in stream_configs(subjects, self.limits):
+            assert wanted.name is not None
+            if (info := there[wanted.name]) is not None:
+                _warn_of_other_limits(info.config, wanted)
+                continue
+            with bus_errors(f"creating {wanted.name} at {self.connection.url}"):
+                await js.add_stream(wanted)
+        if there[subjects.members_stream] is None:
             with bus_errors(f"creating the membership bucket at {self.connection.url} (needs nats-server 2.11)"):
                 await js.create_key_value(members_bucket(subjects, self.limits))
         with bus_errors(f"creating the consumer of {subjects.prompts_stream}"):
@@ -176,21 +178,17 @@ class Bus:
                 await self.connection.js.delete_stream(stream)
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Publish a prompt group and return its position in the queue. A `msg_id` that is repeated within the window is stored
-        once; a group that is handed over is a new message and needs a new id. Raises `PayloadTooLarge`, `BusError`."""
+        """Publish a prompt group and return its position in the queue. A group that is handed over needs a new `msg_id`. Raises
+        `PayloadTooLarge`, `BusError`."""
         return await self._store_once(self._subjects.prompts_stream, self._subjects.prompts, payload, msg_id, headers)
 
     async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
-        """Take the next group from the work queue; None if none came within `timeout_s` (> 0). Raises `BusError` without a
-        connection or without streams."""
+        """Take the next group from the work queue; None if none came within `timeout_s` (> 0)."""
         return await self._queue.next(timeout_s)
 
     async def pending_prompts(self) -> dict[str, int]:
-        """Return the positions of all unfinished groups of the queue by message id, in order, whether or not they are
-        delivered.
-
-        Nothing is taken. A group that is acknowledged or published meanwhile may be missing.
-        """
+        """Return the positions of all unfinished groups of the queue by message id, in order, delivered or not. A group that is
+        acknowledged or published meanwhile may be missing."""
         found = await stored_messages(self.connection, self._subjects.prompts_stream, self._subjects.prompts)
         return {(message.headers or {}).get(MSG_ID, ""): message.seq or 0 for message in found}
 
@@ -199,16 +197,19 @@ class Bus:
         return await stream_info(self.connection, self._subjects.prompts_stream)
 
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Publish a sequence and return its position in the log. A `msg_id` that is repeated within the window is stored once.
-        Raises `PayloadTooLarge`, `BusError`."""
+        """Publish a sequence and return its position in the log. Raises `PayloadTooLarge`, `BusError`."""
         stream, subject = self._subjects.sequences_stream, self._subjects.sequences
         return await self._store_once(stream, subject, payload, msg_id, headers)
 
     def read_sequences(self, from_position: int) -> OrderedReader[LogEntry]:
-        """Iterate over the log from `from_position` (>= 1), in an `async with` block. At its end, wait for more. Purged
-        positions are left out."""
+        """Iterate over the log from `from_position` (>= 1). At its end, wait for more. Purged positions are left out."""
+
+        def log_entry(message: Msg) -> LogEntry:
+            msg_id = (message.headers or {}).get(MSG_ID, "")
+            return LogEntry(message.metadata.sequence.stream, message.data, msg_id, headers_given(message))
+
         stream = self._subjects.sequences_stream
-        return OrderedReader(self.connection, stream, _log_entry, from_position=max(1, from_position))
+        return OrderedReader(self.connection, stream, log_entry, from_position=max(1, from_position))
 
     async def purge_sequences(self, below_position: int) -> None:
         """Remove the sequences below this position, at most up to the log's end. Positions continue where they were."""
@@ -223,8 +224,7 @@ class Bus:
         return await stream_info(self.connection, self._subjects.sequences_stream)
 
     async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
-        """Store a message that was given up. A `msg_id` that is repeated within the window is stored once. Raises
-        `PayloadTooLarge`, `BusError`."""
+        """Store a message that was given up. Raises `PayloadTooLarge`, `BusError`."""
         await self._store_once(self._subjects.dead_stream, self._subjects.dead, payload, msg_id)
 
     async def dead_letters(self) -> list[bytes]:
@@ -233,22 +233,17 @@ class Bus:
         return [message.data or b"" for message in found]
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Publish a control message, which replaces the last one of this kind (and actor): a slow watcher may only see the
-        newest. Raises `BusError`."""
+        """Publish a control message, which replaces the last one of this kind (and actor); slow watchers may miss that one."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
     def watch_control(self, kinds: Sequence[str], actor: str = "") -> OrderedReader[ControlMessage]:
-        """Iterate over the last message of each matching subject, then over new ones in stream order, in an `async with` block.
-
-        An answer kind (such as `staged`) matches the answers of all actors. An order kind (such as `commit`) matches orders to
-        all actors, and orders to `actor` alone; `EVERY_ACTOR` matches those to any one.
-        """
+        """Iterate over the last message of each subject that `watched` gives, then over new ones in stream order."""
         prefix = self._subjects.control("")
 
-        def control_message(message: Msg, ack: AckSubject) -> ControlMessage:
+        def control_message(message: Msg) -> ControlMessage:
             kind, _, name = message.subject.removeprefix(prefix).partition(".")
-            return ControlMessage(kind, name, message.data, ack.stream_position, headers_given(message))
+            return ControlMessage(kind, name, message.data, message.metadata.sequence.stream, headers_given(message))
 
         subjects = tuple(self._subjects.control(*pair) for pair in watched(kinds, actor))
         return OrderedReader(self.connection, self._subjects.control_stream, control_message, subjects=subjects)
@@ -261,8 +256,7 @@ class Bus:
         await self._store(self._subjects.member(check_actor_name(actor)), b"", {"KV-Operation": "DEL"})
 
     def watch_members(self) -> MemberWatch:
-        """Iterate over the present members, then over every renewal, removal and expiry, in an `async with` block. A removal is
-        reported once."""
+        """Iterate over the present members, then over every renewal, removal and expiry. A removal is reported once."""
         return MemberWatch(self.connection, self._subjects, self.limits.member_ttl_s)
 
     async def _store_once(self, stream: str, subject: str, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
@@ -274,63 +268,34 @@ class Bus:
             raise
 
     async def _store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
-        """Publish a message, wait until it is stored, and return its position. Raises `PayloadTooLarge`, `NotPermitted`, and
-        `BusError` if the server does not acknowledge it in time."""
+        """Publish a message, wait until it is stored, and return its position. Raises `PayloadTooLarge`, `BusError`."""
         size = len(payload) + (_HEADER_FRAME_BYTES if headers else 0)
         size += sum(len(key) + len(value.encode()) + _FIELD_FRAME_BYTES for key, value in headers.items())
         if size > self.max_payload_bytes:
             raise PayloadTooLarge(subject, size, self.max_payload_bytes)
         await self.connection.wait_connected()
         with bus_errors(f"publishing {len(payload)} bytes on {subject}"):
-            acknowledgement = json.loads((await self.connection.request(subject, payload, headers=headers or None)).data)
-            if "error" in acknowledgement:
-                raise nats.js.errors.APIError.from_error(acknowledgement["error"])
-            return int(acknowledgement["seq"])
+            return int((await self.connection.ask(subject, payload, headers or None))["seq"])
 
     async def _limits_of(self, stream: str) -> str:
-        """Describe a stream's limits, which never change after its creation, so that the server is asked once."""
-        if stream not in self._limit_texts:
-            with bus_errors(f"looking at {stream} at {self.connection.url}"):
-                config = (await self.connection.js.stream_info(stream)).config
-            limits = {"messages": config.max_msgs, "bytes": config.max_bytes}
-            shown = " and ".join(f"{most} {unit}" for unit, most in limits.items() if (most or 0) > 0)
-            self._limit_texts[stream] = f"it may hold {shown}"
-        return self._limit_texts[stream]
+        with bus_errors(f"looking at {stream} at {self.connection.url}"):
+            config = (await self.connection.js.stream_info(stream)).config
+        limits = {"messages": config.max_msgs, "bytes": config.max_bytes}
+        return "it may hold " + " and ".join(f"{most} {unit}" for unit, most in limits.items() if (most or 0) > 0)
 
-    async def _ensure_stream(self, wanted: StreamConfig) -> None:
-        assert wanted.name is not None
-        with bus_errors(f"creating {wanted.name} at {self.connection.url}"):
-            try:
-                there = (await self.connection.js.stream_info(wanted.name)).config
-            except nats.js.errors.NotFoundError:
-                await self.connection.js.add_stream(wanted)
-                return
-        for what, is_so, asked_for in (
-            ("servers that keep it", there.num_replicas, wanted.num_replicas),
-            ("largest number of bytes", there.max_bytes, wanted.max_bytes),
-        ):
-            if (asked_for or -1) != (is_so or -1):
-                _log.warning(
-                    "%s exists, and stays as it is: %s: %s, not %s; `nats stream edit %s` changes it",
-                    *(wanted.name, what, is_so, asked_for, wanted.name),
-                )
-
-    async def _last_position(self, stream: str) -> int | None:
-        """Return 0 for a stream that nothing was ever published to, and None if there is no such stream."""
-        try:
-            return (await stream_info(self.connection, stream)).last_position
-        except BusError as error:
-            if is_stream_missing(error):
-                return None
-            raise
+    async def _info(self, stream: str) -> nats.js.api.StreamInfo | None:
+        with bus_errors(f"looking at {stream} at {self.connection.url}"), contextlib.suppress(nats.js.errors.NotFoundError):
+            return await self.connection.js.stream_info(stream)
+        return None
 
 
-def _log_entry(message: Msg, ack: AckSubject) -> LogEntry:
-    msg_id = (message.headers or {}).get(MSG_ID, "")
-    return LogEntry(ack.stream_position, message.data, msg_id, headers_given(message))
+def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
+    for what, field in (("servers that keep it", "num_replicas"), ("largest number of bytes", "max_bytes")):
+        is_so, asked_for = getattr(there, field), getattr(wanted, field)
+        if (asked_for or -1) != (is_so or -1):
+            text = "%s exists, and stays as it is: %s: %s, not %s; `nats stream edit %s` changes it"
+            _log.warning(text, wanted.name, what, is_so, asked_for, wanted.name)
 
-
-# How the streams look in JetStream: limits count when a run's streams are first made.
 
 _UNLIMITED = -1
 _SHORTEST_NOTICE_S = 1.0
@@ -340,56 +305,36 @@ defaults are 512 waiting pulls and, from 2.15 on, 1,000 consumers of a stream.""
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfig]:
-    """Return the configurations of PROMPTS, SEQUENCES, CONTROL and DEAD.
+    """Return the configurations of PROMPTS, SEQUENCES, CONTROL and DEAD, which count when a run's streams are first made.
 
     PROMPTS is a work queue: an acknowledged message is removed. The others are logs: SEQUENCES keeps messages until they are
     purged, CONTROL keeps the last one of each subject, DEAD the newest ones, for people. A full stream refuses the next
     message, except DEAD, which drops its oldest one. A full CONTROL still takes a message that is no longer than the one it
     replaces.
     """
+    small = limits.max_bytes(1 / 16)
 
-    def config(name: str, subject: str, discard: DiscardPolicy, **more: Any) -> StreamConfig:
+    def config(name: str, subject: str, max_bytes: int, **more: Any) -> StreamConfig:
         return StreamConfig(
             name=name,
             subjects=[subject],
-            discard=discard,
+            max_bytes=max_bytes,
+            discard=DiscardPolicy.OLD if name == subjects.dead_stream else DiscardPolicy.NEW,
             storage=StorageType.MEMORY if limits.in_memory else StorageType.FILE,
             num_replicas=limits.replicas,
             duplicate_window=limits.duplicate_window_s,
             **more,
         )
 
+    queue = {"retention": RetentionPolicy.WORK_QUEUE, "max_msgs": limits.prompts_max_messages}
+    last = {"max_msgs_per_subject": 1, "max_consumers": _MAX_ACTORS}
     return [
+        config(subjects.prompts_stream, subjects.prompts, limits.max_bytes(1 / 8), **queue),
         config(
-            subjects.prompts_stream,
-            subjects.prompts,
-            DiscardPolicy.NEW,
-            retention=RetentionPolicy.WORK_QUEUE,
-            max_msgs=limits.prompts_max_messages,
-            max_bytes=limits.max_bytes(1 / 8),
+            subjects.sequences_stream, subjects.sequences, limits.sequences_max_bytes, max_msgs=limits.sequences_max_messages
         ),
-        config(
-            subjects.sequences_stream,
-            subjects.sequences,
-            DiscardPolicy.NEW,
-            max_msgs=limits.sequences_max_messages,
-            max_bytes=limits.sequences_max_bytes,
-        ),
-        config(
-            subjects.control_stream,
-            subjects.control_all,
-            DiscardPolicy.NEW,
-            max_consumers=_MAX_ACTORS,
-            max_msgs_per_subject=1,
-            max_bytes=limits.max_bytes(1 / 16),
-        ),
-        config(
-            subjects.dead_stream,
-            subjects.dead,
-            DiscardPolicy.OLD,
-            max_msgs=limits.dead_max_messages,
-            max_bytes=limits.max_bytes(1 / 16),
-        ),
+        config(subjects.control_stream, subjects.control_all, small, **last),
+        config(subjects.dead_stream, subjects.dead, small, max_msgs=limits.dead_max_messages),
     ]
 
 

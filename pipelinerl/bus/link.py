@@ -1,9 +1,9 @@
-"""One connection to NATS, which opens, reconnects, and raises failures as `BusError`.
+"""One connection to NATS, which opens, reconnects, and raises failures as `BusError`; and requests for a consumer's messages.
 
 It adds to nats-py's client: a refusal reaches the waiting task, a lost connection ends open requests, and logins and
 certificates are read again for each connection. An unreadable file is an error at the start; later it is a warning, and the
 previous content is used, so that a half-renewed file does no harm. A password is never shown, and never sent to a server
-without TLS if TLS was asked for. This module knows nothing about runs, streams or sequences.
+without TLS if TLS was asked for. This module knows nothing about runs or sequences.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import asyncio
 import contextlib
 import importlib.util
 import itertools
+import json
 import logging
 import re
 import ssl
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from pipelinerl.bus.permissions import inbox_prefix
 from pipelinerl.errors import BusError, FieldError, NotPermitted
@@ -52,9 +54,7 @@ def read_login(credentials: Path | None) -> dict[str, str]:
 
 def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
     """Make a context that trusts ca.crt of the folder and shows tls.crt if there is one; without a folder, the machine's CAs.
-
-    Raises `FieldError` on `nats_tls_dir` naming the file.
-    """
+    Raises `FieldError` on `nats_tls_dir` naming the file."""
     if tls_dir is None:
         return ssl.create_default_context()
     read_file(tls_dir / CA, _TLS_DIR)
@@ -78,23 +78,7 @@ _MAX_OUTSTANDING_PINGS = 2
 _STREAM_NOT_FOUND, _STORE_FAILED = 10059, 10077
 _NO_PEERS, _NO_LEADER, _NOT_THE_LEADER = 10005, 10008, 10009
 _BEFORE_SCHEME = re.compile(r",(?=\s*[a-z]+://)", re.IGNORECASE)
-
-
-class AckSubject(NamedTuple):
-    """Positions that JetStream writes into the reply subject of a delivered message."""
-
-    num_deliveries: int
-    stream_position: int
-    consumer_position: int
-
-    @classmethod
-    def parse(cls, reply: str) -> AckSubject:
-        """Parse a reply subject. Raises `BusError` if it is not that of a delivery."""
-        tokens = reply.split(".")
-        first = 4 if len(tokens) == 9 else 6  # newer servers put a domain and an account hash before the stream
-        if not reply.startswith("$JS.ACK.") or len(tokens) < first + 4:
-            raise BusError(f"not a JetStream delivery: reply subject {reply!r}")
-        return cls(*map(int, tokens[first : first + 3]))
+_LOGIN = re.compile(r"^(\s*[a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 
 
 def redacted(urls: str) -> str:
@@ -103,59 +87,42 @@ def redacted(urls: str) -> str:
     A password may hold any character, so everything up to a server's last `@` is removed. A following server without a scheme
     may be taken for part of the login before it.
     """
-    return ",".join(_without_login(url) for url in _BEFORE_SCHEME.split(urls))
+    return ",".join(_LOGIN.sub(r"\1***@", url) for url in _BEFORE_SCHEME.split(urls))
 
 
-def _without_login(url: str) -> str:
-    scheme, slashes, rest = url.partition("://") if "://" in url else ("", "", url)
-    _login, at, host = rest.rpartition("@")
-    return f"{scheme}{slashes}***@{host}" if at else url
-
-
-class bus_errors:
+@contextlib.contextmanager
+def bus_errors(action: str) -> Iterator[None]:
     """Turn nats-py's errors into a `BusError` that starts with `action`.
 
     It also raises a cancellation again that nats-py swallowed while it flushed a large message.
     """
+    task, error = asyncio.current_task(), None
+    cancellations = task.cancelling() if task else 0
+    try:
+        yield
+    except (nats.errors.Error, OSError, TimeoutError) as raised:
+        error = raised
+    if task is not None and task.cancelling() > cancellations:
+        raise asyncio.CancelledError from error
+    if error is not None:
+        raise BusError(f"{action}: {_reason(error)}") from error
 
-    __slots__ = ("_action", "_cancellations", "_task")
 
-    def __init__(self, action: str) -> None:
-        self._action = action
-
-    def __enter__(self) -> None:
-        self._task = asyncio.current_task()
-        self._cancellations = self._task.cancelling() if self._task else 0
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        cancelled = self._task is not None and self._task.cancelling() > self._cancellations
-        if error is None or isinstance(error, nats.errors.Error | OSError | TimeoutError):
-            if cancelled:
-                raise asyncio.CancelledError from error
-            if error is not None:
-                raise BusError(f"{self._action}: {_reason(error)}") from error
+def _api_code(error: Exception) -> int | None:
+    return error.__cause__.err_code if isinstance(error.__cause__, nats.js.errors.APIError) else None
 
 
 def is_stream_missing(error: Exception) -> bool:
-    cause = error.__cause__
-    return isinstance(cause, nats.js.errors.APIError) and cause.err_code == _STREAM_NOT_FOUND
+    return _api_code(error) == _STREAM_NOT_FOUND
 
 
 def is_cluster_forming(error: Exception) -> bool:
     """Return whether the servers of a cluster may still be finding each other and choosing a leader."""
-    cause = error.__cause__
-    if isinstance(cause, nats.js.errors.APIError):
-        return cause.err_code in (_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER)
-    return isinstance(cause, TimeoutError)
+    return _api_code(error) in (_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER) or isinstance(error.__cause__, TimeoutError)
 
 
 def is_stream_full(error: BusError) -> bool:
-    cause = error.__cause__
-    return (
-        isinstance(cause, nats.js.errors.APIError)
-        and cause.err_code == _STORE_FAILED
-        and "maximum" in (cause.description or "")
-    )
+    return _api_code(error) == _STORE_FAILED and "maximum" in str(error)
 
 
 def _reason(error: Exception) -> str:
@@ -172,25 +139,14 @@ def _reason(error: Exception) -> str:
     return str(error).removeprefix("nats: ") or type(error).__name__
 
 
+NS = 1_000_000_000
 _ENDS_NOTHING = ("permissions violation", "stale connection")
 _REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"([^"]*)"', re.IGNORECASE)
 
 
-class Waiting(Protocol):
-    """Interface of an object that waits for messages, and may have to stop waiting."""
-
-    def on_reconnect(self) -> None: ...
-
-    def on_refusal(self, lowered: str) -> None:
-        """Handle the refusal of a subject, given in lower case, that this user may not use."""
-
-
 class Connection(Client):
-    """nats-py's client, connected within `opened`. It calls `pullers` after reconnections and refusals.
-
-    It also reconnects when the server ends a connection for a reason, such as changed users, which would close nats-py's client
-    for good.
-    """
+    """nats-py's client, connected within `opened`. It calls `pullers` after reconnections and refusals. It also reconnects when
+    the server ends a connection for a reason, such as changed users, which would close nats-py's client for good."""
 
     def __init__(
         self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0
@@ -204,7 +160,7 @@ class Connection(Client):
         """Name of the user; empty with a .creds file and without a login."""
         self._requires_tls = tls_dir is not None or any(server.strip().lower().startswith("tls://") for server in self._urls)
         self.js = self.jetstream(timeout=request_timeout_s)
-        self.pullers: set[Waiting] = set()
+        self.pullers: set[Puller] = set()
         self._connected, self._was_connected, self._last_error = asyncio.Event(), False, ""
         self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # requests by token: subject, answer
         self._tokens = map(str, itertools.count())
@@ -213,11 +169,8 @@ class Connection(Client):
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
-        """Connect, and reconnect as long as the context lasts.
-
-        Raises `BusError` with the url if no server answers within `timeout_s`, or refuses the login or a certificate;
-        `NotPermitted` if this user may not receive answers.
-        """
+        """Connect, and reconnect as long as the context lasts. Raises `BusError` with the url if no server answers within
+        `timeout_s`, or refuses the login or a certificate; `NotPermitted` if this user may not receive answers."""
         with _no_notice_of_tls_ends():
             try:
                 await self._open(name, timeout_s)
@@ -273,6 +226,13 @@ class Connection(Client):
         if message.headers and message.headers.get("Status") == "503":
             raise nats.errors.NoRespondersError
         return message
+
+    async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> dict[str, Any]:
+        """Return JetStream's answer. Raises nats-py's errors, as `request` does, also for an answer that is an error."""
+        answer: dict[str, Any] = json.loads((await self.request(subject, payload, headers=headers)).data)
+        if "error" in answer:
+            raise nats.js.errors.APIError.from_error(answer["error"])
+        return answer
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
@@ -400,6 +360,63 @@ class Connection(Client):
             await self._process_op_err(nats.errors.Error(f"the server ended the connection: {err_msg.strip(chr(39))}"))
         else:
             await super()._process_err(err_msg)
+
+
+class Puller(ABC):
+    """Request messages from a consumer of a stream, which arrive in an inbox, and wait for them. Waiting ends if no message can
+    come: the connection was lost, or the server refused a user without permission."""
+
+    def __init__(self, connection: Connection, stream: str, consumer: str = "") -> None:
+        self._connection, self._stream, self._consumer = connection, stream, consumer
+        self._inbox = ""
+        self._subscription: Subscription | None = None
+        self._woken = asyncio.Event()
+        self._error: BusError | NotPermitted | None = None
+
+    @abstractmethod
+    def on_reconnect(self) -> None: ...
+
+    @abstractmethod
+    async def _on_message(self, message: Msg) -> None: ...
+
+    def on_refusal(self, lowered: str) -> None:
+        """Handle the refusal of a subject, given in lower case, that this user may not use."""
+        if lowered == self._asked.lower():
+            self._error = NotPermitted(self._connection.user, self._asked)
+            self._woken.set()
+
+    @property
+    def _asked(self) -> str:
+        return f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
+
+    async def _subscribe(self, tokens: str = "") -> None:
+        self._inbox = self._connection.new_inbox()
+        self._subscription = await self._connection.subscribe(self._inbox + tokens, cb=self._on_message, pending_bytes_limit=0)
+        self._connection.pullers.add(self)
+
+    async def _ask(self, expires_s: float, token: str = "", **more: int) -> None:
+        question = {"expires": int(expires_s * NS), **more}
+        await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
+
+    async def _wait(self, timeout_s: float) -> bool:
+        """Wait until something happens, and return False after the timeout. Raises `BusError` or `NotPermitted` if it was an
+        error."""
+        self._woken.clear()
+        if self._error is None:
+            with contextlib.suppress(TimeoutError):
+                # `wait_for` may swallow a cancellation that comes with a message
+                async with asyncio.timeout(timeout_s):
+                    await self._woken.wait()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._woken.is_set()
+
+    async def _unsubscribe(self) -> None:
+        self._connection.pullers.discard(self)
+        if self._subscription is not None:
+            subscription, self._subscription = self._subscription, None
+            await subscription.unsubscribe()
 
 
 def _fail(answer: asyncio.Future[Msg], error: Exception) -> None:

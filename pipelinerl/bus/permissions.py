@@ -2,9 +2,7 @@
 
 The functions are pure; the command `python -m pipelinerl.bus.permissions RUN` prints the users for people who bring their own
 NATS. Streams are single tokens (`PROMPTS_<run>`), in which NATS has no wildcards, so the lists are for one run's name.
-
-NATS checks the subject that a client publishes to, but not the one that it asks the answer to be sent to; docs/security.md
-describes the consequences. Nothing here sets up passwords or accounts, or changes a server.
+docs/security.md says what NATS does not check.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACTOR, Subjects, check_run_name
+from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACTOR, Subjects
 from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
@@ -106,12 +104,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.bus.permissions", description=main.__doc__)
     parser.add_argument("run", metavar="RUN", help="name of the run")
     run = parser.parse_args().run
+    passwords = {user: f"PASSWORD-OF-{user.upper()}" for user in (TRAINER, ACTOR, ADMIN)}
     try:
-        check_run_name(run)
+        print(json.dumps({"authorization": authorization(run, passwords)}, indent=2))
     except FieldError as error:
         parser.error(str(error))
-    passwords = {user: f"PASSWORD-OF-{user.upper()}" for user in (TRAINER, ACTOR, ADMIN)}
-    print(json.dumps({"authorization": authorization(run, passwords)}, indent=2))
     return 0
 
 

@@ -1,7 +1,4 @@
-"""Names of a run's streams and subjects, their limits, and the messages on them. Pure.
-
-`jetstream.Bus` reads and writes the messages. Their payloads are opaque bytes here; `pipelinerl.messages` encodes them.
-"""
+"""Names of a run's streams and subjects, their limits, and the messages on them, whose payloads are opaque bytes here. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +19,13 @@ _LEAST_BOUND_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Limits of a run's streams, fixed at their creation. A full stream raises `BusError` with the limit; only dead letters are
-    dropped."""
+    """Limits of a run's streams, fixed at their creation. A full stream raises `BusError` with the limit; only dead letters,
+    which only people read, are dropped."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3
     sequences_max_messages: int = 10_000_000
     dead_max_messages: int = 10_000
-    """Number of dead letters, which only people read, above which the oldest is dropped."""
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
@@ -38,7 +34,6 @@ class StreamLimits:
     member_ttl_s: float = 10.0
     replicas: int = 1
     in_memory: bool = False
-    """Streams in the server's memory instead of files."""
 
     def max_bytes(self, share: float) -> int:
         """Return the bound of a stream other than SEQUENCES, as a share of that one's. All shares together are below a third,
@@ -88,18 +83,16 @@ class MemberEvent:
 
 
 RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
-"""Valid names of runs, which are part of subjects, stream names, Kubernetes labels and folder names."""
 
 
 def check_run_name(run: str, field: str = "run") -> str:
-    """Return `run`. Raises `FieldError` on `field` if it cannot be part of a subject and a Kubernetes label."""
+    """Return `run`. Raises `FieldError` on `field` if it cannot be part of subjects, Kubernetes labels and folder names."""
     if not RUN_NAME.fullmatch(run):
         raise FieldError(field, run, "use 1-40 lowercase letters, digits and inner dashes")
     return run
 
 
 ACTOR_NAME = re.compile(r"[A-Za-z0-9_-]{1,253}")
-"""Valid names of actors, which are one token of a subject and a key of the membership bucket."""
 
 
 def check_actor_name(actor: str) -> str:
@@ -129,13 +122,8 @@ class Subjects:
         self.control_stream, self.dead_stream = f"CONTROL_{run}", f"DEAD_{run}"
         self.members_bucket = f"members-{run}"
         self.members_stream = f"KV_{self.members_bucket}"  # as JetStream calls the bucket's stream
-        self.every_stream = (
-            self.prompts_stream,
-            self.sequences_stream,
-            self.control_stream,
-            self.dead_stream,
-            self.members_stream,
-        )
+        data = (self.prompts_stream, self.sequences_stream, self.control_stream, self.dead_stream)
+        self.every_stream = (*data, self.members_stream)
 
     def control(self, kind: str, actor: str = "") -> str:
         """Return the subject of one kind of control message. That of an answer, or of an order to one actor, ends with the
@@ -154,12 +142,8 @@ EVERY_ACTOR = "*"
 
 
 def watched(kinds: Sequence[str], actor: str) -> list[tuple[str, str]]:
-    """Return the (kind, actor) pairs that a watcher of `kinds` sees: the answers of all actors, orders to all, and orders to
-    `actor`.
-
-    With an empty `actor`, orders to a single one are left out; with `EVERY_ACTOR`, orders to any one are included.
-    `EVERY_ACTOR` in a pair matches any name.
-    """
+    """Return the (kind, actor) pairs that a watcher of `kinds` sees: the answers of all actors, orders to all, and, unless
+    `actor` is empty, orders to it alone. `EVERY_ACTOR` matches any name."""
     pairs = [(kind, EVERY_ACTOR if kind in FROM_ACTOR else "") for kind in kinds]
     return pairs + [(kind, actor) for kind in kinds if actor and kind in TO_ONE_ACTOR]
 

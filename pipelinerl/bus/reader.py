@@ -1,35 +1,26 @@
 """Read streams: the messages of one in order, all stored messages, the members of a run, and the work queue.
 
-`OrderedReader` reads a stream from a position, or from the last message of each subject, without losing any. An ephemeral pull
-consumer without acknowledgements delivers the messages. If it is lost (reconnection, restart of the server, silence, a gap),
-another one continues after the last message received. Reading ahead is bounded. nats-py's own ordered consumer is not used: it
-is a push consumer that answers flow control every 250 ms and drops messages that it cannot buffer.
-
-`PromptQueue` takes prompt groups, one at a time, through the durable consumer that all actors share. `stored_messages` reads
-without a consumer, because a work queue refuses a second one. This module decodes no payloads, does not limit redeliveries, and
-stores no positions.
+An ephemeral pull consumer without acknowledgements delivers the messages of an `OrderedReader`. If it is lost (reconnection,
+restart of the server, silence, a gap), another one continues after the last message received. Reading ahead is bounded.
+nats-py's own ordered consumer is not used: it is a push consumer that answers flow control every 250 ms and drops messages that
+it cannot buffer. This module decodes no payloads, does not limit redeliveries, and stores no positions.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from datetime import datetime
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import nats.js.errors
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RawStreamMsg
 
-from pipelinerl.bus.link import AckSubject, Connection, bus_errors, is_stream_missing
+from pipelinerl.bus.link import NS, Connection, Puller, bus_errors, is_stream_missing
 from pipelinerl.bus.protocol import ACTORS, NO_HEADERS, Headers, MemberEvent, StreamInfo, Subjects
 from pipelinerl.errors import BusError, NotPermitted
 from pipelinerl.service.retry import Backoff, is_bus_outage, retry_forever
@@ -39,22 +30,15 @@ _log = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
 
 MSG_ID = "Nats-Msg-Id"
-_NS = 1_000_000_000
 _WALKS = 64
 """Maximum number of simultaneous reads, since each returns a payload."""
 _MESSAGE_NOT_FOUND = 10037
 
 
 async def stream_info(connection: Connection, stream: str) -> StreamInfo:
-    """Ask the server for the state of a stream. Raises `BusError`.
-
-    nats-py's own call leaves out the time of the oldest message.
-    """
+    """Ask the server for the state of a stream. Raises `BusError`. nats-py's own call leaves out the oldest message's time."""
     with bus_errors(f"looking at {stream} at {connection.url}"):
-        found = json.loads((await connection.request(f"$JS.API.STREAM.INFO.{stream}")).data)
-        if "error" in found:
-            raise nats.js.errors.APIError.from_error(found["error"])
-    state = found["state"]
+        state = (await connection.ask(f"$JS.API.STREAM.INFO.{stream}"))["state"]
     messages, last = state["messages"], state["last_seq"]
     if not messages:
         return StreamInfo(0, state["bytes"], last + 1, last)
@@ -63,27 +47,21 @@ async def stream_info(connection: Connection, stream: str) -> StreamInfo:
 
 
 async def stored_messages(connection: Connection, stream: str, subject: str) -> list[RawStreamMsg]:
-    """Return the messages of `subject` in order. Raises `BusError`.
-
-    Each message costs one round trip; gaps cost nothing. A message that is removed or added meanwhile may be missing.
-    """
+    """Return the messages of `subject` in order, read without a consumer, because a work queue refuses a second one. Raises
+    `BusError`. Each message costs one round trip. A message that is removed or added meanwhile may be missing."""
     info = await stream_info(connection, stream)
     first, end = info.first_position, info.last_position + 1
     size = max(1, math.ceil((end - first) / _WALKS))
-    tasks = [
-        asyncio.ensure_future(_walk(connection, stream, subject, start, min(end, start + size)))
-        for start in range(first, end, size)
-    ]
+    walks = [_walk(connection, stream, subject, start, min(end, start + size)) for start in range(first, end, size)]
+    tasks = [asyncio.ensure_future(walk) for walk in walks]
     try:
-        walked = await asyncio.gather(*tasks)
+        return [message for messages in await asyncio.gather(*tasks) for message in messages]
     finally:
         for task in tasks:
             task.cancel()
-    return [message for messages in walked for message in messages]
 
 
 async def _walk(connection: Connection, stream: str, subject: str, start: int, end: int) -> list[RawStreamMsg]:
-    """Return the messages at positions in [start, end)."""
     found: list[RawStreamMsg] = []
     with bus_errors(f"looking into {stream} at {connection.url}"):
         while start < end:
@@ -108,67 +86,8 @@ def headers_given(message: Msg) -> Headers:
 
 
 def _status(message: Msg) -> tuple[str, str]:
-    """Return code and description of a status that the server sends instead of a message."""
     headers = message.headers or {}
     return headers.get("Status", ""), headers.get("Description", "")
-
-
-class Puller(ABC):
-    """Request messages from a consumer of a stream, which arrive in an inbox, and wait for them.
-
-    Waiting ends if no message can come: the connection was lost, or the server refused a user without permission.
-    """
-
-    def __init__(self, connection: Connection, stream: str, consumer: str = "") -> None:
-        self._connection, self._stream, self._consumer = connection, stream, consumer
-        self._inbox = ""
-        self._subscription: Subscription | None = None
-        self._woken = asyncio.Event()
-        self._error: BusError | NotPermitted | None = None
-
-    @abstractmethod
-    def on_reconnect(self) -> None: ...
-
-    @abstractmethod
-    async def _on_message(self, message: Msg) -> None: ...
-
-    def on_refusal(self, lowered: str) -> None:
-        if lowered == self._asked.lower():
-            self._error = NotPermitted(self._connection.user, self._asked)
-            self._woken.set()
-
-    @property
-    def _asked(self) -> str:
-        return f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
-
-    async def _subscribe(self, tokens: str = "") -> None:
-        self._inbox = self._connection.new_inbox()
-        self._subscription = await self._connection.subscribe(self._inbox + tokens, cb=self._on_message, pending_bytes_limit=0)
-        self._connection.pullers.add(self)
-
-    async def _ask(self, expires_s: float, token: str = "", **more: int) -> None:
-        question = {"expires": int(expires_s * _NS), **more}
-        await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
-
-    async def _wait(self, timeout_s: float) -> bool:
-        """Wait until something happens, and return False after the timeout. Raises `BusError` or `NotPermitted` if it was an
-        error."""
-        self._woken.clear()
-        if self._error is None:
-            with contextlib.suppress(TimeoutError):
-                # `wait_for` may swallow a cancellation that comes with a message
-                async with asyncio.timeout(timeout_s):
-                    await self._woken.wait()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return self._woken.is_set()
-
-    async def _unsubscribe(self) -> None:
-        self._connection.pullers.discard(self)
-        if self._subscription is not None:
-            subscription, self._subscription = self._subscription, None
-            await subscription.unsubscribe()
 
 
 BATCH = 256
@@ -185,17 +104,15 @@ _PULL_ENDED = ("408", "409")
 
 
 class OrderedReader(Puller, Generic[_Item]):
-    """Async iterator over the converted messages of one stream. Cancelling `anext` loses nothing.
-
-    It waits for messages from publishers, and ends when its `async with` block is left. Raises `BusError` if the stream does
-    not exist or was deleted, and `NotPermitted` if this user may not read it.
-    """
+    """Async iterator over the converted messages of one stream, without a gap, for an `async with` block. Cancelling `anext`
+    loses nothing. It waits for publishers. Raises `BusError` if the stream does not exist or was deleted, and `NotPermitted` if
+    this user may not read it."""
 
     def __init__(
         self,
         connection: Connection,
         stream: str,
-        convert: Callable[[Msg, AckSubject], _Item],
+        convert: Callable[[Msg], _Item],
         *,
         subjects: tuple[str, ...] = (),
         from_position: int = 0,
@@ -217,7 +134,7 @@ class OrderedReader(Puller, Generic[_Item]):
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._detach()
 
     def __aiter__(self) -> OrderedReader[_Item]:
@@ -253,7 +170,7 @@ class OrderedReader(Puller, Generic[_Item]):
         self._outstanding += count
         try:
             with bus_errors(f"reading {self._stream}"):
-                await self._ask(_PULL_EXPIRES_S, batch=count, max_bytes=_PULL_BYTES, idle_heartbeat=int(_HEARTBEAT_S * _NS))
+                await self._ask(_PULL_EXPIRES_S, batch=count, max_bytes=_PULL_BYTES, idle_heartbeat=int(_HEARTBEAT_S * NS))
         except BusError:
             if self._connection.is_closed:
                 raise
@@ -309,19 +226,18 @@ class OrderedReader(Puller, Generic[_Item]):
         self._woken.set()
 
     def _on_delivery(self, message: Msg) -> None:
-        ack = AckSubject.parse(message.reply)
-        if ack.consumer_position != self._consumer_position + 1:
+        position = message.metadata.sequence
+        if position.consumer != self._consumer_position + 1:
             self.on_reconnect()
             return
-        self._consumer_position = ack.consumer_position
-        self._next_position = ack.stream_position + 1
+        self._consumer_position = position.consumer
+        self._next_position = position.stream + 1
         self._outstanding -= 1
         self._buffered_bytes += len(message.data)
-        self._buffer.append((self._convert(message, ack), len(message.data)))
+        self._buffer.append((self._convert(message), len(message.data)))
 
     def _on_status(self, message: Msg) -> None:
-        """Handle a status. A heartbeat only wakes the waiting reader. The consumer counts as lost unless the pull ended
-        normally."""
+        """Count the consumer as lost unless the pull ended normally. A heartbeat only wakes the waiting reader."""
         status, description = _status(message)
         if status == _HEARTBEAT:
             return
@@ -382,7 +298,7 @@ class MemberWatch(OrderedReader[MemberEvent]):
         return None
 
 
-def _member_event(message: Msg, ack: AckSubject) -> MemberEvent:
+def _member_event(message: Msg) -> MemberEvent:
     is_removal = any(key in (message.headers or {}) for key in _REMOVAL_HEADERS)
     return MemberEvent(message.subject.rsplit(".", 1)[-1], None if is_removal else message.data)
 
@@ -395,20 +311,16 @@ _TIME_OVER = ("404", "408")
 
 
 class PromptDelivery:
-    """A prompt group that was delivered to this actor. It is delivered to another one after `ack_wait_s` without
-    acknowledgement.
-
-    `position` in the queue is the same for each delivery. `num_deliveries` is 1 at first, and counts hand-backs and expired
-    deadlines. All methods raise `BusError`; all but `in_progress` wait for the server's confirmation.
-    """
+    """A prompt group that was delivered to this actor. Without acknowledgement, it is delivered to another one after
+    `ack_wait_s`. `position` in the queue is the same for each delivery. `num_deliveries` is 1 at first, and counts hand-backs
+    and expired deadlines. All methods raise `BusError`; all but `in_progress` wait for the server's confirmation."""
 
     def __init__(self, connection: Connection, message: Msg) -> None:
         self._connection, self._reply = connection, message.reply
         self.payload: bytes = message.data
         self.msg_id: str = (message.headers or {}).get(MSG_ID, "")
         self.headers = headers_given(message)
-        ack = AckSubject.parse(message.reply)
-        self.position, self.num_deliveries = ack.stream_position, ack.num_deliveries
+        self.position, self.num_deliveries = message.metadata.sequence.stream, message.metadata.num_delivered
 
     async def ack(self) -> None:
         """Remove the finished group from the queue."""
@@ -434,7 +346,7 @@ class PromptDelivery:
 
 
 class PromptQueue(Puller):
-    """Take prompt groups from PROMPTS, which the feeder publishes or the server redelivers.
+    """Take prompt groups from PROMPTS, one at a time, through the consumer that all actors share.
 
     Each wait requests one message from the server, with the same timeout. The request of a cancelled wait stays open for the
     next wait, so that no group is lost and no second one is taken.
@@ -466,7 +378,7 @@ class PromptQueue(Puller):
                         await self._ask(max(deadline - now, _SHORTEST_QUESTION_S), f".{self._question}", batch=1)
                     if not self._ready:
                         await self._wait(min(deadline, self._question_ends) - now)
-            return PromptDelivery(self._connection, self._ready.popleft())
+                return PromptDelivery(self._connection, self._ready.popleft())
 
     async def close(self) -> None:
         """Hand back groups that were delivered and not yet taken. If that fails, they are redelivered after `ack_wait_s`."""

@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.audit.audit import audit_run
-from pipelinerl.audit.report import as_json, lines
+from pipelinerl.audit.audit import as_json, audit_run, lines
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.bus.protocol import check_run_name, group_id_of

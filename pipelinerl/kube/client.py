@@ -4,10 +4,6 @@ The trainer's permissions are listed here as data: the chart's Role grants exact
 Address, token and CA are read from the files of the kubelet. The library reads the token again every minute, and this client
 does so at once when the API refuses it, so that a pod outlives its tokens. The client does not retry: callers know how urgent a
 call is.
-
-`PodWatch` lists pods, follows every change from there, and reports each `PodEnd` once: that a pod is told to end, and that it
-has ended. It waits out an outage, lists again when a watch has expired, and rarely repeats a call that was refused. The caller
-decides what an end means.
 """
 
 from __future__ import annotations
@@ -93,9 +89,8 @@ class KubeBackoff(Backoff):
     most_s: float = 30.0
     denied_s: float = 300.0
 
-    def after(self, error: KubeError, failures: int) -> float:
-        """Return seconds. `failures`: number of failures in a row, this one included."""
-        return self.denied_s if error.denied else self.delay_s(failures)
+    def after(self, error: Exception, failures: int) -> float:
+        return self.denied_s if isinstance(error, KubeError) and error.denied else self.delay_s(failures)
 
 
 BACKOFF = KubeBackoff()
@@ -127,7 +122,6 @@ class Pod:
 
 
 REQUEST_S = 5.0
-"""Limit for a call and its answer."""
 WATCH_S = 300
 """The server ends a watch after that time, and the next watch continues from there."""
 SILENCE_S = 120.0
@@ -136,13 +130,12 @@ DETAIL_CHARACTERS = 300
 
 
 PodChange = tuple[Pod | None, str]
-"""A pod's current state, and the resource version from which the next watch continues. A bookmark has None and the version
-only."""
+"""A pod's current state (None in a bookmark), and the resource version from which the next watch continues."""
 
 
 class KubeClient:
-    """Access to one namespace with the rights of the pod's ServiceAccount. `close` must follow the last call.
-    `service_account`: folder with `token` and `ca.crt`."""
+    """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. `close` must
+    follow the last call. Calls raise `KubeError`."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S) -> None:
         self.namespace = namespace
@@ -156,28 +149,27 @@ class KubeClient:
             await api.api_client.close()
 
     async def patch_config(self, name: str, data: Mapping[str, str | None]) -> dict[str, str]:
-        """Set these keys of a ConfigMap, remove those that are None, keep the others. Returns all keys. Raises `KubeError`."""
+        """Set these keys of a ConfigMap, remove those that are None, keep the others. Return all keys."""
         body = {"data": dict(data)}
         raw = await self._ask(PATCH_CONFIG, "patch_namespaced_config_map", name=name, body=body, _content_type=_MERGE)
         return dict(raw.get("data") or {})
 
     async def patch_secret(self, name: str, data: Mapping[str, bytes]) -> None:
-        """Set these keys of a Secret, which holds at most 1 MiB, and keep the others. Raises `KubeError`."""
+        """Set these keys of a Secret, which holds at most 1 MiB, and keep the others."""
         body = {"data": {key: base64.b64encode(value).decode() for key, value in data.items()}}
         await self._ask(PATCH_REPORT, "patch_namespaced_secret", name=name, body=body, _content_type=_MERGE)
 
     async def count_actors(self, name: str) -> int:
-        """Return the wanted replicas of a Deployment. Raises `KubeError`."""
+        """Return the wanted replicas of a Deployment."""
         raw = await self._ask(COUNT_ACTORS, "read_namespaced_deployment_scale", name=name)
         return int(raw["spec"].get("replicas", 0))  # the API leaves a zero out
 
     async def scale(self, permission: Permission, name: str, replicas: int) -> None:
-        """Scale like `kubectl scale`. `permission`: the one for the kind of `name`. Raises `KubeError`."""
+        """Scale like `kubectl scale`. `permission`: the one for the kind of `name`."""
         await self._ask(permission, _SCALE[permission], name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
 
     async def may(self, permission: Permission, name: str = "") -> bool:
-        """Return whether the ServiceAccount has this permission in its namespace, on the object `name` or on all. Raises
-        `KubeError`."""
+        """Return whether the ServiceAccount has this permission in its namespace, on the object `name` or on all."""
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
@@ -185,15 +177,14 @@ class KubeClient:
         return bool((raw.get("status") or {}).get("allowed"))
 
     async def list_pods(self, selector: str) -> tuple[list[Pod], str]:
-        """Return the pods, and the resource version from which a watch continues. Raises `KubeError`."""
+        """Return the pods, and the resource version from which a watch continues."""
         raw = await self._ask(LIST_PODS, "list_namespaced_pod", label_selector=selector)
         return [Pod.from_json(item) for item in raw.get("items") or ()], _resource_version(raw)
 
     @asynccontextmanager
     async def watch_pods(self, selector: str, resource_version: str) -> AsyncIterator[AsyncIterator[PodChange]]:
-        """Yield an iterator over the changes after `resource_version`, which ends when the server ends the watch. Entering the
-        block and the iterator raise `KubeError`, of status 410 if the server no longer keeps that version: then list again.
-        Leaving the block closes the connection."""
+        """Yield an iterator over the changes after `resource_version`, which ends when the server ends the watch. An error of
+        status 410 says that the server no longer keeps that version: then list again."""
         with _as_kube_error(WATCH_PODS):
             async with asyncio.timeout(self._request_s):
                 response = await self._respond(
@@ -217,8 +208,7 @@ class KubeClient:
             return _parsed(permission, await response.read())
 
     async def _respond(self, permission: Permission, method: str, **arguments: Any) -> ClientResponse:
-        """Return the response to an accepted call of `CoreV1Api` or the API of the permission's group. If the token is refused,
-        the call is made once more with the token that the file holds now."""
+        """Return the response to an accepted call. If the token is refused, call once more with the token in the file now."""
         if self._api is None:
             api = await asyncio.to_thread(_core_api, self._service_account)
             self._api = self._api or api
@@ -256,7 +246,6 @@ def _core_api(service_account: Path) -> Any:
 
 
 def _load_account(service_account: Path, configuration: Any) -> None:
-    """Read the current token. Raises `ConfigException` outside a pod."""
     from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
     loader = InClusterConfigLoader(str(service_account / "token"), str(service_account / "ca.crt"))
@@ -286,7 +275,6 @@ def _resource_version(raw: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _as_kube_error(permission: Permission) -> Iterator[None]:
-    """Convert errors of the client, aiohttp and the sockets into `KubeError`."""
     try:
         yield
     except KubeError:
@@ -336,7 +324,11 @@ class PodEnd:
 
 
 class PodWatch:
-    """`selector`: labels, as `kubectl get pods -l` takes them. `without`: consequence of not watching, for the log."""
+    """List pods, follow every change from there, and report each `PodEnd` once: a pod is told to end, and it has ended.
+
+    It waits out an outage, lists again when a watch has expired, and rarely repeats a call that was refused. `selector`: as
+    `kubectl get pods -l` takes it. `without`: consequence of not watching, for the log.
+    """
 
     def __init__(self, client: KubeClient, selector: str, on_end: Callable[[PodEnd], None], *, without: str) -> None:
         self._client, self._selector, self._on_end, self._without = client, selector, on_end, without
@@ -369,7 +361,6 @@ class PodWatch:
                 await asyncio.sleep(BACKOFF.first_s)
 
     async def _watch(self) -> None:
-        """Report changes until the server ends the watch."""
         async with self._client.watch_pods(self._selector, self._resource_version) as changes:
             if self._logged:
                 log.info("the pods %s are watched again", self._selector)
@@ -398,8 +389,7 @@ class PodWatch:
             self._on_end(PodEnd(pod.name, pod.uid, reason, still_running=False, final=final))
 
     def _log_away(self, error: KubeError) -> None:
-        """Warn once, and again when the reason changes. A connection failure that the next attempt may cure is only logged for
-        debugging."""
+        """Warn once, and again when the reason changes, but not of a connection failure that the next attempt may cure."""
         why = (error.permission, error.status) if error.denied else (error.denied,)
         if why == self._logged or (self._failures == 1 and not error.denied):
             log.debug("%s", error)

@@ -3,7 +3,7 @@
 The state is a ConfigMap of the release, whose `data.phase` is `Running`, `Finished` or `Failed`. A finished run is scaled to
 zero: first its actors, whose number is stored in that ConfigMap until the run continues, then the trainer. Replicas that are
 scaled through the subresource have no field manager, so that the manifest of an upgrade sets them again without a conflict. A
-process that is stopped meanwhile begins again: each action may run twice. Nothing here decides that a run is finished.
+process that is stopped meanwhile begins again: each action may run twice. All calls wait for the API.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.kube.client import BACKOFF, SCALE_ACTORS, SCALE_TRAINER, KubeClient, KubeError, in_cluster
 from pipelinerl.local.ending import SAMPLES_READ, report_of, write_report
 from pipelinerl.service.lifecycle import sole_error
+from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ _Answer = TypeVar("_Answer")
 
 
 async def run_goes_on(settings: TrainerSettings, version: int) -> None:
-    """Publish that the run is running, and restore the actors that an earlier end scaled to zero. Waits for the API."""
+    """Publish that the run is running, and restore the actors that an earlier end scaled to zero."""
     async with _cluster(settings) as client:
         if client is None:
             return
@@ -50,8 +51,8 @@ async def run_goes_on(settings: TrainerSettings, version: int) -> None:
 
 
 async def complete(settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]]) -> None:
-    """Free the resources of a finished run, as `on_completion` says, and publish that it has finished. Waits for the API. The
-    trainer goes last, once `uploaded` returns: scaling it to zero ends this process."""
+    """Free the resources of a finished run, as `on_completion` says, and publish that it has finished. The trainer goes last,
+    once `uploaded` returns: scaling it to zero ends this process."""
     async with _cluster(settings) as client:
         if client is None:
             return
@@ -95,7 +96,6 @@ def packed_report(run_dir: Path) -> bytes:
 
 
 async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
-    """Write the report to the volume and, with `release`, to a Secret."""
     try:
         await asyncio.to_thread(write_report, settings.run_dir)
         report = await asyncio.to_thread(packed_report, settings.run_dir)
@@ -128,11 +128,4 @@ async def _tell_phase(
 
 
 async def _insist(call: Callable[[], Awaitable[_Answer]]) -> _Answer:
-    failures = 0
-    while True:
-        try:
-            return await call()
-        except KubeError as error:
-            failures += 1
-            log.warning("%s; trying again", error)
-            await asyncio.sleep(BACKOFF.after(error, failures))
+    return await retry_forever(call, "change the release", retried=lambda error: isinstance(error, KubeError), backoff=BACKOFF)

@@ -2,8 +2,8 @@
 
     python -m pipelinerl.kube.page --trainer HOST:PORT --report FILE --names runs.example.com
 
-It runs from the verifier's image, with no token, login or volume of the run: a visitor of this server reaches nothing of the
-trainer but its page. It asks for no login, since the page asks for none: an Ingress has to.
+It has no token, login or volume of the run: a visitor of this server reaches nothing of the trainer but its page. It asks for
+no login, since the page asks for none: an Ingress has to.
 """
 
 from __future__ import annotations

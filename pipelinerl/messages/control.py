@@ -1,8 +1,6 @@
-"""The control channel's messages: membership and the weight-update protocol.
+"""The control channel's messages, membership and the weight-update protocol, as the protobuf classes of `control.proto`.
 
-They are the protobuf classes of `control.proto`, which documents the fields; docs/weight-updates.md describes the exchange.
-`decode_control` checks a message where it enters a process; the state machines decide whether its epoch or version is current.
-The weights' manifest is in `pipelinerl.transfer.manifest`.
+docs/weight-updates.md describes the exchange. The state machines decide whether a message's epoch or version is current.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 from typing import Literal, TypeVar, get_args
 
 from pipelinerl.errors import MessageError
-from pipelinerl.messages.validation import check_finite, parse
+from pipelinerl.messages.sequences import check_finite, parse
 from pipelinerl.v1.control_pb2 import (
     Abort,
     Announce,

@@ -8,28 +8,19 @@ trainer checks whether a version exists or a group was issued.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
 from pipelinerl.errors import MessageError
-from pipelinerl.messages.validation import (
-    building,
-    check_finite,
-    check_logprobs,
-    check_reward,
-    check_run,
-    check_text,
-    check_token_ids,
-    check_uint,
-    logprobs_from_bytes,
-    parse,
-    token_ids_from_bytes,
-)
+from pipelinerl.recipe.fields import MOST_REWARD
 from pipelinerl.v1 import sequence_pb2 as pb
 from pipelinerl.v1.actor_pb2 import GenerateResult
 from pipelinerl.v1.sequence_pb2 import DeadLetter
@@ -88,12 +79,9 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """Tokens that the policy sampled.
-
-    completion_token_ids int32[tokens], with the end-of-sequence token. behaviour_logprobs float32[tokens]: log μ of each token,
+    """Tokens that the policy sampled, with the end-of-sequence token. behaviour_logprobs float32[tokens]: log μ of each token,
     nats, after temperature and truncation. `spans` cover the tokens without gap or overlap. `finish_reason` None: it was
-    interrupted and is to be continued.
-    """
+    interrupted and is to be continued."""
 
     completion_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     behaviour_logprobs: Logprobs = field(default_factory=lambda: np.empty(0, np.float32))
@@ -128,11 +116,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that an actor had generated when it left. A finished sample lacks only its reward and publication.
-
-    An episode has only `branches`: their turns are served again if its environment repeats its requests, and a turn whose
-    `finish_reason` is None is continued.
-    """
+    """Tokens of one sample that an actor had generated when it left. A finished sample lacks only reward and publication. An
+    episode has only `branches`: their turns are served again if its environment repeats its requests."""
 
     sample_index: int
     generation_s: float = 0.0
@@ -194,7 +179,6 @@ class Sequence(Branch):
     finish_reason: FinishReason = FinishReason.STOP
     failure: str = ""
     group_token: bytes = b""
-    """Token of the sequence's group."""
     actor: str = ""
     completion_text: str = ""
     prompt_text: str = ""
@@ -231,10 +215,13 @@ EMPTY_COMPLETION = "empty_completion"
 MAX_SAMPLES = 65_536
 """Limit for the samples of one group: far above any use, and small enough that a corrupt count does no harm."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
-FINISH_REASON_TO_PROTO = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
-FINISH_REASON_FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items()}
+FINISH_REASON_TO_PROTO = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+FINISH_REASON_FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items() if reason}
 CompletionMessage = pb.Sequence | pb.PartialSequence | pb.Branch | GenerateResult
-"""Messages with the fields of a completion."""
 _SAME_IN_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "reward", "failure", "actor"),
     *("completion_text", "prompt_text", "reference_json", "generation_s", "answer", "reason", "group_token"),
@@ -328,20 +315,16 @@ def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
         return None
     if message.run != run or not (message.group_id and message.task and 1 <= message.num_samples <= MAX_SAMPLES):
         return None
+    known = {name: getattr(message, name) for name in ("run", "group_id", "problem_index", "task", "num_samples", "token")}
     return PromptGroup(
-        run=message.run,
-        group_id=message.group_id,
-        problem_index=message.problem_index,
-        task=message.task,
-        prompt_token_ids=np.empty(0, dtype=np.int32),
+        **known,
         prompt_text="",
         reference_json="",
-        num_samples=message.num_samples,
-        sampling=SamplingParams(),
         seed=0,
         issued_version=0,
+        prompt_token_ids=np.empty(0, dtype=np.int32),
+        sampling=SamplingParams(),
         done_samples=tuple(sorted({index for index in message.done_samples if index < message.num_samples})),
-        token=message.token,
     )
 
 
@@ -374,16 +357,14 @@ def write_completion(message: CompletionMessage, completion: Completion) -> None
 def read_completion(message: CompletionMessage, kind: str, prefix: str = "") -> dict[str, Any]:
     """Return tokens, log-probabilities and spans of a message as fields of a `Completion`, checking only the lengths of the
     arrays. Raises `MessageError`."""
-    spans = tuple(VersionSpan(span.version, span.start, span.end, span.incarnation) for span in message.spans)
     return {
         "completion_token_ids": token_ids_from_bytes(message.completion_token_ids, kind, f"{prefix}completion_token_ids"),
         "behaviour_logprobs": logprobs_from_bytes(message.behaviour_logprobs, kind, f"{prefix}behaviour_logprobs"),
-        "spans": spans,
+        "spans": tuple(VersionSpan(span.version, span.start, span.end, span.incarnation) for span in message.spans),
     }
 
 
 def _finish_reason(number: int, kind: str) -> FinishReason:
-    """Convert a finish reason. Raises `MessageError` for an unknown number (0, or one of a newer version)."""
     reason = FINISH_REASON_FROM_PROTO.get(number)
     if reason is None:
         raise MessageError(kind, "finish_reason", f"{number} names no finish reason")
@@ -393,7 +374,7 @@ def _finish_reason(number: int, kind: str) -> FinishReason:
 def _partial_to_proto(partial: PartialSequence) -> pb.PartialSequence:
     message = pb.PartialSequence(
         sample_index=partial.sample_index,
-        finish_reason=FINISH_REASON_TO_PROTO[partial.finish_reason] if partial.finish_reason else None,
+        finish_reason=FINISH_REASON_TO_PROTO[partial.finish_reason],
         generation_s=partial.generation_s,
         branches=map(branch_to_proto, partial.branches),
     )
@@ -430,8 +411,7 @@ def branch_from_proto(message: pb.Branch, kind: str) -> Branch:
 
 
 def _turn_to_proto(turn: Turn) -> pb.Turn:
-    reason = FINISH_REASON_TO_PROTO[turn.finish_reason] if turn.finish_reason else None
-    return pb.Turn(start=turn.start, end=turn.end, finish_reason=reason)
+    return pb.Turn(start=turn.start, end=turn.end, finish_reason=FINISH_REASON_TO_PROTO[turn.finish_reason])
 
 
 def _turn_from_proto(message: pb.Turn) -> Turn:
@@ -440,9 +420,7 @@ def _turn_from_proto(message: pb.Turn) -> Turn:
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
     """Check a sequence. Only one with a `failure` may lack tokens."""
-    check_run(sequence.run, expected_run, _SEQUENCE)
-    check_text(sequence.group_id, _SEQUENCE, "group_id")
-    check_text(sequence.task, _SEQUENCE, "task")
+    _check_names(sequence, expected_run, _SEQUENCE)
     _check_num_samples(sequence.group_size, _SEQUENCE, "group_size")
     if not 0 <= sequence.sample_index < sequence.group_size:
         problem = f"{sequence.sample_index} is not in [0, group_size = {sequence.group_size})"
@@ -459,9 +437,11 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
             raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, and the sequence names no failure")
         if any(turn.finish_reason is None for turn in branch.turns):
             raise MessageError(_SEQUENCE, f"{prefix}turns", "one is unfinished, as only in a sequence handed back")
-    check_reward(sequence.reward, _SEQUENCE, "reward")
-    for name, value in sequence.reward_components.items():
-        check_reward(value, _SEQUENCE, f"reward_components[{name}]")
+    terms = {f"reward_components[{name}]": value for name, value in sequence.reward_components.items()}
+    for name, value in {"reward": sequence.reward, **terms}.items():
+        check_finite(value, _SEQUENCE, name)
+        if abs(value) > MOST_REWARD:  # the scorer has already applied the recipe's limit
+            raise MessageError(_SEQUENCE, name, f"{value} is beyond {MOST_REWARD:g}")
     for name, value in sequence.metrics.items():
         check_finite(value, _SEQUENCE, f"metrics[{name}]")
     check_finite(sequence.generation_s, _SEQUENCE, "generation_s", at_least=0.0)
@@ -469,9 +449,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
 
 def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
     """Check a group. Raises `MessageError`; `expected_run` "" = any."""
-    check_run(group.run, expected_run, _GROUP)
-    check_text(group.group_id, _GROUP, "group_id")
-    check_text(group.task, _GROUP, "task")
+    _check_names(group, expected_run, _GROUP)
     check_token_ids(group.prompt_token_ids, _GROUP, "prompt_token_ids")
     if not len(group.prompt_token_ids) and not group.episodic:
         raise MessageError(_GROUP, "prompt_token_ids", "is empty")
@@ -480,10 +458,8 @@ def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
         check_uint(getattr(group, name), _GROUP, name, bits=64)
     _check_num_samples(group.num_samples, _GROUP, "num_samples")
     seen: set[int] = set()
-    for name, indices in (
-        ("done_samples", group.done_samples),
-        ("partials", [partial.sample_index for partial in group.partials]),
-    ):
+    listed = {"done_samples": group.done_samples, "partials": [partial.sample_index for partial in group.partials]}
+    for name, indices in listed.items():
         for index in indices:
             if not 0 <= index < group.num_samples:
                 raise MessageError(_GROUP, name, f"sample {index} is not in [0, num_samples = {group.num_samples})")
@@ -544,7 +520,6 @@ def _check_tokens(tokens: Completion, kind: str, prefix: str, turns: tuple[Turn,
 
 
 def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: str, field: str) -> None:
-    """Check that the spans cover the turns in order, without gap or overlap."""
     number, covered = 0, 0
     for span in spans:
         if covered == turns[number].end and number + 1 < len(turns):
@@ -559,3 +534,96 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
         covered = span.end
     if covered != turns[-1].end:
         raise MessageError(kind, field, f"cover [0, {covered}) of {turns[-1].end} completion tokens")
+
+
+# --- parts of all decoders
+
+_Proto = TypeVar("_Proto", bound=Message)
+LOGPROB_ROUNDING = 1e-3
+"""A log-probability may exceed 0 by this much (nats): engines compute it in low precision."""
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+
+def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
+    """Fill `message` from `data` and return it. Raises `MessageError` if it does not parse."""
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise MessageError(kind, "", f"{len(data)} bytes do not parse: {error}") from error
+    return message
+
+
+@contextmanager
+def building(kind: str) -> Iterator[None]:
+    """Turn protobuf's errors for a value (out of range, or text that is not Unicode) into `MessageError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise MessageError(kind, "", str(error)) from error
+
+
+def check_uint(value: int, kind: str, field: str, *, at_least: int = 0, bits: int = 32) -> None:
+    """Raise `MessageError` unless `value` is in [at_least, 2**bits)."""
+    if not at_least <= value < 1 << bits:
+        raise MessageError(kind, field, f"{value} is not in [{at_least}, 2**{bits})")
+
+
+def check_finite(value: float, kind: str, field: str, *, at_least: float = -math.inf) -> None:
+    if not (math.isfinite(value) and value >= at_least):
+        wanted = "a finite number" if at_least == -math.inf else f"a finite number >= {at_least:g}"
+        raise MessageError(kind, field, f"{value} is not {wanted}")
+
+
+def check_run(run: str, expected_run: str, kind: str) -> None:
+    """Raise `MessageError` unless `run` is `expected_run`, or any run if that is empty."""
+    if not run or run != (expected_run or run):
+        raise MessageError(kind, "run", f"{run!r} is not this run, {expected_run!r}" if run else "is empty")
+
+
+def _check_names(message: Sequence | PromptGroup, expected_run: str, kind: str) -> None:
+    check_run(message.run, expected_run, kind)
+    for name in ("group_id", "task"):
+        if not getattr(message, name):
+            raise MessageError(kind, name, "is empty")
+
+
+def token_ids_from_bytes(data: bytes, kind: str, field: str) -> TokenIds:
+    """Return int32[tokens], read-only. Raises `MessageError` if the length is no multiple of 4 bytes."""
+    return _from_bytes(data, _INT32, kind, field)
+
+
+def logprobs_from_bytes(data: bytes, kind: str, field: str) -> Logprobs:
+    """Return float32[tokens], read-only. Raises `MessageError` if the length is no multiple of 4 bytes."""
+    return _from_bytes(data, _FLOAT32, kind, field)
+
+
+def _from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDArray:
+    if len(data) % dtype.itemsize:
+        raise MessageError(kind, field, f"{len(data)} bytes are not a multiple of {dtype.itemsize}")
+    return np.frombuffer(data, dtype)
+
+
+def check_token_ids(token_ids: TokenIds, kind: str, field: str) -> None:
+    _check_array(token_ids, _INT32, kind, field)
+    if len(token_ids):
+        lowest = token_ids.argmin()  # a quarter of the cost of `min`, which matters for short sequences
+        if token_ids[lowest] < 0:
+            raise MessageError(kind, field, f"token {lowest} is {token_ids[lowest]}: ids are not negative")
+
+
+def check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
+    _check_array(logprobs, _FLOAT32, kind, field)
+    if not len(logprobs):
+        return
+    # Written so that NaN fails: argmax finds it, and no comparison with it is true.
+    highest, lowest = logprobs.argmax(), logprobs.argmin()
+    if logprobs[highest] <= LOGPROB_ROUNDING and logprobs[lowest] > -np.inf:
+        return
+    bad = lowest if logprobs[highest] <= LOGPROB_ROUNDING else highest
+    raise MessageError(kind, field, f"token {bad} has {logprobs[bad]}: a log-probability is finite and <= 0")
+
+
+def _check_array(array: NDArray, dtype: np.dtype, kind: str, field: str) -> None:
+    """Check that the array is [tokens] with this little-endian dtype."""
+    if array.ndim != 1 or (array.dtype is not dtype and array.dtype != dtype):
+        raise MessageError(kind, field, f"has dtype {array.dtype} and shape {array.shape}, not {dtype} and [tokens]")

@@ -1,18 +1,17 @@
-"""The verifier's client: items in, results out, over gRPC.
+"""The verifier's client: items in, results out, over gRPC, as the protobuf classes of `verifier.proto`.
 
-Items and results are the protobuf classes of `verifier.proto`, which documents the fields. The client waits for a verifier that
-is unreachable, restarting or full: `verify` returns when every item has a result, or when its task is cancelled. The caller
-keeps its sequences until then, so that none is lost, and decides what to do with a result that is not OK.
+`verify` waits for a verifier that is unreachable, restarting or full. The caller keeps its sequences until then, so that none
+is lost, and decides what to do with a result that is not OK.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -24,18 +23,8 @@ from pipelinerl.recipe.fields import MOST_REWARD
 from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, explained, open_channel
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.service.tls import RenewedCertificates
+from pipelinerl.v1 import verifier_pb2 as pb
 from pipelinerl.v1 import verifier_pb2_grpc
-from pipelinerl.v1.verifier_pb2 import (
-    VERIFY_STATUS_BAD_REWARD,
-    VERIFY_STATUS_OK,
-    VERIFY_STATUS_UNSPECIFIED,
-    EpisodeRequest,
-    VerifyItem,
-    VerifyRequest,
-    VerifyResponse,
-    VerifyResult,
-    VerifyStatus,
-)
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +52,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
-def judged(sequence: Sequence, result: VerifyResult) -> Sequence:
+def judged(sequence: Sequence, result: pb.VerifyResult) -> Sequence:
     """Return the sequence with the verifier's result, whose status is OK."""
     return replace(
         sequence,
@@ -75,11 +64,11 @@ def judged(sequence: Sequence, result: VerifyResult) -> Sequence:
     )
 
 
-def result_of(sequence: Sequence) -> VerifyResult:
+def result_of(sequence: Sequence) -> pb.VerifyResult:
     """Return the result that `judged` merged into a sequence without a failure."""
-    return VerifyResult(
+    return pb.VerifyResult(
         sequence_id=sequence.sequence_id,
-        status=VERIFY_STATUS_OK,
+        status=pb.VERIFY_STATUS_OK,
         reward=sequence.reward,
         components=sequence.reward_components,
         metrics=sequence.metrics,
@@ -90,7 +79,7 @@ def result_of(sequence: Sequence) -> VerifyResult:
 
 def status_name(status: int) -> str:
     """Return the name of a `VerifyStatus` in lower case without its prefix."""
-    return VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
+    return pb.VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
 
 
 class VerifierAway(ServiceError):
@@ -114,12 +103,10 @@ class VerifierClient:
         self._channel = self._opened()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._channel.close()
 
-    async def verify(self, items: list[VerifyItem]) -> list[VerifyResult]:
+    async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
         """Return one result per item, in order. If its status is OK, its reward is within `MOST_REWARD`, otherwise 0.
 
         Retries without end while the verifier is unreachable, full or late; cancel the task to stop it. Raises `ServiceError`
@@ -127,43 +114,37 @@ class VerifierClient:
         """
         if not items:
             return []
-        request = VerifyRequest(items=items)
+        request = pb.VerifyRequest(items=items)
         if request.ByteSize() > MAX_MESSAGE_BYTES:
             raise ServiceError(f"a batch of {request.ByteSize()} bytes exceeds {MAX_MESSAGE_BYTES}; send fewer items")
         return _results(items, await self._call_until_answered(request))
 
-    async def run_episode(self, request: EpisodeRequest, timeout_s: float) -> VerifyResult:
+    async def run_episode(self, request: pb.EpisodeRequest, timeout_s: float) -> pb.VerifyResult:
         """Run an episode by one call, and return its result. Raises `VerifierAway` if another call may succeed, `ServiceError`
         if the verifier refuses it, `MessageError` if the answer is for another item."""
-        channel = self._channel
         try:
-            stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-            result: VerifyResult = await stub.RunEpisode(request, timeout=timeout_s, wait_for_ready=True)
+            with self._tries() as stub:
+                result: pb.VerifyResult = await stub.RunEpisode(request, timeout=timeout_s, wait_for_ready=True)
         except aio.AioRpcError as error:
-            self._on_failed_try(error.code().name)
-            if error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel:
-                self._renew()
             kind = VerifierAway if error.code() in (*_AWAY, *_DOUBTFUL) else ServiceError
             raise kind(f"verifier {self.target} did not run {request.sequence_id}: {self._text(error)}") from error
-        return _results([request], VerifyResponse(results=[result]))[0]
+        return _results([request], pb.VerifyResponse(results=[result]))[0]
 
-    async def _call_until_answered(self, request: VerifyRequest) -> VerifyResponse:
+    async def _call_until_answered(self, request: pb.VerifyRequest) -> pb.VerifyResponse:
         doubtful, deadline_s = 0, DEADLINE_S
 
-        async def call() -> VerifyResponse:
+        async def call() -> pb.VerifyResponse:
             nonlocal doubtful, deadline_s
-            channel = self._channel
             try:
-                return await verifier_pb2_grpc.VerifierServiceStub(channel).Verify(request, timeout=deadline_s)
+                with self._tries() as stub:
+                    answer: pb.VerifyResponse = await stub.Verify(request, timeout=deadline_s)
+                return answer
             except aio.AioRpcError as error:
-                self._on_failed_try(error.code().name)
                 doubtful += error.code() in _DOUBTFUL
                 if doubtful >= MOST_DOUBTFUL_TRIES or error.code() not in (*_AWAY, *_DOUBTFUL):
                     raise ServiceError(f"verifier {self.target} refused a batch: {self._text(error)}") from error
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     deadline_s = min(2 * deadline_s, LONGEST_DEADLINE_S)
-                if error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel:
-                    self._renew()
                 raise
 
         return await retry_forever(
@@ -178,29 +159,37 @@ class VerifierClient:
         certificates = self._files.certificates if self._files is not None else None
         return open_channel(self.target, certificates, options=CHANNEL_OPTIONS)
 
-    def _renew(self) -> None:
-        """Open another channel if the certificates were renewed. A channel keeps its first certificates, and once they have
-        expired, new connections are refused. Calls in progress end on the old channel, which is freed with the last of them:
-        closing it would cancel these calls and the tasks that wait for them."""
-        if self._files is not None and self._files.renew():
-            self._channel = self._opened()
+    @contextmanager
+    def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
+        """Report a failed call, and open another channel if the certificates were renewed. A channel keeps its first ones, and
+        once they have expired, new connections are refused. Calls in progress end on the old channel, which is freed with the
+        last of them: closing it would cancel these calls and the tasks that wait for them."""
+        channel = self._channel
+        try:
+            yield verifier_pb2_grpc.VerifierServiceStub(channel)
+        except aio.AioRpcError as error:
+            self._on_failed_try(error.code().name)
+            away = error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel
+            if away and self._files is not None and self._files.renew():
+                self._channel = self._opened()
+            raise
 
     def _text(self, error: Exception) -> str:
         return explained(error, self._tls_dir) if isinstance(error, aio.AioRpcError) else str(error)
 
 
-def _results(items: Iterable[VerifyItem | EpisodeRequest], response: VerifyResponse) -> list[VerifyResult]:
+def _results(items: Iterable[pb.VerifyItem | pb.EpisodeRequest], response: pb.VerifyResponse) -> list[pb.VerifyResult]:
     asked = [item.sequence_id for item in items]
     answered = [result.sequence_id for result in response.results]
     if asked != answered:
         raise MessageError("VerifyResponse", "results", f"asked about {asked[:3]}..., answered {answered[:3]}...")
     for result in response.results:
-        if result.status not in VerifyStatus.values() or result.status == VERIFY_STATUS_UNSPECIFIED:
+        if result.status not in pb.VerifyStatus.values() or result.status == pb.VERIFY_STATUS_UNSPECIFIED:
             raise MessageError("VerifyResult", "status", f"{result.status} for {result.sequence_id}")
         is_usable = all(abs(value) <= MOST_REWARD for value in (result.reward, *result.components.values()))  # NaN is not
-        if result.status == VERIFY_STATUS_OK and not is_usable:
-            result.status = VERIFY_STATUS_BAD_REWARD
+        if result.status == pb.VERIFY_STATUS_OK and not is_usable:
+            result.status = pb.VERIFY_STATUS_BAD_REWARD
             result.message = f"the verifier answered a reward of {result.reward} with {dict(result.components)}"[:500]
-        if result.status != VERIFY_STATUS_OK:
+        if result.status != pb.VERIFY_STATUS_OK:
             result.reward = 0.0
     return list(response.results)

@@ -1,8 +1,7 @@
 """Compute accuracy on held-out problems with one or more answers each: mean, pass@k and 95 % intervals. Pure.
 
 Intervals are Wilson's (1927), which also hold near 0 and 1. They count problems, because answers to one problem are not
-independent trials. With several answers per problem they are conservative, because the variance of a share between 0 and 1 is
-at most p (1 - p).
+independent trials; with several answers per problem they are conservative.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 MOST_REPORTED = 24
-"""Maximum number of names for which `means_of` returns a mean."""
 _Z = 1.959964
 """Standard normal quantile of 97.5 %."""
 

@@ -1,20 +1,16 @@
-"""Compute how many actors would keep the trainer busy within the lag bound, for an autoscaler of the actors to follow.
-
-The inputs are the trainer's steps and the counters that actors answer with. This is pure state without clock, metrics or
-Kubernetes, and it scales nothing itself.
+"""Compute how many actors would keep the trainer busy within the lag bound, for an autoscaler of the actors to follow. Pure.
 
 **Consumption.** A step uses up n sequences (trained, dropped or failed: each has to be generated) in s seconds, waits for
 sequences excluded. Without waiting the trainer would consume `C = n / s` a second. C is the median over the last steps.
 
 **Production.** A busy actor finishes `p` sequences per second with at most H in progress. Its rate with all H is measured when
-its slots are nearly full. Actors finish fewer if the bound gives them less work: with a share `o` of the slots in use, p is too
-low by a factor between 1 (already saturated) and 1 / o (batching costs nothing). Until the actors have once been full, the
-estimate is the middle, `p / sqrt(o)`: fewer actors are then wanted, their slots fill up, and the next measurement is better.
-Once they have been full, that measurement stays until they are full again.
+its slots are nearly full. With a share `o` of the slots in use, p is too low by a factor between 1 (already saturated) and
+1 / o (batching costs nothing). Until the actors have once been full, the estimate is the middle, `p / sqrt(o)`: fewer actors
+are then wanted, their slots fill up, and the next measurement is better.
 
 **Replicas.** If P is the rate of a full actor, `C / P` actors keep up with the trainer. More than `ceil(M / H)` would leave
 slots empty, where M is the number of sequences that the lag bound allows in flight: (1 + max_lag) * B, or G * B in conventional
-mode. At least one actor is wanted.
+mode.
 """
 
 from __future__ import annotations
@@ -59,18 +55,12 @@ class _Window:
             self._sum = self._sum - self._produced.popleft()
 
     @property
-    def enough(self) -> bool:
-        return bool((self._sum >= self._fewest).all())
-
-    @property
-    def rate(self) -> float:
-        """Sequences per second of a busy actor."""
-        return float(self._sum[0] / self._sum[1])
-
-    @property
-    def in_progress(self) -> float:
-        """Mean sequences in progress of a busy actor."""
-        return float(self._sum[2] / self._sum[1])
+    def rates(self) -> tuple[float, float] | None:
+        """Sequences per second of a busy actor, and its mean sequences in progress; None without enough production."""
+        if not (self._sum >= self._fewest).all():
+            return None
+        finished, busy_s, slots_s = self._sum.tolist()
+        return finished / busy_s, slots_s / busy_s
 
 
 def full_rate(rate: float, occupancy: float, known: float | None) -> float:
@@ -135,9 +125,9 @@ class ReplicasWanted:
 
     def _full_actor(self) -> float | None:
         """Return the sequences per second of an actor with all slots in use, or None if unknown."""
-        known = self._when_full.rate if self._when_full.enough else None
-        lately = self._lately
-        if not lately.enough:
+        full, lately = self._when_full.rates, self._lately.rates
+        known = full[0] if full else None
+        if lately is None:
             return known
-        occupancy = max(lately.in_progress, 1.0) / self._slots
-        return known if known is not None and occupancy >= FULL else full_rate(lately.rate, occupancy, known)
+        occupancy = max(lately[1], 1.0) / self._slots
+        return known if known is not None and occupancy >= FULL else full_rate(lately[0], occupancy, known)

@@ -1,42 +1,32 @@
 """Decide how many prompt groups may be issued and which of their sequences may be trained on; compute advantages and lag.
 
-**The feeder's bound** limits the prompt groups that may be issued at version v. Every step consumes exactly K = B / n groups,
-even if some of their samples failed. The bound counts groups because a count of sequences would loosen with every failed
-sample. Let N(v) be the groups issued and not lost, where a *lost* group is one of which nothing is trained (stale, filtered,
-all samples failed); it is issued again, so it leaves N.
+**The feeder's bound.** Every step consumes exactly K = B / n groups, even if some of their samples failed. The bound counts
+groups because a count of sequences would loosen with every failed sample. Let N(v) be the groups issued and not *lost*; a group
+is lost if nothing of it is trained (stale, filtered, all samples failed), and another one is issued instead.
 
 With max_lag, keep `N(v) <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
 number `(v + 1 + max_lag) * K` in order of issue, so a trainer that consumes in that order uses it in step `v + max_lag` or
-before: tokens sampled at v or later have lag <= max_lag when they are used. Groups finish out of order, so a long one can
-be overtaken; the trainer checks every sequence. A group that is dropped because its lag grew beyond max_lag leaves N and is
-issued again, so the bound never starves the trainer. v is the oldest version that actors serve, not the trainer's own, so
-that the bound also holds for tokens that an actor samples from an older version.
+before: tokens sampled at v or later have lag <= max_lag when they are used. Groups finish out of order, so a long one can be
+overtaken; the trainer checks every sequence. Since a group that became too old leaves N, the bound never starves the trainer. v
+is the oldest version that actors serve, so that the bound also holds for tokens that an actor samples from an older version.
 
 In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
 
 **Freshness.** With the bound alone, actors that are faster than the trainer would fill a queue, and every sequence would wait
 there until it is as old as the bound allows. In pipeline mode a limit therefore keeps no more samples in flight than both sides
-need. A sample is in flight if it was issued and not lost and its step has not begun. Samples that have arrived and wait for
-others of their group do not count, since they occupy no slot of an actor and no step can use them.
+need: issued and not lost, and their step has not begun. Samples that have arrived and wait for others of their group do not
+count, since they occupy no slot of an actor and no step can use them.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: a batch waits, all slots are busy, and each actor finds a
-next group. The limit starts at this ceiling; its floor is B. In between, it follows measurements taken when a step begins. If
-the trainer had to wait, the limit rises. A change has taken effect when every group that was issued before it is complete. If
-complete groups are then left over at each of `limit / B + 1` steps, they are a standing queue, which only makes sequences
-older: the limit falls by a quarter of the queue, if that is more than one group. Actors that are too fast then idle for part of
-the time instead of stockpiling. When an actor leaves, the limit returns to its ceiling: the actor's samples stay in flight for
-up to half a minute, and without more samples the other actors would run out of work.
+next group. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait. A change has taken effect
+when every group that was issued before it is complete. If complete groups are then left over at each of `limit / B + 1` steps,
+they are a standing queue, which only makes sequences older: the limit falls by a quarter of the queue, if that is more than one
+group. When an actor leaves, the limit returns to its ceiling: the actor's samples stay in flight for up to half a minute, and
+without more samples the other actors would run out of work.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number): after a restart from v = 20, version 25 of the previous incarnation is a policy that no
 longer exists, although the number will be used again.
-
-**Effective sample size**: (Σ w)² / (N Σ w²), 1 when on-policy. Weights are unclamped even if the loss clamps them.
-
-**Advantages** are computed over a group's good samples. The trainer subtracts the learned baseline of the paper's equation 4;
-here `value` leaves rewards unchanged.
-
-This module does not choose problems and does not record the outcome of stale sequences (`ledger.py`).
 """
 
 from __future__ import annotations
@@ -62,8 +52,7 @@ def groups_per_step(recipe: Recipe) -> int:
 
 
 def issue_limit(recipe: Recipe, version: int) -> int:
-    """Return how many groups may be issued and not lost by `version`, counted from the start of the run. Groups that no step
-    would consume are not issued."""
+    """Return N(`version`), at most what the run's steps consume."""
     max_lag, phase_steps = recipe.algorithm.max_lag, recipe.algorithm.conventional_g
     if recipe.mode == "conventional":
         steps = (version // phase_steps + 1) * phase_steps
@@ -79,10 +68,8 @@ WAIT_SHARE = 0.02
 
 
 class IssueBounds:
-    """Compute how many groups may be issued now: the staleness bound and, in pipeline mode, the freshness limit.
-
-    `begin_step` is called when an optimizer step begins. `unlost`: groups issued and not lost since the start of the run.
-    """
+    """The staleness bound and, in pipeline mode, the freshness limit. `begin_step` is called when an optimizer step begins.
+    `unlost`: groups issued and not lost since the start of the run. `version`: the oldest version that an actor serves."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -100,7 +87,7 @@ class IssueBounds:
         """Number of optimizer steps that have received their batch."""
 
     def by_version(self, version: int, unlost: int) -> int:
-        """Return how many groups the staleness bound allows. `version`: the oldest version that an actor serves."""
+        """Return how many groups the staleness bound allows."""
         return max(0, issue_limit(self._recipe, version) - unlost)
 
     def held_by_max_lag(self, version: int, unlost: int) -> bool:
@@ -117,9 +104,7 @@ class IssueBounds:
         return max(0, min(by_version, (limit - self.in_flight(unlost, num_waiting)) // self._group_size))
 
     def limit(self, num_actors: int) -> int | None:
-        """Return the freshness limit in samples; None in conventional mode, whose phases bound the samples in flight.
-
-        If an actor left, the limit is its ceiling: the samples of that actor stay in flight until others get them."""
+        """Return the freshness limit in samples; None in conventional mode, whose phases bound the samples in flight."""
         if self._recipe.mode == "conventional":
             return None
         held_back = self._held_back if num_actors >= self._num_actors else 0
@@ -247,11 +232,8 @@ FIRST_INCARNATION = Lineage()
 def stale_reason(
     spans: tuple[VersionSpan, ...], version: int, algorithm: AlgorithmConfig, lineage: Lineage = FIRST_INCARNATION
 ) -> StaleReason | None:
-    """Return why a sequence must not be trained on at policy version `version`, or None if it may be.
-
-    It is stale if its lag (of its oldest token or the mean over its tokens, see `max_lag_of`) is above `algorithm.max_lag`, or
-    if one of its tokens has a version that a restart undid or that this run has not made.
-    """
+    """Return why a sequence must not be trained on at policy version `version`, or None if it may be. Its lag, which
+    `algorithm.max_lag` bounds, is that of its oldest token or the mean over its tokens (`max_lag_of`)."""
     for span in spans:
         reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)
         if reason is not None:
@@ -321,11 +303,8 @@ def answer_reward(components: Mapping[str, float]) -> float | None:
 
 
 def equally_right(samples: Iterable[Sequence]) -> bool:
-    """Return whether `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops a group because its answers earned the same.
-
-    Only answer terms are compared, because an overlong penalty differs by length even if all answers are right. Rewards
-    without terms are compared as they are.
-    """
+    """Return whether `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops a group because its answers earned the same. Only
+    answer terms are compared, if there are any, because an overlong penalty differs even if all answers are right."""
     earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
     return all_equal([reward if answer is None else answer for answer, reward in earned])
 
@@ -346,8 +325,6 @@ def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
     return FieldError("algorithm.clip_low", algorithm.clip_low, fix)
 
 
-# --- figures of lag
-
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
 """Labels, in order of lag. Widths double because one more step matters at lag 1 and hardly at lag 100."""
 _LARGEST_LAG_OF_BUCKET = np.array((0, 1, 2, 4, 8, 16))
@@ -360,10 +337,8 @@ def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
-    """Return (Σ w)² / (N Σ w²), in (0, 1], for at least one log weight [tokens], finite and in nats.
-
-    Weights are scaled by the largest, so that e^±1000 neither overflow nor vanish.
-    """
+    """Return (Σ w)² / (N Σ w²), in (0, 1] and 1 when on-policy, for at least one log weight [tokens], finite and in nats.
+    Weights are unclamped, and scaled by the largest, so that e^±1000 neither overflow nor vanish."""
     weights = np.exp(log_weights - log_weights.max())
     return min(1.0, float(weights.sum() ** 2 / (weights.size * (weights * weights).sum())))
 

@@ -1,13 +1,8 @@
 """Account for every sequence: `issued = trained + dropped_stale + dropped_filtered + failed + in_flight`.
 
 `Ledger` has two events, issue and close, each O(1). If the equation breaks, our code is wrong and the run stops.
-
-`SequenceTracker` keeps the ledger and the open groups consistent, by issue, arrival and close. Sequences have passed
-`decode_sequence` and may arrive in any order and repeatedly. Sequences of groups that are not open are ignored, which bounds
-memory by the open groups. Each event is also written to the journal (`pipelinerl/audit/journal.py`). For each `lost` group, of
-which nothing is trained, the feeder may issue another one.
-
-Pure state: no metrics, files, streams or clock; `to_state` is what a checkpoint stores.
+`SequenceTracker` keeps the ledger and the open groups consistent. Pure state: no metrics, files, streams or clock; a checkpoint
+stores `to_state`.
 """
 
 from __future__ import annotations
@@ -144,15 +139,13 @@ class OpenGroup:
     """Position of its newest message on PROMPTS, which may have been consumed; None before it is published."""
     members: dict[int, Sequence] = field(default_factory=dict)
 
-    @property
-    def missing(self) -> list[int]:
-        return [index for index in range(self.num_samples) if index not in self.members]
-
 
 class SequenceTracker:
     """The ledger, the open groups and figures about ended sequences. `record` is called with each event for the journal.
 
-    `issued_groups` includes replacements of lost groups. `tokens`: sampled tokens by outcome, since this process began.
+    Sequences have passed `decode_sequence` and may arrive in any order and repeatedly. Sequences of groups that are not open
+    are ignored, which bounds memory by the open groups. `issued_groups` includes replacements of lost groups, of which nothing
+    is trained. `tokens`: sampled tokens by outcome, since this process began.
     """
 
     def __init__(self, record: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
@@ -163,8 +156,7 @@ class SequenceTracker:
         """Number of sequences by `length_bucket`, since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
         """Longest length and number of the sequences trained or dropped as stale, since this process began."""
-        self.open_groups: dict[str, OpenGroup] = {}
-        """Open groups by id, in order of issue."""
+        self.open_groups: dict[str, OpenGroup] = {}  # by id, in order of issue
         self.issued_groups = 0
         self.lost_groups = 0
         self.num_waiting = 0
@@ -190,11 +182,8 @@ class SequenceTracker:
         self.lost_groups += 1
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Return all samples of the group that this sequence completes, by index; empty while samples are missing.
-
-        Failed samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence contradicts
-        its group's size.
-        """
+        """Return all samples of the group that this sequence completes, by index; empty while samples are missing. Failed
+        samples of a complete group are closed. Raises `MessageError` if the sequence contradicts its group's size."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:
             return ()
@@ -222,7 +211,8 @@ class SequenceTracker:
     def missing(self, group_id: str, run: str, failure: str) -> list[Sequence]:
         """Return a failed sequence for each missing sample of an open group; none for other groups."""
         group = self.open_groups.get(group_id, OpenGroup(0))
-        return [failed_sample(run, group_id, index, group.num_samples, failure) for index in group.missing]
+        missing = [index for index in range(group.num_samples) if index not in group.members]
+        return [failed_sample(run, group_id, index, group.num_samples, failure) for index in missing]
 
     def held(self) -> tuple[Sequence, ...]:
         """Return the samples of open groups that have arrived, which a checkpoint stores beside `to_state`."""
@@ -231,11 +221,8 @@ class SequenceTracker:
     def gone_from_queue(self, first_position: int, last_position: int) -> list[str]:
         """Return the open groups that were published and are not within these positions of PROMPTS. A group beyond the last
         position was on a queue that is lost."""
-        return [
-            group_id
-            for group_id, group in self.open_groups.items()
-            if group.queue_position is not None and not first_position <= group.queue_position <= last_position
-        ]
+        published = {name: group.queue_position for name, group in self.open_groups.items() if group.queue_position is not None}
+        return [name for name, position in published.items() if not first_position <= position <= last_position]
 
     @property
     def mean_tokens(self) -> float:
@@ -276,16 +263,13 @@ class SequenceTracker:
     def to_state(self) -> dict[str, Any]:
         """Return the state as JSON values, without the samples of open groups that have arrived (see `held`)."""
         groups = self.open_groups.items()
-        positions = {group_id: group.queue_position for group_id, group in groups}
-        return {
-            "ledger": self.ledger.to_state(),
-            "groups": {
-                "issued": self.issued_groups,
-                "lost": self.lost_groups,
-                "open": {group_id: group.num_samples for group_id, group in groups},
-                "queue_positions": {name: position for name, position in positions.items() if position is not None},
-            },
+        state = {
+            "issued": self.issued_groups,
+            "lost": self.lost_groups,
+            "open": {name: group.num_samples for name, group in groups},
+            "queue_positions": {name: group.queue_position for name, group in groups if group.queue_position is not None},
         }
+        return {"ledger": self.ledger.to_state(), "groups": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `to_state` returned, without recording an event. Raises `LedgerViolation`."""
@@ -299,7 +283,6 @@ class SequenceTracker:
 
 def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, failure: str) -> Sequence:
     """Return an empty, failed sequence that accounts for a sample without a usable result."""
-    nothing = np.empty(0, dtype=np.int32)
     return Sequence(
         run=run,
         sequence_id=f"{group_id}.{sample_index}",
@@ -307,10 +290,7 @@ def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, f
         sample_index=sample_index,
         group_size=group_size,
         task="",
-        prompt_token_ids=nothing,
-        completion_token_ids=nothing,
-        behaviour_logprobs=np.empty(0, dtype=np.float32),
-        spans=(),
+        prompt_token_ids=np.empty(0, dtype=np.int32),
         reward=0.0,
         failure=failure,
     )

@@ -1,10 +1,8 @@
-"""Data sheets of accelerators, and estimates of the memory that a run needs on them.
+"""Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
 
-An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training.
-
-Estimates depend on the model's size alone. Activations get a reserve: `ENGINE_GIB` of an actor, and all but `MODEL_STATE_SHARE`
-of a rank. A plan compares estimates with data sheets, `pipelinerl validate --gpu-memory` with the given size, and each process
-with its device. Pure. Quantised weights, replicated tensors and other processes on the device are not counted.
+An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training. Estimates depend on the
+model's size alone. Activations get a reserve: `ENGINE_GIB` of an actor, and all but `MODEL_STATE_SHARE` of a rank. Quantised
+weights, replicated tensors and other processes on the device are not counted.
 """
 
 from __future__ import annotations
@@ -51,9 +49,6 @@ def usual_kv_bytes(parameters: float) -> float:
     """Estimate the KV cache bytes per token of a dense 16-bit model with grouped-query attention: Llama 3's 128 KiB at 8B,
     scaled by the square root of the size (379 KiB at 70B, where Llama 3 has 320). Qwen2.5-7B has 56."""
     return 128 * 1024 * math.sqrt(parameters / 8e9)
-
-
-# --- actors -------------------------------------------------------------------------------------------------------------
 
 
 def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
@@ -121,9 +116,6 @@ def update_shortage(weights_bytes: int, free_bytes: int, total_bytes: int, share
     )
 
 
-# --- ranks of the trainer -----------------------------------------------------------------------------------------------
-
-
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 masters and gradients,
     two moments, and 16-bit weights if the model is in 16 bits."""
@@ -158,9 +150,6 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
         f"{1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use at least {enough} ranks"
     )
     return FieldError(f"trainer.{field}", getattr(recipe.trainer, field), fix)
-
-
-# --- data sheets --------------------------------------------------------------------------------------------------------
 
 
 _TENSOR_DTYPES = frozenset({"bfloat16", "float16"})

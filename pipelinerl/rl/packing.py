@@ -5,16 +5,11 @@ the least memory and waste nothing when padded to one shape.
 
 Ranks that share a model (FSDP) run in lockstep: they begin each micro-batch together. A slot is one micro-batch on each rank
 and lasts as long as its costliest one, so a step lasts Σ over slots of the maximum over ranks. The plan has as few slots as
-best-fit decreasing allows, and nearly equal costs within each slot. Costs may differ between slots.
-
-The cost of a sequence has a linear term in its tokens and a causal term in pairs of them. Costs are FLOPs of a forward pass if
-the model is known, else tokens; planning only needs their proportions.
+best-fit decreasing allows, and nearly equal costs within each slot. Costs are FLOPs of a forward pass if the model is known,
+else tokens; planning only needs their proportions.
 
 Sequences of one prompt that share a micro-batch can also share the prompt's tokens, so that each further sequence costs only
-its completion. They are planned as pieces that stay together.
-
-Equal inputs give equal plans. Tensors, padding to multiples (sequence parallelism pads when it splits a row), memory traffic
-and kernels are not modelled here.
+its completion. They are planned as pieces that stay together. Equal inputs give equal plans.
 """
 
 from __future__ import annotations
@@ -41,9 +36,7 @@ def _falling(values: Sequence[float], indexes: Iterable[int]) -> list[int]:
 
 def pack(lengths: Sequence[int], budget: int) -> Bins:
     """Return bins of at most `budget` tokens by best-fit decreasing: longest sequence first, into the fullest bin it fits.
-
-    O(n log n). Raises `FieldError` when one sequence alone exceeds the budget.
-    """
+    Raises `FieldError` when one sequence alone exceeds the budget."""
     bins: Bins = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for index in _falling(lengths, range(len(lengths))):
@@ -61,27 +54,14 @@ def pack(lengths: Sequence[int], budget: int) -> Bins:
     return bins
 
 
-def balance(lengths: Sequence[int], num_bins: int) -> Bins:
-    """Return `num_bins` bins of nearly equal tokens: longest first, into the emptiest (LPT, within 4/3 of the optimum)."""
-    bins: Bins = [[] for _ in range(num_bins)]
-    load = [(0, target) for target in range(num_bins)]
-    for index in _falling(lengths, range(len(lengths))):
-        tokens, target = load[0]
-        bins[target].append(index)
-        heapq.heapreplace(load, (tokens + int(lengths[index]), target))
-    return [members for members in bins if members]
-
-
 def plan_microbatches(lengths: Sequence[int], budget: int) -> Bins:
-    """Return as few micro-batches as `pack` needs, with tokens spread evenly if that still fits the budget."""
-    packed = pack(lengths, budget)
-    even = balance(lengths, len(packed))
-    fits = all(sum(int(lengths[index]) for index in members) <= budget for members in even)
-    return even if fits else packed
+    """Return as few micro-batches as `pack` needs, with tokens spread evenly (LPT) if that still fits the budget."""
+    packed, tokens = pack(lengths, budget), [int(length) for length in lengths]
+    even, left = _Planner(tokens, tokens, budget, len(packed)).spread(_falling(tokens, range(len(tokens))))
+    return packed if left else even
 
 
 Counts = Sequence[int] | NDArray[np.integer]
-"""One number for each sequence."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +232,7 @@ def _plan(slots: Slots, cost: list[float]) -> StepPlan:
     return StepPlan(seated, costs)
 
 
-def _total(members: Sequence[int], cost: list[float]) -> float:
+def _total(members: Sequence[int], cost: Sequence[float]) -> float:
     return sum(cost[index] for index in members)
 
 
@@ -261,7 +241,7 @@ class _Planner:
     """Plans for the sequences of one step. Methods return plans and keep no state."""
 
     lengths: list[int]
-    cost: list[float]
+    cost: Sequence[float]
     budget: int
     num_ranks: int
 
@@ -272,11 +252,9 @@ class _Planner:
         return [self._evened_slot(falling[first : first + self.num_ranks]) for first in range(0, len(falling), self.num_ranks)]
 
     def _evened_slot(self, bins: Bins) -> Bins:
-        spread, left = self._spread(_falling(self.cost, (index for members in bins for index in members)))
-        return bins if left or self._longest(spread) >= self._longest(bins) else spread
-
-    def _longest(self, bins: Bins) -> float:
-        return max(_total(members, self.cost) for members in bins)
+        spread, left = self.spread(_falling(self.cost, (index for members in bins for index in members)))
+        costliest = [max(_total(members, self.cost) for members in each) for each in (bins, spread)]
+        return bins if left or costliest[1] >= costliest[0] else spread
 
     def levelled(self, num_slots: int) -> Slots | None:
         """Fill slot by slot with the costliest sequence left and as many others as fit below its cost, the slot's level.
@@ -290,15 +268,13 @@ class _Planner:
                 return None
             mean = _total(left, self.cost) / (slots_left * self.num_ranks)
             level = max(self.cost[left[0]], mean) if slots_left > 1 else math.inf
-            bins, left = self._spread(left, level)
+            bins, left = self.spread(left, level)
             slots.append(bins)
         return None if left else slots
 
-    def _spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
-        """Return one slot's bins, with each sequence of `order` in the cheapest bin with room (LPT), and the sequences left.
-
-        No bin's cost exceeds `level`, and no bin's tokens exceed the budget.
-        """
+    def spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
+        """Return one slot's bins, with each sequence of `order` in the cheapest bin with room (LPT), and the sequences left. No
+        bin's cost exceeds `level`, and no bin's tokens exceed the budget."""
         bins: Bins = [[] for _ in range(self.num_ranks)]
         room = [self.budget] * self.num_ranks
         cheapest = [(0.0, rank) for rank in range(self.num_ranks)]

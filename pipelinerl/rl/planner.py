@@ -2,10 +2,8 @@
 
 The closed form proposes the fastest split whose largest lag the recipe allows. The simulator then runs it; a split that drops
 too many sequences as stale is replaced by one with a smaller largest lag or fewer actors. The times of a decode step and of a
-trained token come from measured points or from the accelerator's data sheet (`estimated`). Everything is modelled; nothing
-runs.
-
-Activation memory, communication within an actor, and any network speed other than `NETWORK` are not modelled.
+trained token come from measured points or from the accelerator's data sheet (`estimated`). docs/planning.md lists what is
+not modelled.
 """
 
 from __future__ import annotations
@@ -54,19 +52,15 @@ _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 
 @dataclass(frozen=True)
 class Machine:
-    """Speed and memory of an actor and of a trainer rank."""
+    """Speed (tokens per second) and KV cache of an actor, which is `per_actor` accelerators; and of a trainer rank the memory,
+    and the seconds of `training` on one completion token."""
 
     name: str
     per_actor: int
-    """Accelerators of an actor."""
     decode: DecodeCurve
-    """Decode speed of an actor, tokens per second."""
     training: float
-    """Seconds in which a rank trains on one completion token."""
     kv_gib: float
-    """Size of an actor's KV cache."""
     memory_gib: float
-    """Memory of one trainer rank."""
 
 
 def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
@@ -118,16 +112,14 @@ def weight_update_s(model: Model, num_actors: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A split with its simulation and its reasons. Times are in seconds, rates per second."""
+    """A split with its simulation, of the share `share` of it, and its reasons. Times are in seconds, rates per second."""
 
     machine: Machine
     lengths: Lengths
     split: Split
     played: Simulation
-    """Simulation of the share `share` of the split."""
     share: float
     kv_used_gib: float
-    """Used KV cache of an actor."""
     conventional: float
     """Highest tokens/s of conventional mode at the same largest lag, G - 1, with one weight update per phase."""
     reasons: tuple[str, ...]
@@ -294,11 +286,9 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
-    """Simulate the split without evaluations. Return the simulation and the simulated share of the system.
-
-    A large system is simulated as a part, with fewer actors, ranks and groups per batch in the same proportions. The part has
-    the same work per actor, step time and so lag as the whole; only random variation is larger.
-    """
+    """Simulate the split without evaluations. Return the simulation and the simulated share of the system: a large one is
+    simulated as a part in the same proportions. The part has the same work per actor, step time and so lag as the whole; only
+    random variation is larger."""
     warmup_steps = 2 * chosen.largest_lag + 5
     steps = max(20, chosen.largest_lag)
     per_step, group_size = groups_per_step(recipe), recipe.sampling.group_size

@@ -1,9 +1,7 @@
 """Simulate a run: how groups, queues, waiting, weight updates, evaluation and chance change the rates of the closed form.
 
-Actors decode step by step. A sequence that finishes leaves its slot to the next sample of the actor's group, or of the oldest
-group on the queue; new weights arrive between two decode steps. The trainer takes complete groups in the order of their
-completion, one batch ahead, drops stale sequences, and sends each version while it computes the next. Like the services, the
-simulator asks `groups.py` how much may be issued, which sequences are stale and when a phase begins.
+Actors, feeder, intake and trainer behave as the services do, and ask `groups.py` how much may be issued, which sequences are
+stale and when a phase begins.
 
 Between two changes of an actor's batch all its decode steps take the same time, so only steps at which something changes are
 events. The cost of a simulation grows with its sequences and weight updates, not with its tokens.
@@ -57,25 +55,23 @@ class Timing:
 
 @dataclass
 class Simulation:
-    """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`."""
+    """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`.
+
+    `sequences` and their completion `tokens` were trained on; `lag_histogram` has these tokens by lag. Shares of time:
+    `actor_idle` with nothing in progress, `empty_slots` (of the slots' time) with no sequence, `trainer_idle` without an
+    optimizer step. Sequences trained or dropped, and of these the stale ones, are counted by `length_bucket`.
+    """
 
     steps: int = 0
     duration: float = 0.0
     sequences: int = 0
-    """Sequences trained on; `tokens` are their completion tokens."""
     tokens: int = 0
     lag_histogram: Counter[int] = field(default_factory=Counter)
-    """Trained tokens by lag."""
     actor_idle: float = 0.0
-    """Share of the actors' time with nothing in progress."""
     empty_slots: float = 0.0
-    """Share of the slots' time with no sequence."""
     trainer_idle: float = 0.0
-    """Share of the time in which no optimizer step was computed."""
     finished_by_length: Counter[int] = field(default_factory=Counter)
-    """Sequences that were trained on or dropped, by `length_bucket`."""
     stale_by_length: Counter[int] = field(default_factory=Counter)
-    """Number of sequences in `finished_by_length` that were dropped as stale."""
 
     @property
     def rate(self) -> float:
@@ -102,9 +98,8 @@ def simulate(
     """Simulate `steps` optimizer steps of a run, after `warmup_steps` that are not counted.
 
     All slots begin at once, which biases about the first `largest_lag` steps. A run issues nothing that no step will use, so
-    slots run empty at its end; to simulate a part of a longer run, give a larger `recipe.trainer.steps`.
-
-    In conventional mode, if all accelerators take part in each phase, count each of them as an actor and as a rank.
+    slots run empty at its end; to simulate a part of a longer run, give a larger `recipe.trainer.steps`. In conventional mode,
+    if all accelerators take part in each phase, count each of them as an actor and as a rank.
     """
     assert 0 <= warmup_steps < warmup_steps + steps <= recipe.trainer.steps
     return _Run(recipe, timing, lengths, num_actors, num_ranks, seed).result(warmup_steps, warmup_steps + steps)
@@ -225,8 +220,6 @@ class _Run:
         counted.trainer_idle = max(0.0, 1 - self.computing / duration)
         return counted
 
-    # --- events
-
     def _next_event(self) -> None:
         self.now, _, happen = heapq.heappop(self.events)
         happen()
@@ -244,10 +237,7 @@ class _Run:
         elif wait is not None:
             self._at(wait, partial(self._resume, process))
 
-    # --- actors
-
     def _next_boundary(self, actor: _Actor) -> float:
-        """Return when the current decode step ends, or now if there is none."""
         if not actor.batch:
             return self.now
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
@@ -296,7 +286,6 @@ class _Run:
         self._wake(actor)
 
     def _fill(self, actor: _Actor) -> None:
-        """Fill empty slots from the actor's current group, then from the queue."""
         while actor.heldout and actor.evaluating < EVALUATION_SLOTS:
             actor.joining.append((actor.heldout.popleft(), None))
             actor.evaluating += 1
@@ -324,14 +313,11 @@ class _Run:
             for version, start, stop in zip(versions[first:last], edges[:-1], edges[1:], strict=True)
         )
 
-    # --- feeder and intake
-
     def _draw(self) -> Iterator[int]:
         while True:
             yield from self.lengths.sample(self.random, 10_000 + self.group_size).tolist()
 
     def _issue(self) -> None:
-        """Issue as many groups as the bounds allow."""
         version, unlost = max(0, self.served), self.issued - self.lost
         allowance = self.bounds.allowance(version, len(self.actors), unlost, self.num_waiting)
         for _ in range(allowance):
@@ -377,8 +363,6 @@ class _Run:
         self.lost += lost
         if lost:
             self._issue()
-
-    # --- trainer
 
     def _optimizer_loop(self) -> _Process:
         """Mirror `services.trainer.loop`: take a batch, compute, offer the version, evaluate it."""

@@ -29,11 +29,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DecodeCurve:
-    """U(h) from measured `points` (h, tokens per unit of time), h increasing.
-
-    Between two points, the time of a decode step is linear. Below the first point it is constant; above the last point the
-    rate is constant, since the accelerator is saturated. Raises `FieldError` for points that are not positive and ascending.
-    """
+    """U(h) from measured `points` (h, tokens per unit of time), positive and h ascending, else `FieldError` is raised. Between
+    two points, the time of a decode step is linear. Below the first point it is constant; above the last point the rate is."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -80,10 +77,6 @@ class Lengths:
             (tokens, weight / (last + 1 - first)) for first, last, weight in bars for tokens in range(first, last + 1)
         )
 
-    @classmethod
-    def uniform(cls, longest: int) -> Lengths:
-        return cls.of((tokens, 1.0) for tokens in range(1, longest + 1))
-
     @property
     def mean(self) -> float:
         return float(self.tokens @ self.shares)
@@ -108,10 +101,8 @@ MOST_STALE = 0.01
 
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
-    """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens.
-
-    Without lengths, all completions count as equally long, which gives the smallest possible value. All episodes in progress
-    count, decoding or not, as if their time were proportional to their tokens. In conventional mode the lag is G - 1."""
+    """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens. Without lengths, all
+    count as equally long, which gives the smallest possible value. All episodes in progress count, decoding or not."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
     in_progress = recipe.samples_in_progress * max(1, num_actors)
@@ -152,20 +143,16 @@ def conventional_rate(
 
 @dataclass(frozen=True)
 class Split:
-    """A pipeline's division of accelerators, and its rates in closed form, in tokens per unit of time."""
+    """A pipeline's division of accelerators, I generators with H sequences each, and the rates in closed form that generation,
+    training and weight updates allow, in tokens per unit of time. A step takes at least one update."""
 
     num_generators: int
-    """Generators, I."""
     num_trainers: int
     sequences_in_progress: int
-    """Sequences in progress on each generator, H."""
     generation: float
-    """Rate at which all generators could sample."""
     training: float
-    """Rate at which all trainers could train."""
     largest_lag: int
     updates: float = math.inf
-    """Rate that weight updates allow: a step takes at least one update, since versions are sent one after another."""
 
     @property
     def rate(self) -> float:

@@ -1,8 +1,4 @@
-"""gRPC for every service: servers with health checks, reflection and an error boundary, and channels with certificates.
-
-A server reports a port that is in use, and defines which errors callers see. A channel keeps the certificate that it was opened
-with. This module makes no calls.
-"""
+"""gRPC for every service: servers with health checks, reflection and an error boundary, and channels with certificates."""
 
 from __future__ import annotations
 
@@ -44,10 +40,7 @@ Options = Sequence[tuple[str, Any]]
 
 class ErrorBoundary(aio.ServerInterceptor):
     """Convert errors of handlers to statuses: `UserError` to INVALID_ARGUMENT, all others to INTERNAL with name and start of
-    the text.
-
-    A handler's own abort passes unchanged, and so do services of the grpc library.
-    """
+    the text. A handler's own abort passes unchanged, and so do services of the grpc library."""
 
     async def intercept_service(
         self,
@@ -130,7 +123,7 @@ async def serve_grpc(
 
 
 def open_channel(target: str, tls: Path | Certificates | None, name_override: str = "", options: Options = ()) -> aio.Channel:
-    """Return a channel to `target` (host:port, or dns:///name:port), with certificates or those in a folder; None = plain text.
+    """Return a channel to `target` (host:port, or dns:///name:port), which keeps these certificates; None = plain text.
 
     `name_override`: the name in the server's certificate, if `target` is an address. Raises `FieldError` on `tls_dir` if the
     folder's files cannot be used.

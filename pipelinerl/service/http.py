@@ -1,8 +1,5 @@
 """HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that has other work.
 
-The server has its own thread and event loop, so that it answers even if the process's loop is blocked. It installs no signal
-handlers and writes no access log. A service may add routes to the returned application.
-
 On a loopback interface, a request is only answered if its Host header names this service. Browsers let a site read answers from
 its own name, and its owner may point that name at this machine (DNS rebinding); but no site can have a name that is accepted
 here. This is not a login: a program that reaches the port may send any Host header.
@@ -45,10 +42,7 @@ _KEEP_ALIVE_S = 75
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
-    """Only answer requests whose Host header is in `names`, with any port, or whose path is in `open_paths`.
-
-    An IPv6 address in `names` has brackets.
-    """
+    """Only answer requests for `open_paths`, or whose Host header is in `names` (IPv6 in brackets), with any port."""
     known = frozenset(name.lower() for name in names)
     asked_for = ", ".join(sorted(known))
     refusal = f"refused: the Host of this request names another server; call this one by one of these names: {asked_for}\n"
@@ -114,7 +108,7 @@ async def serve_http(
     """Serve `app` and yield the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
 
     `names`: further hosts by which a request may call a loopback interface. `on_this_loop`: run the application on this event
-    loop, because it shares data with it; otherwise it has a thread, and answers even while this loop is busy. Raises
+    loop, with which it shares data; otherwise it has a thread, and answers even while this loop is blocked. Raises
     `ServiceError` if the port cannot be bound or the application does not start.
     """
     if is_loopback(host):

@@ -1,9 +1,4 @@
-"""The life of a service process: signals become one event, errors become exit codes, /readyz and /healthz get their answers.
-
-`Readiness` says whether a process can work now, and if not, why. `watch_loop` makes a blocked event loop visible to another
-thread, so that the cluster's liveness probe can restart the process. This module does not know what a process serves. Signal
-handlers are only installed inside `run_service` and `stop_event`.
-"""
+"""The life of a service process: signals become one event, errors become exit codes, /readyz and /healthz get their answers."""
 
 from __future__ import annotations
 
@@ -56,7 +51,8 @@ class Readiness:
 
 @asynccontextmanager
 async def watch_loop() -> AsyncIterator[Callable[[], float]]:
-    """Yield a function, for any thread, that returns the seconds since this loop last ran: up to `MARK_EVERY_S` if healthy."""
+    """Yield a function, for any thread, that returns the seconds since this loop last ran: up to `MARK_EVERY_S` if healthy. The
+    liveness probe can so restart a process whose loop is blocked."""
     loop, ran_at_s = asyncio.get_running_loop(), time.monotonic()
     handle: asyncio.TimerHandle
 

@@ -1,8 +1,7 @@
 """Structured logs on the standard library: one line per event, as text for people or as JSON for a cluster.
 
 Every line has run, service, instance and, once known, the policy version. The items of a call's `extra={...}` become fields of
-the line. Text has its control characters escaped, since it may quote model output and users' code. Rotating and collecting logs
-is left to the runner or the cluster.
+the line. Text has its control characters escaped, since it may quote model output and users' code.
 """
 
 from __future__ import annotations
@@ -67,10 +66,8 @@ AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Pass one line of a kind every `AGGREGATE_S`, for lines that other parties can cause at will.
-
-    The next line says how many were left out. A kind is a logger and its message before values are filled in.
-    """
+    """Pass one line of a kind (a logger and its message before values are filled in) every `AGGREGATE_S`, for lines that other
+    parties can cause at will. The next line says how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,10 +86,7 @@ class RepetitionFilter(logging.Filter):
 
 
 def take_over(*libraries: str) -> None:
-    """Make imported libraries log only through the root logger, without handlers of their own.
-
-    Their levels stay. Loggers that a library makes later are not changed.
-    """
+    """Make imported libraries log only through the root logger. Loggers that a library makes later are not changed."""
     for name in (*libraries, *logging.root.manager.loggerDict):
         if name.partition(".")[0] in libraries:
             logger = logging.getLogger(name)
@@ -116,15 +110,20 @@ class ContextFormatter(logging.Formatter):
         return self._format(record, datetime.fromtimestamp(record.created, UTC), extras)
 
     def _json(self, record: logging.LogRecord, time: datetime, extras: dict[str, Any]) -> str:
-        line = {key: _json_value(value) for key, value in extras.items()} | {
-            "time": time.isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            "run": self._context.run,
-            "service": self._context.service,
-            "instance": self._context.instance,
-        }
+        numbers = {key: str(value) for key, value in extras.items() if isinstance(value, float) and not math.isfinite(value)}
+        line = (
+            extras
+            | numbers
+            | {  # JSON has neither NaN nor infinities
+                "time": time.isoformat(timespec="milliseconds"),
+                "level": record.levelname.lower(),
+                "logger": record.name,
+                "message": record.getMessage(),
+                "run": self._context.run,
+                "service": self._context.service,
+                "instance": self._context.instance,
+            }
+        )
         if self._context.policy_version is not None:
             line["policy_version"] = self._context.policy_version
         if record.exc_info:
@@ -141,11 +140,6 @@ class ContextFormatter(logging.Formatter):
         return printable(f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line)
 
 
-def _json_value(value: Any) -> Any:
-    """Return NaN and infinities as text, since JSON has neither."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _ADDRESS = re.compile(r"UR[IL]S?$", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)\S+@")
@@ -154,11 +148,8 @@ _LONGEST = 400
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` on one line of at most 400 characters, without secrets.
-
-    Logins in addresses become `***`, and so do values of variables whose names say that they are secret, or that are addresses
-    with a login. Pure.
-    """
+    """Return `text` on one line of at most 400 characters. Logins in addresses become `***`, and so do values of variables
+    whose names say that they are secret, or that are addresses with a login. Pure."""
     secrets = [
         value
         for name, value in environment.items()

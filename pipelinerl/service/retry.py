@@ -1,7 +1,7 @@
 """The retry helper: it repeats an operation that something outside the process refuses for a while, until it succeeds.
 
 It retries errors that can heal (an outage, a full stream) and raises others at once (a message that is too large, no
-permission, our own mistakes). It stores nothing: the caller keeps the message to be published. Cancel the task to stop it.
+permission, our own mistakes). It stores nothing: the caller keeps its message. Cancel the task to stop it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class Backoff:
         delay_s = min(self.most_s, self.first_s * 2 ** min(failures - 1, 30))
         return delay_s * random.uniform(1 - self.jitter, 1)
 
+    def after(self, error: Exception, failures: int) -> float:
+        return self.delay_s(failures)
+
 
 def is_bus_outage(error: Exception) -> bool:
     """Return whether waiting may help: NATS is away, or a stream is full."""
@@ -73,7 +76,7 @@ async def retry_forever(
             if reason not in logged_at_s and len(logged_at_s) < MOST_REASONS:
                 logged_at_s[reason] = now_s
                 log.log(level, "cannot %s, trying again: %s", action, reason)
-            await asyncio.sleep(backoff.delay_s(failures))
+            await asyncio.sleep(backoff.after(error, failures))
         else:
             if failures:
                 log.info("could %s after %.1f s", action, time.monotonic() - waiting_since_s)

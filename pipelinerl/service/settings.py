@@ -1,22 +1,17 @@
 """Settings of a run's processes: addresses, ports and folders. Only this module reads the environment.
 
-In a container, every field is an environment variable `PIPELINERL_<FIELD>`; the local runner sets the same ones. An error names
-each missing or wrong variable. One field is the path of the recipe, which describes the training.
-
-This module also reads and writes `host:port` texts, and the address file, in which a process reports the ports that it got.
+Every field is an environment variable `PIPELINERL_<FIELD>`, in a container and in a local run. This module also reads and
+writes `host:port` texts, and the address file, in which a process reports the ports that it got.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pipelinerl.errors import ServiceError, UserError
@@ -31,14 +26,12 @@ def read_settings(kind: type[Settings]) -> Settings:
     try:
         return from_environment()
     except ValidationError as error:
-        prefix = kind.model_config.get("env_prefix", "")
-        lines = [f"  - {prefix}{_problem(details)}" for details in error.errors(include_url=False)]
-        raise UserError("\n".join(["the environment does not configure this service:", *lines])) from error
-
-
-def _problem(details: ErrorDetails) -> str:
-    name = "_".join(str(part) for part in details["loc"]).upper()
-    return f"{name} is not set" if details["type"] == "missing" else f"{name} = {details['input']!r}: {details['msg']}"
+        lines = ["the environment does not configure this service:"]
+        for details in error.errors(include_url=False):
+            name = kind.model_config.get("env_prefix", "") + "_".join(map(str, details["loc"])).upper()
+            problem = "is not set" if details["type"] == "missing" else f"= {details['input']!r}: {details['msg']}"
+            lines.append(f"  - {name} {problem}")
+        raise UserError("\n".join(lines)) from error
 
 
 class ServiceSettings(BaseSettings):
@@ -169,8 +162,7 @@ class StreamsSettings(BaseSettings):
     nats_tls_dir: Path | None = Field(None, description="Folder with ca.crt, and tls.crt and tls.key where needed.")
 
 
-@dataclass(frozen=True)
-class ServiceAddress:
+class ServiceAddress(BaseModel, frozen=True):
     """Addresses of a service: `grpc` and `http` are `host:port`, and `pid` is the process that listens there."""
 
     grpc: str
@@ -190,21 +182,19 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def announce(settings: ServiceSettings, grpc_port: int, http_port: int) -> ServiceAddress:
-    """Return the addresses at which others reach this process, and write them to the address file if there is one in the
-    settings."""
+    """Return the addresses at which others reach this process, and write them to the settings' address file, if any."""
     host = settings.advertise_host
-    address = ServiceAddress(host_port(host, grpc_port), host_port(host, http_port), os.getpid())
+    address = ServiceAddress(grpc=host_port(host, grpc_port), http=host_port(host, http_port), pid=os.getpid())
     if settings.address_file is not None:
-        write_json(settings.address_file, asdict(address))
+        write_json(settings.address_file, address.model_dump())
     return address
 
 
 def read_address(path: Path) -> ServiceAddress:
     """Read an address file. Raises `ServiceError` if it is absent or invalid."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return ServiceAddress(grpc=str(data["grpc"]), http=str(data["http"]), pid=int(data["pid"]))
+        return ServiceAddress.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ServiceError(f"address file {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise ServiceError(f"address file {path} does not hold {{grpc, http, pid}}: {error!r}") from error

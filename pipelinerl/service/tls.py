@@ -1,16 +1,12 @@
-"""A folder with a certificate, its key and its CA, as cert-manager writes it: read, checked before use, read again after
-renewal.
-
-A gRPC server shows the certificate, and accepts callers with any certificate of the same CA. This module opens no connection
-and writes no file.
-"""
+"""A folder with a certificate, its key and its CA, as cert-manager writes it: read, checked before use, and read again when
+renewed. A gRPC server shows the certificate, and accepts callers with any certificate of the same CA."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -30,29 +26,26 @@ Role = Literal["client", "server"]
 class Certificates:
     """Contents of the three files, in PEM."""
 
-    certificate: bytes
-    key: bytes
-    ca: bytes
-
-    def __repr__(self) -> str:
-        return "Certificates(...)"
+    certificate: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    ca: bytes = field(repr=False)
 
 
-def read_certificates(folder: Path, role: Role, field: str = "tls_dir") -> Certificates:
+def read_certificates(folder: Path, role: Role) -> Certificates:
     """Read the files in `folder` and check them for `role`.
 
-    Raises `FieldError` on `field` with the file's name if one cannot be read, the key does not belong to the certificate, or
+    Raises `FieldError` on `tls_dir` with the file's name if one cannot be read, the key does not belong to the certificate, or
     the certificate is expired or not signed by that CA.
     """
-    found = Certificates(*(read_file(folder / name, field) for name in (CERTIFICATE, KEY, CA)))
-    check_pair(folder, field)
-    check_ca(folder, field)
+    found = Certificates(*(read_file(folder / name, "tls_dir") for name in (CERTIFICATE, KEY, CA)))
+    check_pair(folder, "tls_dir")
+    check_ca(folder, "tls_dir")
     try:
         _shake_hands(folder, role)
     except ssl.SSLCertVerificationError as error:
-        raise FieldError(field, str(folder / CERTIFICATE), f"is refused under {CA}: {error.verify_message}") from error
+        raise FieldError("tls_dir", str(folder / CERTIFICATE), f"is refused under {CA}: {error.verify_message}") from error
     except OSError as error:
-        raise FieldError(field, str(folder / CERTIFICATE), f"cannot be used: {error}") from error
+        raise FieldError("tls_dir", str(folder / CERTIFICATE), f"cannot be used: {error}") from error
     return found
 
 

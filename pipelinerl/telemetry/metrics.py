@@ -1,8 +1,8 @@
 """Create the metrics of a service, in a registry that puts the run's name on every sample.
 
-`prometheus_client` counts and renders. This module adds three things: a metric that does not apply has no series, where a gauge
-would show 0; a counter or histogram with known label values has all its series from the start, so that a rate includes the
-first event; and each metric is described for docs/metrics.md.
+This module adds three things to `prometheus_client`: a metric that does not apply has no series, where a gauge would show 0; a
+counter or histogram with known label values has all its series from the start, so that a rate includes the first event; and
+each metric is described for docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -47,11 +47,8 @@ Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
 
 
 class Reading(Collector):
-    """A gauge or counter. `name` is the name that Prometheus stores.
-
-    `set` stores values; `read` stores a function that is called at each scrape. A scrape runs outside the event loop's thread:
-    the function may read plain attributes, but must not change anything or wait.
-    """
+    """A gauge or counter. `set` stores values; `read` stores a function that is called at each scrape, outside the event loop's
+    thread: it may read plain attributes, but must not change anything or wait."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = (), kind: Literal["gauge", "counter"] = "gauge") -> None:
         self.name, self.text, self.labels, self.kind = name, text, tuple(labels), kind
@@ -90,12 +87,10 @@ Labels = Mapping[str, Sequence[str] | str]
 
 @dataclass(frozen=True)
 class Family:
-    """Description of one exported metric, for the reference."""
+    """Description of one exported metric, a `gauge`, `counter` or `histogram`, for the reference."""
 
     name: str
-    """Name that Prometheus stores; a counter's ends with `_total`."""
     kind: str
-    """`gauge`, `counter` or `histogram`."""
     text: str
     unit: str
     labels: Labels
@@ -104,10 +99,8 @@ class Family:
 
 
 class RunRegistry(CollectorRegistry):
-    """The metrics of a process of one run; every sample has the label `run`.
-
-    The library's `_created` series are left out, since no query uses them and they would double the number of counters.
-    """
+    """The metrics of a process of one run; every sample has the label `run`. The library's `_created` series, which no query
+    uses, are left out."""
 
     def __init__(self, run: str) -> None:
         super().__init__()
@@ -193,7 +186,6 @@ class MetricSet:
 
 
 def _with_series(made: _Made, labels: Labels | None) -> _Made:
-    """Create all series of a metric whose label values are known."""
     known = [values for values in (labels or {}).values() if not isinstance(values, str)]
     if labels and len(known) == len(labels):
         for values in product(*known):

@@ -5,9 +5,8 @@ one. A trace is handed from task to task as data, with its sequence or message, 
 process. OpenTelemetry's global provider and current span are left alone: libraries that trace by themselves (vLLM) see neither.
 
 Spans are sent only if OpenTelemetry's own environment variables ask for it; otherwise the SDK is not loaded. This module reads
-the variables that choose the exporter. The SDK reads the others (sampler, queue, time limits, headers, certificates,
-compression) and logs values that it cannot use. Spans wait in a bounded queue and leave on a separate thread. If the collector
-is away, spans are lost, the work goes on, and the process ends at most `END_WITHIN_S` later.
+the variables that choose the exporter, the SDK the others. Spans wait in a bounded queue and leave on a separate thread. If the
+collector is away, spans are lost, the work goes on, and the process ends at most `END_WITHIN_S` later.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -128,13 +128,10 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
             from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
             return ConsoleSpanExporter()
-        if settings.protocol == "grpc":
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-
-            return GrpcExporter()
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-        return HttpExporter()
+        kind = "grpc" if settings.protocol == "grpc" else "http"
+        module = import_module(f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter")
+        exporter: SpanExporter = module.OTLPSpanExporter()
+        return exporter
     except (ValueError, OSError, RuntimeError) as error:
         raise UserError(f"traces cannot be sent to {settings.endpoint} (OTEL_EXPORTER_OTLP_…): {error}") from error
 

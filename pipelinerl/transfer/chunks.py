@@ -1,16 +1,12 @@
-"""Convert tensors to chunks of bytes and back, by a manifest's layout, with headers, checksums and reusable memory.
-
-This module neither sends nor receives, and its callers choose the device of the chunks.
-"""
+"""Convert tensors to chunks of bytes and back, by a manifest's layout, with headers, checksums and reusable memory."""
 
 from __future__ import annotations
 
 import hashlib
-import queue
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,11 +72,8 @@ HEADER_SIZE = 6
 
 
 def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
-    """Return the header that precedes a chunk on the wire, int64[6]. It reveals a mix-up before the bytes arrive.
-
-    With NCCL, the header is a small tensor on the device that is sent in order with the chunks, under the same timeouts, and
-    discarded with the communicator when a transfer is given up. The store would be a second channel to synchronize.
-    """
+    """Return the header that precedes a chunk on the wire, int64[6]. It reveals a mix-up before the bytes arrive. As a tensor,
+    it is sent in order with the chunks and under the same timeouts; the store would be a second channel to synchronize."""
     values = [MAGIC, version.incarnation, version.number, chunk.index, checksum, chunk.num_bytes]
     return torch.tensor(values, dtype=torch.int64)
 
@@ -242,29 +235,13 @@ def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item
     waits for it.
     """
     assert buffers >= 2, "one item is yielded while another is made"
-    free, ready, closed = threading.Semaphore(buffers), queue.SimpleQueue[Any](), threading.Event()
-
-    def make() -> None:
-        try:
-            iterator = iter(items)
-            while free.acquire() and not closed.is_set():
-                ready.put(next(iterator))
-        except BaseException as error:  # noqa: BLE001 - a thread's boundary: the error is raised in the consumer
-            ready.put(error)
-
-    thread = threading.Thread(target=make, name=name, daemon=True)
-    thread.start()
-    in_hand = False
+    iterator, end, thread = iter(items), object(), ThreadPoolExecutor(1, name)
     try:
-        while not isinstance(item := ready.get(), StopIteration):
-            if isinstance(item, BaseException):
-                raise item
-            if in_hand:
-                free.release()  # only now, since the caller may keep an item until it gets the next
-            in_hand = True
+        made: deque[Future[Any]] = deque(thread.submit(next, iterator, end) for _ in range(buffers))
+        while (item := made.popleft().result()) is not end:
+            if len(made) < buffers - 1:  # only now, since the caller may keep an item until it gets the next
+                made.append(thread.submit(next, iterator, end))
             yield item
             del item
     finally:
-        closed.set()
-        free.release()
-        thread.join()
+        thread.shutdown(cancel_futures=True)

@@ -1,11 +1,8 @@
 """A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive.
 
 A group is built from a key-value store that the trainer hosts, without torch's global process group, so that several groups (of
-successive epochs, or side groups of joiners) can coexist in one process. The backends `gloo` and `nccl` have the same
-interface. Every wait has a deadline. A group that failed is unusable: close it, agree on a new epoch and build another.
-
-Neither the store nor Gloo authenticates peers: anyone who reaches their ports can read and disturb a transfer
-(docs/security.md).
+successive epochs, or side groups of joiners) can coexist in one process. Every wait has a deadline. A group that failed is
+unusable: close it, agree on a new epoch and build another. Neither the store nor Gloo authenticates peers (docs/security.md).
 
 Ranks meet in two stages. First each rank checks in at the store, and rank 0 waits for all; only then do they connect to each
 other. A missing rank therefore blocks no other rank inside a collective library, and if rank 0 gives up the meeting, all
@@ -13,8 +10,6 @@ waiting ranks stop at once.
 
 Gloo cannot interrupt a running operation (`ProcessGroupGloo.abort` does nothing), so each operation has its own timeout, which
 bounds the time to give up a transfer. The death of a peer is noticed at once. NCCL can be interrupted.
-
-This module does not decide on membership, and it sends any tensors, not only weights.
 """
 
 from __future__ import annotations
@@ -47,10 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """The memory of chunks: host memory, or a device with a separate stream.
-
-    `stream`: a torch.cuda.Stream; None for host memory, in which case `torch.cuda` is never used.
-    """
+    """The memory of chunks: a device with a separate torch.cuda.Stream, or host memory, without torch.cuda."""
 
     device: torch.device
     stream: Any = None
@@ -61,10 +53,8 @@ class Placement:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Like `scope`, but ordered with the caller's stream: after its queued work, and before its later work.
-
-        The order is kept by events on the device. Neither the host nor other streams wait.
-        """
+        """Like `scope`, but ordered with the caller's stream: after its queued work, and before its later work. The order is
+        kept by events on the device. Neither the host nor other streams wait."""
         if self.stream is None:
             yield
             return
@@ -163,35 +153,27 @@ class NcclTransport:
         self.broadcast(greeting, timeout_s)
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        """Broadcast `tensor` and wait until the device has sent or filled it.
-
-        Raises TimeoutError, TransferAborted if the transfer was given up or closed meanwhile, and RuntimeError for NCCL's
-        errors. The communicator is then closed, so that its kernel does not write to memory that is reused.
-        """
+        """Broadcast `tensor` and wait until the device has sent or filled it. Raises TimeoutError, TransferAborted and NCCL's
+        RuntimeError. The communicator is then closed, so that its kernel does not write to memory that is reused."""
+        began_at, options = time.monotonic(), BroadcastOptions()
+        options.rootRank = 0
         try:
-            self._broadcast(tensor, timeout_s)
+            with self._placement.scope():
+                work = self._group.broadcast([tensor], options)
+                while not work.is_completed():
+                    self._check_wanted()
+                    taken_s = time.monotonic() - began_at
+                    if taken_s >= timeout_s:
+                        raise TimeoutError
+                    time.sleep(min(max(_SHORTEST_LOOK_S, _LOOK_SHARE * taken_s), _LONGEST_LOOK_S))
+                self._check_wanted()
+                work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises NCCL's error, if any; no longer waits
         except BaseException:
             self.close()
             raise
 
-    def _broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        began_at = time.monotonic()
-        options = BroadcastOptions()
-        options.rootRank = 0
-        with self._placement.scope():
-            work = self._group.broadcast([tensor], options)
-            while not work.is_completed():
-                self._check_wanted()
-                taken_s = time.monotonic() - began_at
-                if taken_s >= timeout_s:
-                    raise TimeoutError
-                time.sleep(min(max(_SHORTEST_LOOK_S, _LOOK_SHARE * taken_s), _LONGEST_LOOK_S))
-            self._check_wanted()
-            work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises NCCL's error, if any; no longer waits
-
     def close(self) -> None:
-        """Abort, even if an operation is running on another thread, and wait at most `ABORT_WITHIN_S` until it has ended.
-        Idempotent."""
+        """Abort, even if an operation is running on another thread, and wait at most `ABORT_WITHIN_S` until it has ended."""
         with self._closing:
             if self._aborting is None:
                 self._closed.set()  # before a broadcast can look complete
@@ -255,10 +237,8 @@ class GroupStore:
 
 
 class WeightGroup:
-    """An open group. Use it from one thread at a time, and close it when done, also after an error.
-
-    `placement`: memory in which broadcast tensors must be.
-    """
+    """An open group. Use it from one thread at a time, and close it when done, also after an error. Tensors must be in the
+    memory of `placement`."""
 
     def __init__(self, spec: GroupSpec, transport: Transport, store: TCPStore, placement: Placement) -> None:
         self.spec, self.placement = spec, placement
@@ -274,9 +254,7 @@ class WeightGroup:
         placement: Placement = HOST,
         patience_s: float | None = None,
     ) -> WeightGroup:
-        """Meet the other `spec.world - 1` ranks.
-
-        `patience_s`: on rank 0, time to wait for the next rank after the latest one came, if all ranks are expected at once.
+        """Meet the other `spec.world - 1` ranks. `patience_s`: on rank 0, maximum wait for the next rank after one came.
 
         `given_up` ends the wait early; if set on rank 0, for all ranks. With NCCL it also ends later broadcasts at once. Raises
         DeadlineExceeded if ranks are missing after `timeout_s` (on rank 0 RanksMissing, which names them), TransferAborted if
@@ -322,10 +300,8 @@ class WeightGroup:
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        """Send `tensor` (rank 0) or fill it (other ranks), and wait until it may be reused.
-
-        Raises DeadlineExceeded, GroupFailed or, with NCCL, TransferAborted; the group is then unusable.
-        """
+        """Send `tensor` (rank 0) or fill it (other ranks), and wait until it may be reused. Raises DeadlineExceeded,
+        GroupFailed or, with NCCL, TransferAborted; the group is then unusable."""
         transport = self._transport
         if transport is None:
             raise GroupFailed(self.spec.name, "is closed")

@@ -1,11 +1,8 @@
 """The manifest, on which both ends of a weight transfer agree, and the errors of a transfer. No torch: dtypes are names.
 
-The manifest of a run's weights says which tensors are sent, in which form, and how they are cut into chunks. The manifest is
-fixed for a run, so that an update carries only the manifest's id. The tensors are laid out one after another in a flat stream
-of bytes, each at a multiple of `ALIGNMENT`. A chunk is a piece of the stream with as many whole tensors as fit, or a part of
-one tensor that does not fit.
-
-The manifest holds no weights, no checksums, and nothing else that changes from version to version.
+The manifest says which tensors are sent, in which form, and how they are cut into chunks. It is fixed for a run, so that an
+update carries only its id. The tensors are laid out one after another in a flat stream of bytes, each at a multiple of
+`ALIGNMENT`. A chunk is a piece of the stream with as many whole tensors as fit, or a part of one tensor that does not fit.
 """
 
 from __future__ import annotations
@@ -18,8 +15,7 @@ from functools import cached_property
 
 from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, TransferError
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.messages.validation import parse
+from pipelinerl.messages.sequences import PolicyVersion, parse
 from pipelinerl.v1.control_pb2 import LowRank, ParameterSpec, WeightManifest
 
 
@@ -69,11 +65,8 @@ class NothingStaged(TransferError):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Address and rank for a meeting. `name`, such as `epoch-3`, must be new for every group built on one store.
-
-    `store`: host:port of the trainer's store. `bind_host`: address at which the other ranks reach this one (gloo; None = by
-    the machine's name).
-    """
+    """Address and rank for a meeting. `name`, such as `epoch-3`, must be new for every group built on one store (host:port).
+    `bind_host`: address at which the other ranks reach this one (gloo; None = by the machine's name)."""
 
     store: str
     name: str
@@ -96,10 +89,7 @@ KIND = "WeightManifest"
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes [offset, offset + num_bytes) of the stream: whole parameters, or a part of one.
-
-    `parameters`: indices of these parameters in the manifest.
-    """
+    """Bytes [offset, offset + num_bytes) of the stream: whole parameters, or a part of one, by index in the manifest."""
 
     index: int
     offset: int
@@ -182,10 +172,8 @@ class Manifest:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Pieces of the stream of at most `chunk_bytes`: as many whole parameters as fit, or parts of one that does not fit.
-
-        A receiver that puts the parts of a large tensor side by side therefore has every tensor in one piece without copying.
-        """
+        """Pieces of the stream of at most `chunk_bytes`. A receiver that puts the parts of a large tensor side by side has
+        every tensor in one piece without copying."""
         chunks: list[Chunk] = []
         first = 0
         while first < len(self.parameters):
@@ -247,7 +235,6 @@ def chunk_size(mib: float | None, backend: Backend) -> int:
 
 
 def _validate_low_rank(manifest: Manifest) -> None:
-    """Check that each parameter is one factor of one weight, and that shapes match products. Raises FieldError."""
     shapes = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
     used = [name for item in manifest.low_rank for name in (item.a, item.b)]
     if manifest.low_rank and sorted(used) != sorted(shapes):

@@ -35,9 +35,9 @@ from pipelinerl.messages.sequences import (
     branch_to_proto,
     check_sampling,
     sampling_from_proto,
+    token_ids_from_bytes,
     write_completion,
 )
-from pipelinerl.messages.validation import token_ids_from_bytes
 from pipelinerl.messages.verification import VerifierClient, result_of
 from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe

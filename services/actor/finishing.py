@@ -16,8 +16,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import Headers, Subjects
 from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
-from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, DeadLetter, PromptGroup, Sequence, encode_sequence
-from pipelinerl.messages.validation import building
+from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, DeadLetter, PromptGroup, Sequence, building, encode_sequence
 from pipelinerl.messages.verification import VerifierClient, judged, status_name
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes

@@ -18,8 +18,8 @@ EVERYWHERE: dict[str, Any] = {
             }
         },
         "podAffinity": {
-            "requiredDuringSchedulingIgnoredDuringExecution": [
-                {"topologyKey": "zone", "labelSelector": {"matchLabels": {"team": "a"}}}
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": 1, "podAffinityTerm": {"topologyKey": "zone", "labelSelector": {"matchLabels": {"team": "a"}}}}
             ]
         },
     },

@@ -25,7 +25,7 @@ PODS = (*SERVICES, "nats", "test")
 ACTOR, TRAINER, VERIFIER = ("Deployment/pipelinerl-actor", "StatefulSet/pipelinerl-trainer", "Deployment/pipelinerl-verifier")
 WANTED, EPISODES = "pipelinerl_actor_replicas_wanted", "pipelinerl_verifier_episodes"
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-TOGETHER = EVERYWHERE["affinity"]["podAffinity"][REQUIRED][0]
+TOGETHER = EVERYWHERE["affinity"]["podAffinity"]
 
 
 def scheduled(index: str) -> dict[str, Any]:
@@ -79,8 +79,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "env/transfer-test NCCL_SOCKET_IFNAME": "net1",
         "env/transfer-test NCCL_DEBUG": "INFO",
         "pod/verifier spec runtimeClassName": EVERYWHERE["runtimeClassName"],
-        "pod/actor spec affinity": EVERYWHERE["affinity"]
-        | {"podAffinity": {REQUIRED: [TOGETHER, scheduled("0"), scheduled("1")]}},
+        "pod/actor spec affinity": EVERYWHERE["affinity"] | {"podAffinity": {**TOGETHER, REQUIRED: [scheduled("1")]}},
     },
     "two-nodes": {
         # Nodes of a trainer start and change over together under one name: a rolling update waits for the new pod to be ready,
@@ -88,7 +87,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
         f"{TRAINER} spec podManagementPolicy": "Parallel",
         f"{TRAINER} spec replicas": 2,
         f"{TRAINER} spec updateStrategy": {"type": "OnDelete"},
-        "pod/actor spec affinity": {"podAffinity": {REQUIRED: [scheduled("0"), scheduled("1")]}},
+        "pod/actor spec affinity": {"podAffinity": {REQUIRED: [scheduled("1")]}},
         f"{TRAINER} spec serviceName": "pipelinerl-trainer",
         "Service/pipelinerl-trainer spec clusterIP": "None",
         "Service/pipelinerl-trainer spec publishNotReadyAddresses": True,

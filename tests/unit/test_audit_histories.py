@@ -14,10 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.audit import audit as audit_module
-from pipelinerl.audit.audit import Audit, audit_files, audit_run
+from pipelinerl.audit.audit import Audit, audit_files, audit_run, lines
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.audit.replay import Check
-from pipelinerl.audit.report import lines
 from pipelinerl.messages.sequences import VersionSpan, decode_group, encode_sequence
 from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_sequence

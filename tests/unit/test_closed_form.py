@@ -20,7 +20,7 @@ from tests.unit.builders import make_recipe
 
 def test_the_papers_worked_case() -> None:
     """N = B = 128, lengths uniform on 1..L, both methods with a largest lag of at most 132; all figures within 1 %."""
-    lengths, num_accelerators, batch_size = Lengths.uniform(4096), 128, 128
+    lengths, num_accelerators, batch_size = Lengths.of_bars([(1, 4096, 1.0)]), 128, 128
     num_sequences = 133 * batch_size
 
     def of(in_progress: int, num_generators: int) -> Split:

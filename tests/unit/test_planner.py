@@ -46,7 +46,7 @@ def test_speeds_from_a_data_sheet_by_hand() -> None:
 
 
 def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
-    model, lengths = Model(1e6, 1024), Lengths.uniform(40)
+    model, lengths = Model(1e6, 1024), Lengths.of_bars([(1, 40, 1.0)])
     machine = Machine("measured", 1, DecodeCurve(((1, 100.0), (64, 3200.0))), 1 / 1600, 1.0, 1.0)
     free = make_plan(recipe_with(None), model, machine, lengths, 9)
     # A third of the accelerators generates 3 · 3200, two thirds train on 6 · 1600.
@@ -77,7 +77,7 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
 
 def test_a_part_of_a_large_system_stands_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine("measured", 1, DecodeCurve(((1, 100.0), (64, 3200.0))), 1 / 1600, 1.0, 1.0)
-    lengths, recipe = Lengths.uniform(40), recipe_with(None, batch_size=512)
+    lengths, recipe = Lengths.of_bars([(1, 40, 1.0)]), recipe_with(None, batch_size=512)
     chosen = split(machine.decode, machine.training, lengths, 512, 16, 40, 60)
     whole, share = play(recipe, machine, lengths, chosen, update_s=0.2)
     assert share == 1

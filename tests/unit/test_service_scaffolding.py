@@ -14,7 +14,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -276,10 +275,10 @@ async def test_a_server_with_an_ipv6_address_is_reached_under_its_text() -> None
 
 
 def test_an_address_file_is_written_whole_and_read_back_or_named(tmp_path: Path) -> None:
-    address, path = ServiceAddress("127.0.0.1:1", "127.0.0.1:2", 3), tmp_path / "verifier.json"
+    address, path = ServiceAddress(grpc="127.0.0.1:1", http="127.0.0.1:2", pid=3), tmp_path / "verifier.json"
     with pytest.raises(ServiceError, match=r"verifier\.json"):
         read_address(path)
-    write_json(path, asdict(address))
+    write_json(path, address.model_dump())
     assert read_address(path) == address
     assert list(tmp_path.iterdir()) == [path]
     for text in ("", "[]", '{"grpc": "a", "http": "b"}', '{"grpc": "", "http": "", "pid": "x"}'):

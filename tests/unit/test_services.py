@@ -54,7 +54,7 @@ def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, mon
     assert (actor["tls_dir"], actor["nats_credentials"]) == (secrets / "tls", secrets / "nats-actor")
     assert actor["nats_tls_dir"] == trainer["nats_tls_dir"] == secrets / "tls"
     assert actor["address_file"] == tmp_path.resolve() / "addresses" / "actor-2.json"
-    again = ServiceAddress("127.0.0.1:5000", "127.0.0.1:5001", 1)
+    again = ServiceAddress(grpc="127.0.0.1:5000", http="127.0.0.1:5001", pid=1)
     verifier = settings_of(launches.verifier(again), VerifierSettings, monkeypatch)
     assert (verifier["tls_dir"], verifier["private_dir"]) == (secrets / "tls", tmp_path.resolve())
     assert (verifier["grpc_port"], verifier["http_port"]) == (5000, 5001), "a restarted one keeps its ports"
@@ -72,7 +72,7 @@ def test_threads_reach_the_processes(launches: ServiceLaunches) -> None:
 def test_the_trainers_page_keeps_its_port_over_restarts(launches: ServiceLaunches, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    again = ServiceAddress("127.0.0.1:1", f"127.0.0.1:{port}", 1)
+    again = ServiceAddress(grpc="127.0.0.1:1", http=f"127.0.0.1:{port}", pid=1)
 
     def page(page_port: int | None, again: ServiceAddress | None) -> tuple[object, object]:
         made = replace(launches, page_port=page_port)

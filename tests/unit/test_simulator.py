@@ -119,7 +119,7 @@ def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
 @pytest.mark.parametrize(("num_actors", "num_ranks"), [(10, 50), (50, 20)])
 def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actors: int, num_ranks: int) -> None:
     recipe = one_at_a_time(128, slots=64, algorithm={"advantage": "value", "max_lag": None})
-    lengths = Lengths.uniform(1000)
+    lengths = Lengths.of_bars([(1, 1000, 1.0)])
     counted = simulated(
         recipe,
         Timing(PAPER_CURVE, PAPER_TRAINING_TIME),

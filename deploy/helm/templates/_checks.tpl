@@ -65,6 +65,8 @@
     (printf "tracing.headersSecret: %s is not used while tracing.endpoint is empty; set the endpoint of your collector" .Values.tracing.headersSecret))
   (list (and .Values.huggingface.token .Values.huggingface.existingSecret)
     "huggingface.token: huggingface.existingSecret is set too; keep one of them")
+  (list (and $actors.scheduleAfterTrainer (dig "podAffinity" "requiredDuringSchedulingIgnoredDuringExecution" list $actors.affinity))
+    "actor.affinity: a required podAffinity cannot be combined with actor.scheduleAfterTrainer, because the scheduler wants one pod that matches all required terms; make yours preferred, or set actor.scheduleAfterTrainer to false")
   (list (and $actors.autoscaling.enabled (gt $expected (int $actors.autoscaling.minReplicas)))
     (printf "trainer.expectedActors: %d is more than actor.autoscaling.minReplicas = %d, and the autoscaler adds none before the first step; make them equal" $expected (int $actors.autoscaling.minReplicas)))
   (list (and (not $actors.autoscaling.enabled) $actors.replicas (gt $expected (int $actors.replicas)))

@@ -34,9 +34,10 @@ seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
 {{/* dict root, component: scheduling of its pods. A spread constraint without a selector gets the service's own; pods with GPUs go where
-     GPU nodes are tainted as is the custom (gpu.tolerations). An actor has an affinity to each node of the trainer in a topology
-     that is one domain, since all nodes have the same operating system: it is scheduled when they are, wherever they are. Otherwise
-     actors spread over nodes of which the trainer needs one for itself, and wait for it for ever. */}}
+     GPU nodes are tainted as is the custom (gpu.tolerations). An actor has an affinity to the trainer's last pod in a topology that
+     is one domain, since all nodes have the same operating system: it is scheduled after that pod, wherever that is. Otherwise
+     actors spread over nodes of which the trainer needs one for itself, and wait for it for ever. There is a single term, because
+     the scheduler wants one existing pod that matches all required terms. */}}
 {{- define "pipelinerl.scheduling" -}}
 {{- $values := index .root.Values .component -}}
 {{- $spec := dict -}}
@@ -51,13 +52,10 @@ seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 {{- if and (eq .component "actor") $values.scheduleAfterTrainer -}}
 {{- $required := "requiredDuringSchedulingIgnoredDuringExecution" -}}
-{{- $terms := dig "podAffinity" $required list $values.affinity -}}
-{{- range until (int .root.Values.trainer.nodes) -}}
-{{- $trainer := include "pipelinerl.selectorLabels" (dict "root" $.root "component" "trainer") | fromYaml -}}
-{{- $_ := set $trainer "apps.kubernetes.io/pod-index" (toString .) -}}
-{{- $terms = append $terms (dict "topologyKey" "kubernetes.io/os" "labelSelector" (dict "matchLabels" $trainer)) -}}
-{{- end -}}
-{{- $_ := set $spec "affinity" (mergeOverwrite (deepCopy $values.affinity) (dict "podAffinity" (dict $required $terms))) -}}
+{{- $trainer := include "pipelinerl.selectorLabels" (dict "root" .root "component" "trainer") | fromYaml -}}
+{{- $_ := set $trainer "apps.kubernetes.io/pod-index" (sub (int .root.Values.trainer.nodes) 1 | toString) -}}
+{{- $term := dict "topologyKey" "kubernetes.io/os" "labelSelector" (dict "matchLabels" $trainer) -}}
+{{- $_ := set $spec "affinity" (mergeOverwrite (deepCopy $values.affinity) (dict "podAffinity" (dict $required (list $term)))) -}}
 {{- end -}}
 {{- $spread := list -}}
 {{- range $values.topologySpreadConstraints -}}

@@ -38,9 +38,9 @@ from pipelinerl.messages.sequences import (
     Sequence,
     TokenIds,
     branch_from_proto,
+    logprobs_from_bytes,
     read_completion,
 )
-from pipelinerl.messages.validation import logprobs_from_bytes
 from pipelinerl.messages.verification import VerifierClient, judged, status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import Accuracy, accuracy_of, means_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, Protocol
 
 from pipelinerl.kube.client import PodEnd
@@ -95,6 +96,9 @@ class Roster:
 
     def __init__(self) -> None:
         self._actors: dict[str, _Registered] = {}
+        self._newest = -1
+        self._behind: dict[str, _Registered] = {}
+        """Actors that do not serve the newest version, in order of arrival. A heartbeat costs a look at these alone."""
         self._ended: dict[str, tuple[Member, ...]] = {}
         """By uid of an ended pod, or by process if an actor does not know its pod: the members that had to end and may still
         be running."""
@@ -103,13 +107,14 @@ class Roster:
         """Record a registration or heartbeat. A new process of a known actor starts without a version."""
         known = self._process(member)
         if known is None:
-            self._actors[member.actor] = _Registered(member)
+            self._actors[member.actor] = self._behind[member.actor] = _Registered(member)
         else:
             known.member, known.rest = member, max(known.rest - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
         """Remove an actor that is no longer registered. Its departure is not reported again if an epoch has removed it."""
         known = self._actors.pop(actor, None)
+        self._behind.pop(actor, None)
         if known is None or not known.joined:
             return []
         return [MemberChange("left" if left else "evicted", known.member, epoch, version, reason)]
@@ -127,10 +132,13 @@ class Roster:
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
         """Record that these members received the version, in an epoch or on a side group."""
         changes = []
+        self._expect(version)
         for member in members:
             known = self._process(member)
             if known is not None:
                 known.version, known.failures = version, 0
+                if version == self._newest:
+                    self._behind.pop(member.actor, None)
                 if not known.joined:
                     changes.append(MemberChange("joined", member, epoch, version))
                 known.joined = True
@@ -162,13 +170,19 @@ class Roster:
         """Return two lists: actors whose `running` side group must end, because the actor is gone, has restarted, or is now in
         the `epoch`; and members that need a new side group to get `version`."""
         ended = [actor for actor, member in running.items() if actor in epoch or self._process(member) is None]
-        busy = {*epoch, *running}.difference(set(ended) - set(epoch))
-        due = [
+        busy = running.keys() - ended
+        self._expect(version)
+        due = (
             known.member
-            for actor, known in self._actors.items()
-            if known.version < version and not known.rest and actor not in busy
-        ]
-        return ended, due[: MOST_AT_ONCE - len(running) + len(ended)]
+            for actor, known in self._behind.items()
+            if known.version < version and not known.rest and actor not in epoch and actor not in busy
+        )
+        return ended, list(islice(due, max(0, MOST_AT_ONCE - len(busy))))
+
+    def _expect(self, version: int) -> None:
+        if version > self._newest:
+            self._newest = version
+            self._behind = {actor: known for actor, known in self._actors.items() if known.version < version}
 
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
         """Return the departure that follows from a pod's end; None if no actor of that pod is present (yet). When a pod
