@@ -43,7 +43,6 @@ TASK, EXACT, FURTHER = "misdeeds", "exact", "further"
 
 
 def recipe(**reward: Any) -> dict[str, Any]:
-    """Of the task of misdeeds, one that compares texts, and a set of problems that are only evaluated."""
     return {
         "name": "test",
         "model": {"source": "path", "name": "unused"},
