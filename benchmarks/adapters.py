@@ -175,7 +175,7 @@ async def measure_shares(recipe: Recipe, folder: str, steps: list[int], num_grou
     from pipelinerl.service.settings import RankSettings
     from services.actor.vllm_engine import start_engine
     from services.trainer.data.feeder import training_problems
-    from services.trainer.loading import load_learner
+    from services.trainer.policy_trainer import load_learner
 
     rows: list[dict[str, Any]] = []
     async with start_engine(recipe, folder) as engine:

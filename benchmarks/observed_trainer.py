@@ -34,10 +34,9 @@ from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.metrics import RunView, TrainerMetrics
 from services.trainer.reporting.page import PageBoard, add_page
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.reporting.run_view import RunView
 
 GOAL = 0.99
 SCRAPE_EVERY_S = 15.0

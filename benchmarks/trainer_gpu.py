@@ -20,15 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_cases import PLANS, GpuCase, Plan
 from benchmarks.gpu_loops import Measured, measure_bare, measure_ours
 from benchmarks.result_files import write_result
 from benchmarks.table import COLUMNS, table
 from benchmarks.training_data import VERSION
+from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.rl.memory import peak_flops
-from services.trainer.learn.meter import mfu, model_flops
-from services.trainer.learn.step import PreparedStep, prepare_step
+from services.trainer.learn.attention import VARLEN
+from services.trainer.learn.meter import mfu
+from services.trainer.learn.policy import Policy
+from services.trainer.learn.step import Learner, PreparedStep
 
 RESULT = Path(__file__).parent / "results" / "trainer_gpu.json"
 NO_GPU = "no CUDA device here: run this where there is one (make gpu-check), or with --tiny to see that it works"
@@ -60,9 +64,10 @@ def run_case(case: GpuCase, device: torch.device, plan: Plan) -> dict[str, Any]:
 
 def prepared_step(case: GpuCase) -> PreparedStep:
     """The step of both loops. Its FLOPs are those that the model's shape needs."""
-    config = case.config()
-    cost_model = model_flops(config, num_parameters=0)
-    return prepare_step(case.groups(config.vocab_size), VERSION, "batch", case.row_tokens, cost_model=cost_model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(case.config())
+    learner = Learner(Policy(model, VARLEN), AlgorithmConfig(), case.trainer())
+    return learner.prepare(case.groups(case.config().vocab_size), VERSION)
 
 
 def figures(measured: Measured, tokens: int, flops: float, peak: float | None) -> dict[str, Any]:

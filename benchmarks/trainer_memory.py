@@ -36,11 +36,10 @@ from benchmarks.random_models import half_qwen2_config
 from benchmarks.result_files import kept_rows, write_result
 from benchmarks.training_data import VERSION, make_groups
 from pipelinerl.recipe.fields import AlgorithmConfig
-from services.trainer.learn.batch import MicroBatch, token_row
+from services.trainer.learn.batch import MicroBatch, all_branches, host_microbatch, token_row
 from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.model import DTYPES, wrap_model
-from services.trainer.learn.policy import MAX_LOGITS, TokenScores, chunked_scores, head_scores
-from services.trainer.learn.step import prepare_step
+from services.trainer.learn.policy import MAX_LOGITS, TokenScores, chunked_scores, linear_scores
 
 RESULT = Path(__file__).parent / "results" / "trainer_memory.json"
 WORDS, WIDTH = 151_936, 896
@@ -65,7 +64,7 @@ def chunk_scores(hidden: Tensor, head: nn.Linear, targets: Tensor) -> TokenScore
 
 
 def our_scores(hidden: Tensor, head: nn.Linear, targets: Tensor) -> TokenScores:
-    return head_scores(hidden, head, targets, 1.0)
+    return TokenScores(*linear_scores(hidden, head.weight, None, targets, 1.0))
 
 
 HEADS = {"naive": naive_scores, "chunks": chunk_scores, "ours": our_scores}
@@ -107,8 +106,9 @@ def measure_layers(way: str, dtype: torch.dtype, tokens: int, device: torch.devi
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
     policy = wrap_model(model, gradient_checkpointing=way == "checkpointed")
     groups = make_groups([SEQUENCE_TOKENS] * (tokens // SEQUENCE_TOKENS), config.vocab_size)
-    (host_batch,) = prepare_step(groups, VERSION, "batch", tokens).batches
-    batch = host_batch.on(device)
+    branches = all_branches(groups)
+    ones = np.ones(len(branches))
+    batch = host_microbatch(branches, ones, ones, VERSION).on(device)
     return measured(lambda: backward(policy.scores(batch.row, batch.predictors, batch.targets)), device)
 
 

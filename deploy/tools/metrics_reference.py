@@ -49,14 +49,15 @@ def catalogue() -> dict[str, list[Family]]:
 def sources(service: str) -> list[str]:
     """Paths, from the root, of the files that name a service's metrics."""
     makers = [Path(inspect.getfile(make)).resolve().relative_to(ROOT).as_posix() for make in SERVICES[service]]
-    return sorted({*makers, *(["pipelinerl/figures.py"] if service == "trainer" else [])})
+    parts = ["pipelinerl/figures.py", "services/trainer/checkpoint/store.py"] if service == "trainer" else []
+    return sorted({*makers, *parts})
 
 
 def reference(metrics: Mapping[str, Sequence[Family]]) -> str:
     """Markdown: one table for each service. Pure."""
     tables = []
     for service, families in metrics.items():
-        links = " and ".join(f"[{path}](../{path})" for path in sources(service))
+        links = ", ".join(f"[{path}](../{path})" for path in sources(service))
         tables.append(f"### {service.capitalize()}\n\nSource: {links}\n\n" + "\n".join([_HEAD, *map(_row, families)]))
     return "\n\n".join(tables)
 

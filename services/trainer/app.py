@@ -1,8 +1,5 @@
-"""The trainer's process: open servers, model, streams and sinks in order, then start the run (`run.py`).
-
-The HTTP server starts first, so that it answers probes while the model loads. If the run had a trainer before, this trainer
-continues from the newest checkpoint.
-"""
+"""The trainer's process: open servers, model, streams and sinks in order, then start the run. The HTTP server starts first, so
+that it answers probes while the model loads."""
 
 from __future__ import annotations
 

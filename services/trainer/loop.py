@@ -1,10 +1,13 @@
 """The optimizer loop: take batches, step, send versions, evaluate, record.
 
 The loop takes batches from `Intake`, and produces policy versions for `WeightUpdater` and one record per step. It waits for a
-full batch. Before it offers a version, it also waits until all remaining actors serve the previous version. If a measurement
-holds the previous version, the loop goes on instead, and actors get a later version after the measurement. Sending overlaps
-with the next batch, except in conventional mode (the paper's baseline). A single compute thread makes all calls to the model.
-Checkpoints are taken between two steps.
+full batch and, before it offers a version, until all remaining actors serve the previous one. If a measurement holds the
+previous version, the loop goes on instead, and actors get a later version after the measurement. Sending overlaps with the next
+batch, except in conventional mode. A single compute thread makes all calls to the model. Checkpoints are taken between two
+steps.
+
+Before the first step, the loop takes over the state of a checkpoint and the contents of the streams from the run's previous
+trainer. For the next trainer it writes the journal and captures the non-tensor part of checkpoints.
 """
 
 from __future__ import annotations
@@ -16,26 +19,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from pipelinerl.audit.journal import JOURNAL, Journal, reserved_groups
+from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import recipe_hash
 from pipelinerl.rl.groups import starts_phase
 from pipelinerl.run_summary import StepRecord
+from pipelinerl.service.retry import retry_forever
 from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, WrittenCheckpoint
-from services.trainer.checkpoint.run_state import RunState, evaluates_first
+from services.trainer.checkpoint.run_state import RunState, Start, evaluates_first, group_tokens
+from services.trainer.checkpoint.store import Uploads
 from services.trainer.data.evaluation import Evaluator
-from services.trainer.data.feeder import Feeder
+from services.trainer.data.feeder import Feeder, scan_in_flight
 from services.trainer.data.intake import Intake
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LOG_WEIGHTS
+from services.trainer.policy_trainer import PolicyTrainer
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.takeover import Takeover
 from services.trainer.weight_sync.updater import WeightUpdater
-
-if TYPE_CHECKING:
-    from services.trainer.policy_trainer import PolicyTrainer
 
 log = logging.getLogger(__name__)
 
@@ -57,55 +63,88 @@ def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class OptimizerLoop:
-    """The training loop. It owns the policy version, which begins at the version that `takeover` resumes from."""
+    """The training loop. It owns the policy version, which begins at the version of `start`."""
 
     def __init__(
         self,
         recipe: Recipe,
+        run_dir: Path,
+        start: Start,
+        journal: Journal,
+        bus: Bus,
         policy: PolicyTrainer,
         intake: Intake,
         feeder: Feeder,
         updater: WeightUpdater,
         evaluator: Evaluator,
         recorder: Recorder,
-        takeover: Takeover,
+        uploads: Uploads,
     ) -> None:
+        self._run_dir, self._start, self._bus, self._uploads = run_dir, start, bus, uploads
+        self.journal = journal
         self._recipe, self._policy, self._intake, self._feeder = recipe, policy, intake, feeder
-        self._updater, self._evaluator, self._recorder, self._takeover = updater, evaluator, recorder, takeover
+        self._updater, self._evaluator, self._recorder = updater, evaluator, recorder
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._measuring: asyncio.Task[None] | None = None
         self._next: asyncio.Task[tuple[list[TrainingGroup], Any]] | None = None
-        start = takeover.start
+        begin = functools.partial(self._in_compute, policy.begin_checkpoint)
         self.checkpoints = Checkpointer(
-            takeover.run_dir,
-            recipe.checkpoint,
-            takeover.journal,
-            start,
-            functools.partial(self._in_compute, policy.begin_checkpoint),
-            self._capture,
-            takeover.checkpoint_written,
+            run_dir, recipe.checkpoint, journal, start, begin, self._capture, self._checkpoint_written
         )
         self._unrecorded: Callable[[], None] = lambda: None
-        """Writes the record of the last computed step, if that is not written yet."""
+        """Writes the record of the last computed step, unless it is already written."""
         self._batch_at = time.monotonic()
-        """Time at which the last step got its batch."""
         self._base: Logprobs | None = None
-        """Log-probabilities of the probe from which the policy's change is measured: those of the base weights, or if there are
-        no adapters, those from before this process's first step."""
+        """Log-probabilities of the probe before training, from which the policy's change is measured."""
         self._carried_s: dict[str, float] = {}
         """Seconds spent after the last step. They count in the next step's record."""
         self._passed_over = False
         """True if the current version was not sent because a measurement holds the previous one."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
-        """Number of skipped steps since the last applied step."""
         self._closed = self.stopping = False
         self.version = start.version
         self.waiting_for = "actors"
 
     @property
     def measuring(self) -> bool:
-        """Return whether an evaluation or a probe is in progress."""
         return self._measuring is not None and not self._measuring.done()
+
+    async def take_over(self) -> int:
+        """Record the start in the journal, take over the previous trainer's work, and return the number of groups published
+        again. If the streams were recreated, the checkpoints' positions are reset. Waits while NATS is unreachable."""
+        start, feeder, intake = self._start, self._feeder, self._intake
+        said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": start.journal_bytes}
+        self.journal.write({"event": "start", **said})
+        await asyncio.to_thread(self.journal.sync)
+        reserved = await asyncio.to_thread(reserved_groups, self._run_dir / JOURNAL)
+        feeder.tokens = await asyncio.to_thread(group_tokens, self._run_dir, reserved)
+        feeder.bounds.steps_begun = start.version
+        if (state := start.state) is not None:
+            feeder.tracker.restore(state.books)
+            feeder.next_group = state.next_group
+            intake.restore(state.held, state.position)
+            intake.tokens_arrived, intake.bad_messages = state.figures["tokens_arrived"], state.figures["bad_messages"]
+            self._recorder.restore(state.figures["report"])
+        return await self._adopt(reserved) if start.again else 0
+
+    async def _adopt(self, reserved: int) -> int:
+        """Take over the previous incarnation's groups from the streams. Return how many were published again."""
+        intake, incarnation = self._intake, self._start.lineage.incarnation
+        position, prompts, arrived = await retry_forever(lambda: scan_in_flight(self._bus, intake.position), "read the streams")
+        if position < intake.position:
+            self.journal.write({"event": "position", "position": position})
+            self.checkpoints.positions = dict.fromkeys(self.checkpoints.positions, position)
+        intake.position = position
+        published = await self._feeder.adopt(reserved, prompts, arrived, f"i{incarnation}")
+        log.info(
+            "incarnation %d resumes from version %d and log position %d; %d groups are open, %d were published again",
+            incarnation,
+            self.version,
+            position,
+            len(self._feeder.tracker.open_groups),
+            published,
+        )
+        return published
 
     async def run(self) -> None:
         """Send the first version, train, and evaluate the last version. Raises `ServiceError` if too many consecutive steps are
@@ -114,7 +153,7 @@ class OptimizerLoop:
             await self._offer({})
             await self._updater.all_served()
             await self._check_policy()
-            if evaluates_first(self._takeover.start, self._recipe):
+            if evaluates_first(self._start, self._recipe):
                 await self._measure(evaluate=True, probe=False)
             while self.version < self._recipe.trainer.steps:
                 await self._step()
@@ -127,15 +166,13 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Send heartbeats to the other ranks until cancelled, since this rank may wait long for actors or sequences. Return at
-        once if there are no other ranks. Raises `RuntimeError` if one of them is gone."""
+        """Send heartbeats to any other ranks, since this rank may wait long. Raises `RuntimeError` if one is gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.heartbeat)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError` if it cannot
-        be written, or if the run has ended."""
+        """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError`."""
         try:
             if self._closed:
                 raise ServiceError(RUN_ENDED)
@@ -147,8 +184,7 @@ class OptimizerLoop:
             raise
 
     async def dismiss(self, timeout_s: float) -> None:
-        """Order the other ranks to end after their current computation. If a rank does not get the order in time, it loses its
-        connection."""
+        """Order the other ranks to end. If a rank does not get the order in time, it loses its connection."""
         if self._policy.num_ranks > 1:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -216,24 +252,47 @@ class OptimizerLoop:
             await self._offer_when_measured()
 
     def _capture(self) -> RunState:
-        """Capture the state between two steps. Write the last step's record first, so that the figures include that step."""
+        """Capture all state except tensors. The last step's record is written first, so that the figures include it."""
         self._unrecorded()
-        return self._takeover.capture(self.version, self.skipped_in_a_row)
+        self.journal.flush()
+        figures = {
+            "tokens_arrived": self._intake.tokens_arrived,
+            "bad_messages": self._intake.bad_messages,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "report": self._recorder.to_state(),
+        }
+        return RunState(
+            run=self._bus.run,
+            policy_version=self.version,
+            starts=self._start.lineage.starts,
+            recipe=self._recipe.model_dump(mode="json"),
+            recipe_hash=recipe_hash(self._recipe),
+            journal_bytes=self.journal.size,
+            books=self._feeder.tracker.to_state(),
+            next_group=self._feeder.next_group,
+            position=self._intake.position,
+            held=self._intake.held(),
+            figures=figures,
+        )
+
+    async def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
+        self._recorder.metrics.checkpoints.written(written)
+        await self._uploads.take(written.folder, written.version)
 
     async def _prepared(self, version: int) -> tuple[list[TrainingGroup], Any]:
         batch = await self._intake.take_batch(version)
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the version. Do not send it if a measurement holds the previous version, which is already staged. If
-        the version is itself to be measured, first wait for that measurement to end."""
+        """Begin to send the version, unless a measurement holds the previous one, which is already staged. A version that is
+        itself to be measured waits for that measurement to end."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
         self._passed_over = self.measuring and self._updater.commit_held
         if self._passed_over:
             return
-        version = PolicyVersion(self._takeover.start.lineage.incarnation, self.version)
+        version = PolicyVersion(self._start.lineage.incarnation, self.version)
         with measured(seconds, "snapshot"):
             snapshot = await self._in_compute(self._policy.snapshot, version)
         before, self.waiting_for = self.waiting_for, "actors to take new weights"
@@ -260,8 +319,7 @@ class OptimizerLoop:
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:
-        """Compare the first version as actors serve it with the trainer's weights, before any training. Raises `FieldError` if
-        the policies differ."""
+        """Compare the first version as actors serve it with the trainer's weights. Raises `FieldError` if they differ."""
         self._base = await self._probe_scores(adapters=False)
         if (trained := await self._probe_scores()) is None:
             return
@@ -300,7 +358,6 @@ class OptimizerLoop:
             await task
 
     async def _measure_version(self, version: int, trained: Logprobs | None, evaluate: bool) -> None:
-        """Probe and evaluate one version. `trained`: the trainer's log-probabilities of the probe."""
         async with self._updater.hold_when_served(version):
             began_at = time.monotonic()
             if trained is not None and (parity := await self._evaluator.parity(version, trained, self._base)) is not None:
@@ -332,7 +389,7 @@ class OptimizerLoop:
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}
         # The trainer computed nothing meanwhile: the compute thread makes the snapshot, after the previous version is served.
         record["idle_s"] = seconds.get("snapshot", 0.0) + seconds.get("send", 0.0)
-        self._takeover.journal.flush()  # readers of the record may audit the step
+        self.journal.flush()  # readers of the record may audit the step
         self._recorder.step(record, batch, self._intake.tokens_arrived)
 
     async def _in_compute(self, call: Callable[..., Any], *arguments: object) -> Any:

@@ -1,34 +1,67 @@
-"""Rank 0 of the trainer: the policy as the optimizer loop uses it, over torch.
+"""The policy as the optimizer loop uses it, and loading, checking and sharding the model on every rank. All methods of
+`PolicyTrainer` block. Call them on one thread, except the writing of a copied checkpoint.
 
-`Learner` takes steps and scores, on all ranks. `PolicyTrainer` adds checkpoints, and snapshots for actors. All methods block.
-Call them on one thread, except `Learner.prepare` and the writing of a copied checkpoint. The loop counts the versions.
+Rank 0 loads the weights and finds out how to call the model. It tells the other ranks, which read only the model's
+configuration. A single rank keeps whole weights on its device. A state to resume from is restored last, because the reference
+of the KL term is the initial policy.
+
+Shards are FSDP2's. The weights go from rank 0's host memory to all ranks, layer by layer, so no device ever holds more than one
+whole layer, or the whole rest outside the layers. Trained weights are stored in float32 and computed in the recipe's dtype.
+Their gradients are summed in float32, not averaged, because each term of the loss already has its weight within the whole step.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
+from pipelinerl import __version__
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.memory import GIB, Model, state_bytes, trainer_problem
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.transfer.group import HOST, GroupStore, on_device, transfer_backend
 from pipelinerl.transfer.manifest import chunk_size
-from services.trainer.checkpoint.checkpointer import PolicyExport
+from services.trainer.checkpoint.checkpointer import PolicyExport, load_value_head
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
-from services.trainer.checkpoint.state_files import StateSaver
-from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, WEIGHTS
-from services.trainer.learn.model import DTYPES, hub_arguments
+from services.trainer.checkpoint.state_files import StateSaver, restore
+from services.trainer.distributed.world import (
+    ADAPTER,
+    END,
+    HEARTBEAT,
+    WEIGHTS,
+    Message,
+    RankLayout,
+    World,
+    agree,
+    join_ranks,
+    world_of_ranks,
+)
+from services.trainer.learn.attention import RowPart, key_repeats
+from services.trainer.learn.model import (
+    DTYPES,
+    blank_policy,
+    compile_policy,
+    decoder_layers,
+    frozen_copy,
+    hub_arguments,
+    load_policy,
+)
+from services.trainer.learn.policy import Policy, add_value_head
 from services.trainer.learn.step import Learner, PreparedStep
-from services.trainer.loading import load_learner
 from services.trainer.weight_sync.sender import (
     Snapshot,
     WeightSender,
@@ -37,9 +70,6 @@ from services.trainer.weight_sync.sender import (
     converted_parameters,
     whole_weights,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +83,6 @@ class PolicyTrainer:
         self.num_ranks = learner.world.layout.size
         self._converted = frozenset() if sends_adapter(recipe) else converted_parameters(learner.policy.model)
         self._version: int | None = None
-        """Version of the weights; None before this process's first step."""
         self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
@@ -66,11 +95,10 @@ class PolicyTrainer:
         return figures
 
     def heartbeat(self) -> None:
-        """Send the other ranks a heartbeat instead of an order."""
         self.learner.order(HEARTBEAT)
 
     def end(self) -> None:
-        """Order the other ranks to end. Wait for a checkpoint that is being written; drop a checkpoint that is only staged."""
+        """Order the other ranks to end, and wait for a checkpoint that is being written."""
         self.learner.order(END)
         self._state.end()
 
@@ -84,10 +112,9 @@ class PolicyTrainer:
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
         """Copy the training state and the export of the current weights, which must be of `version`, on all ranks.
 
-        Return a function that writes the export into an existing folder, and the training state into `resume/state` below it.
-        Call that function at most once, before the next checkpoint begins, on a thread that does not compute. When it returns,
-        the state is durable, but the caller must sync the files of the export. It raises `OSError`, and `ServiceError` if a
-        rank cannot write.
+        Return a function that writes both into an existing folder. Call it at most once, before the next checkpoint begins, on
+        a thread that does not compute. When it returns, the state is durable, but the caller must sync the files of the export.
+        It raises `OSError`, and `ServiceError` if a rank cannot write.
         """
         assert self._version in (None, version), f"weights of {self._version}, the rest of version {version}"
         self._state.stage()
@@ -108,8 +135,8 @@ class PolicyTrainer:
 def load_policy_trainer(
     recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
 ) -> PolicyTrainer:
-    """Rank 0: load model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint. Raises `FieldError` for a
-    mistake of the user, and `ServiceError` if the checkpoint cannot be read."""
+    """Rank 0: load model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint. Raises `FieldError`, and
+    `ServiceError` if the checkpoint cannot be read."""
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
@@ -133,8 +160,8 @@ def load_policy_trainer(
 def weight_sender(
     learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
 ) -> WeightSender:
-    """Return the sender of this learner's weights or adapters to actors. Its snapshots are further copies of the weights. With
-    sharded weights, snapshots are kept in host memory, because the one device that sends may lack room."""
+    """Return the sender of this learner's weights or adapters. With sharded weights, snapshots are kept in host memory, because
+    the one device that sends may lack room."""
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
@@ -153,11 +180,174 @@ def sends_adapter(recipe: Recipe) -> bool:
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
     """Return the tokenizer of folder (or hub id) `source`, at the recipe's revision, with its template. Raises `FieldError`."""
-    from transformers import AutoTokenizer
-
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
     except (OSError, ValueError) as error:
         raise FieldError("model.name", source, f"its tokenizer does not load: {error}") from error
     use_chat_template(tokenizer, recipe.model)
     return tokenizer
+
+
+def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
+    """Return this rank's learner for the model in folder (or hub id) `source`, with the state in folder `resume`, which only
+    rank 0 passes. All ranks must call this. `revision`: the pod template's, if there is a pod. Raises `FieldError`,
+    `ServiceError` if ranks differ in pipelinerl version, recipe or revision, and the errors of `restore`."""
+    if recipe.trainer.threads:
+        torch.set_num_threads(recipe.trainer.threads)
+    torch.manual_seed(recipe.seed)
+    disable_progress_bar()  # it would fill the log
+    device = rank_device(ranks.local_rank)
+    if ranks.world_size > 1:
+        join_ranks(device)
+        digest = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
+        agree({"version": __version__, "recipe": digest[:12], "pod template": revision})
+        return sharded_learner(recipe, source, device, resume)
+    for name in ("context_parallel", "shard_ranks"):
+        if (value := getattr(recipe.trainer, name)) > 1:
+            raise FieldError(f"trainer.{name}", value, "needs as many ranks; raise trainer.nproc, or use 1")
+    policy = load_policy(source, recipe.model, recipe.trainer, device)
+    return _learner(policy, recipe, source, World(RankLayout(), device), resume)
+
+
+def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: Path | None = None) -> Learner:
+    """Return this rank's learner. All ranks must have joined before; see `load_learner`."""
+    world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
+    assert world.links is not None
+    if world.is_first:  # the model in host memory, checked
+        policy = load_policy(source, recipe.model, recipe.trainer)
+        facts = {"attention": policy.attention, "own_logits": policy.own_logits, "resume": str(resume or "")}
+        world.links.tell_all(Message("model", facts))
+    else:  # its shape, and rank 0's resume folder
+        found = world.links.hear().fields
+        attention, own_logits = found["attention"], found["own_logits"]
+        policy = blank_policy(source, recipe.model, recipe.trainer, attention, own_logits)
+        resume = Path(found["resume"]) if found["resume"] else None
+    return _learner(policy, recipe, source, world, resume)
+
+
+def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: Path | None) -> Learner:
+    if recipe.algorithm.advantage == "value":
+        add_value_head(whole)
+        if whole.device.type != "meta":  # saved beside the model, or new
+            load_value_head(whole, Path(source))
+    if recipe.trainer.compile:
+        compile_policy(whole, world.device)
+    check_memory(recipe, whole, world)
+    dtype = DTYPES[recipe.model.dtype]
+
+    def sharded(policy: Policy) -> Policy:
+        if world.mesh is None:
+            return policy
+        return shard_policy(policy, world, dtype, reshard=recipe.trainer.reshard_after_forward)
+
+    # With adapters the base weights are the reference; otherwise it is a second copy of the weights.
+    needs_reference = recipe.algorithm.kl_coefficient > 0 and recipe.trainer.lora is None
+    frozen = frozen_copy(whole) if needs_reference else None
+    policy = sharded(whole)
+    learner = Learner(
+        policy,
+        recipe.algorithm,
+        recipe.trainer,
+        temperature=recipe.sampling.temperature,
+        world=world,
+        reference=sharded(frozen) if frozen is not None else None,
+        compute_dtype=dtype,
+    )
+    if resume is not None:
+        restore(learner, resume)
+    return learner
+
+
+def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
+    """Raise `FieldError` if this rank's device cannot hold its part. Warn if it leaves little for activations."""
+    if world.device.type != "cuda":
+        return
+    parameters = sum(parameter.numel() for parameter in whole.parameters())
+    model, ranks = Model.of(recipe, parameters), world.layout.shard_ranks
+    memory_gib = torch.cuda.mem_get_info(world.device)[1] / GIB
+    problem = trainer_problem(recipe, model, memory_gib, ranks)
+    if problem is not None and state_bytes(recipe, model) > memory_gib * GIB * ranks:
+        raise problem
+    if problem is not None:
+        log.warning("%s", problem)
+
+
+def rank_device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rotary embeddings that depend on a row's longest position. A rank with only a part of the row does not know it."""
+
+
+def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
+    """Shard `policy` over the ranks of `world`, which all must call this. The policy then computes in `dtype`. `reshard`: drop
+    gathered weights after each forward pass and gather them again for the backward pass, which saves memory but costs traffic.
+    Raises `FieldError` if the model cannot be sharded."""
+    assert world.mesh is not None, "one rank alone has nothing to shard"
+    model = policy.model
+    model.config.use_cache = False
+    model.tie_weights()
+    layers = decoder_layers(model)
+    if not layers:
+        fix = f"{type(model).__name__} has no list of layers to shard; use 1"
+        raise FieldError("trainer.nproc", world.layout.size, fix)
+    frozen = not any(parameter.requires_grad for parameter in policy.parameters())
+    inside = {module for layer in layers for module in layer.modules()}
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        _bring(layer.modules(), world)
+        fully_shard(layer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=reshard or frozen)
+    _bring((module for module in policy.modules() if module not in inside), world)
+    # The root keeps its weights until the backward pass, if there is one: the output head is used again there.
+    fully_shard(policy, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=frozen)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    policy.device, policy.part = world.device, row_part(model, policy.attention, world)
+    return policy
+
+
+def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | None:
+    """Return this rank's part of each row; None if each rank has whole rows. Raises `FieldError`."""
+    layout = world.layout
+    if layout.sequence_ranks == 1:
+        return None
+    config = model.config.get_text_config()
+    if not attention.startswith("pipelinerl"):
+        fix = f"needs attention 'auto', and this model has {attention!r}; use 1, or a model without chunked attention"
+        raise FieldError("trainer.context_parallel", layout.sequence_ranks, fix)
+    heads = config.num_attention_heads
+    key_repeats(heads, getattr(config, "num_key_value_heads", None) or heads, layout.sequence_ranks)
+    scaling = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if scaling in _LENGTH_DEPENDENT:
+        fix = f"does not work with the model's {scaling} rotary embedding, which depends on the row's length; use 1"
+        raise FieldError("trainer.context_parallel", layout.sequence_ranks, fix)
+    return RowPart(layout.sequence_index, layout.sequence_ranks, world.row_group)
+
+
+def _bring(modules: Iterable[nn.Module], world: World) -> None:
+    """Copy rank 0's parameters and buffers of `modules`, without submodules, to every rank's device. Tied tensors stay tied. No
+    reference is kept, so that sharding can free them."""
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept, so that its id is not reused
+    for module in modules:
+        for named in (module.named_parameters, module.named_buffers):
+            for name, tensor in list(named(recurse=False, remove_duplicate=False)):
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = (tensor, _from_first(tensor, world))
+                setattr(module, name, moved[id(tensor)][1])
+
+
+def _from_first(tensor: Tensor, world: World) -> Tensor:
+    dtype = torch.float32 if tensor.requires_grad else tensor.dtype
+    if world.is_first:
+        here = tensor.detach().to(world.device, dtype)
+    else:
+        here = torch.empty_like(tensor, dtype=dtype, device=world.device)
+    world.broadcast(here)
+    return nn.Parameter(here, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else here

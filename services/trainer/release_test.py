@@ -1,8 +1,7 @@
 """`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
 
 The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has
-a name, and a failed check says where to look. The test consumes nothing from the streams and does not change the run. The
-presence of the run's streams shows that NATS has its volumes.
+a name, and a failed check says where to look. The run is not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from pipelinerl.bus.jetstream import connect
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import PipelineRLError, ServiceError
 from pipelinerl.kube.client import COMPLETION, TRAINER, in_cluster
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.grpc import explained, open_channel
@@ -38,10 +37,6 @@ OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor
 Check = Callable[[], Awaitable[str]]
 
 
-class CheckError(PipelineRLError):
-    """A failed check, with advice."""
-
-
 async def check_recipe(settings: TrainerSettings) -> str:
     return f"{load_recipe(settings.recipe).name}, run {settings.run}"
 
@@ -55,7 +50,7 @@ async def check_volume(settings: TrainerSettings) -> str:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise CheckError(f"{folder} cannot be written as user {os.getuid()}: {error}; look at the claim's volume") from error
+        raise ServiceError(f"{folder} cannot be written as user {os.getuid()}: {error}; look at the claim's volume") from error
     return f"{folder} takes files; {shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
 
 
@@ -81,10 +76,10 @@ async def check_http(who: str, host: str, port: int) -> str:
     try:
         async with ClientSession(timeout=ClientTimeout(ANSWER_S)) as session, session.get(url) as response:
             if response.status != 200:
-                raise CheckError(f"{url} answers {response.status}: {(await response.text())[:300]}")
+                raise ServiceError(f"{url} answers {response.status}: {(await response.text())[:300]}")
     except (ClientError, OSError) as error:
         why = str(error) or type(error).__name__
-        raise CheckError(f"{url}: {why}; is {who} ready, and does its Service select it?") from error
+        raise ServiceError(f"{url}: {why}; is {who} ready, and does its Service select it?") from error
     return f"{url} answers"
 
 
@@ -99,7 +94,7 @@ async def check_verifier(settings: TrainerSettings) -> str:
                 health_pb2.HealthCheckRequest(), timeout=ANSWER_S, wait_for_ready=settings.tls_dir is None
             )
         except aio.AioRpcError as error:
-            raise CheckError(f"{settings.verifier}: {explained(error, settings.tls_dir)}") from error
+            raise ServiceError(f"{settings.verifier}: {explained(error, settings.tls_dir)}") from error
     return f"{settings.verifier} serves"
 
 
@@ -118,7 +113,7 @@ async def check_rights(settings: TrainerSettings) -> str:
     finally:
         await kube.close()
     if lacking:
-        raise CheckError(
+        raise ServiceError(
             f"the trainer's ServiceAccount may not {', '.join(lacking)}; bind it to a Role as the chart's (rbac.create)"
         )
     running = sum(pod.phase == "Running" for pod in pods)
@@ -126,13 +121,13 @@ async def check_rights(settings: TrainerSettings) -> str:
 
 
 async def answers(address: str, within_s: float) -> bool:
-    """Return whether a connection to host:port can be made. Raises `CheckError` if the name does not resolve."""
+    """Return whether a connection to host:port can be made. Raises `ServiceError` if the name does not resolve."""
     host, port = split_host_port(address)
     try:
         async with asyncio.timeout(within_s):
             _, writer = await asyncio.open_connection(host, port)
     except socket.gaierror as error:
-        raise CheckError(f"{host}: {error}; is a pod of this Service ready?") from error
+        raise ServiceError(f"{host}: {error}; is a pod of this Service ready?") from error
     except (TimeoutError, OSError):
         return False
     writer.close()
@@ -142,15 +137,14 @@ async def answers(address: str, within_s: float) -> bool:
 async def check_episodes(address: str) -> str:
     if await answers(address, ANSWER_S):
         return f"{address} takes the turns of episodes"
-    raise CheckError(f"{address} takes no connections: `kubectl logs` of the actors says whether they serve episodes")
+    raise ServiceError(f"{address} takes no connections: `kubectl logs` of the actors says whether they serve episodes")
 
 
 async def check_policies(closed: str) -> str:
-    """Check that an address is closed to this pod. The address serves only actors and the trainer. It is up once the trainer is
-    ready, which another check tests."""
+    """Check that an address, which serves only actors and the trainer, is closed to this pod."""
     if not await answers(closed, CLOSED_S):
         return f"{closed} is closed to this pod"
-    raise CheckError(
+    raise ServiceError(
         f"{closed} answers this pod, which no NetworkPolicy allows: use a network plugin that enforces them, or set "
         "networkPolicy.enabled=false and accept that any process that reaches the pods may call them"
     )
@@ -175,7 +169,7 @@ def checks(settings: TrainerSettings, options: argparse.Namespace) -> dict[str, 
 
 
 async def failures(every: dict[str, Check]) -> list[str]:
-    """Run all checks, print a line for each, and return the names of those that failed."""
+    """Run all checks, print a line for each, and return the failed ones."""
     failed = []
     for name, check in every.items():
         try:
@@ -188,7 +182,6 @@ async def failures(every: dict[str, Check]) -> list[str]:
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments. Checks without their argument are skipped."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer.release_test", description=__doc__)
     parser.add_argument("--no-volume", action="store_true", help="skip the volume, which only the trainer's pod may mount")
     parser.add_argument("--actor-login", type=Path, metavar="FILE", help="the actors' user and password for NATS")

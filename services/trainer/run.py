@@ -1,8 +1,7 @@
 """A training run: its parts, how they are connected, and the order from start to end.
 
-Start: take over from an earlier trainer (`takeover.py`), wait for actors, then issue prompts and send the first version. End:
-last evaluation, checkpoint, summary, `end` on the control channel. An early stop finishes the running step and writes a
-checkpoint, if both fit within `stop_checkpoint_s`; the summary is written before and after that.
+An early stop finishes the running step and writes a checkpoint, if both fit within `stop_checkpoint_s`; the summary is written
+before and after that.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpc import aio
 
@@ -30,23 +29,20 @@ from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.checkpoint.checkpointer import link_export
+from services.trainer.checkpoint.files import link_export
 from services.trainer.checkpoint.run_state import Start, evaluates_first, note_training_began
-from services.trainer.checkpoint.uploads import Uploads
+from services.trainer.checkpoint.store import Uploads
 from services.trainer.data.evaluation import ActorClient, Evaluator
 from services.trainer.data.feeder import Feeder, heldout_problems, training_problems
 from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.loop import OptimizerLoop
+from services.trainer.policy_trainer import PolicyTrainer
+from services.trainer.reporting.metrics import RunView
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.reporting.run_view import RunView
 from services.trainer.server import TrainerService
 from services.trainer.stream_upkeep import StreamUpkeep
-from services.trainer.takeover import Takeover
 from services.trainer.weight_sync.updater import WeightUpdater
-
-if TYPE_CHECKING:
-    from services.trainer.policy_trainer import PolicyTrainer
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +56,6 @@ HEARTBEATS_ALONE = "departed actors are noticed by their own message or by a mis
 
 
 class TrainingRun:
-    """The run's parts and their connections. Each part is created after the parts that it uses."""
-
     def __init__(
         self,
         settings: TrainerSettings,
@@ -73,7 +67,7 @@ class TrainingRun:
         start: Start,
         recorder: Recorder,
     ) -> None:
-        self._settings, self._recipe, self._bus, self._start = settings, recipe, bus, start
+        self._settings, self._recipe, self._bus, self._journal, self._start = settings, recipe, bus, journal, start
         self._incarnation = start.lineage.incarnation
         self._publishing = asyncio.Lock()
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
@@ -94,9 +88,9 @@ class TrainingRun:
         self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
         self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder.metrics.uploads)
-        self.takeover = Takeover(run_dir, recipe, bus, journal, start, self.feeder, self.intake, recorder, self.uploads)
         self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client)
-        self.loop = OptimizerLoop(recipe, policy, self.intake, self.feeder, updater, self.evaluator, recorder, self.takeover)
+        parts = (self.intake, self.feeder, updater, self.evaluator, recorder, self.uploads)
+        self.loop = OptimizerLoop(recipe, run_dir, start, journal, bus, policy, *parts)
         self.upkeep = StreamUpkeep(bus, tracker, self.intake, recorder, self.loop.checkpoints)
         recorder.watch(self.view)
 
@@ -106,7 +100,6 @@ class TrainingRun:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     def view(self) -> RunView:
-        """Return the current state. May be called on any thread."""
         loop, updater, feeder, intake, ledger = self.loop, self.updater, self.feeder, self.intake, self.tracker.ledger
         return RunView(
             version=loop.version,
@@ -136,32 +129,30 @@ class TrainingRun:
     # --- from start to end -------------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run until the end of the run, or until `stop`."""
-        async with self.uploads.running():
-            await self._run(stop)
-
-    async def _run(self, stop: asyncio.Event) -> None:
+        """Run until the end of the run, or until `stop`. Uploads go on beside it."""
         finished = False
-        try:
-            finished = await self._train(stop)
-        finally:
-            summary = self.recorder.write_summary(finished=finished)
-            self.takeover.end(self.loop.version, finished=finished)
-            self.recorder.end(summary, finished=finished)
+        async with self.uploads.running():
             try:
-                await self._say_end(finished)
-                if finished and self._settings.linger:
-                    await self._linger(stop)
-                elif finished:
-                    await self._upload_last(stop)
-                await self.loop.dismiss(DISMISS_S)
+                finished = await self._train(stop)
             finally:
-                self.loop.close()
+                summary = self.recorder.write_summary(finished=finished)
+                self._journal.write({"event": "end", "version": self.loop.version, "finished": finished})
+                self._journal.flush()
+                self.recorder.end(summary, finished=finished)
+                try:
+                    await self._say_end(finished)
+                    if finished and self._settings.linger:
+                        await self._linger(stop)
+                    elif finished:
+                        await self._upload_last(stop)
+                    await self.loop.dismiss(DISMISS_S)
+                finally:
+                    self.loop.close()
 
     async def _train(self, stop: asyncio.Event) -> bool:
         """Train, and return whether the run finished. False: it was stopped early."""
         try:
-            await unless_stopped(self.takeover.begin(self.loop.checkpoints), stop)
+            await unless_stopped(self.loop.take_over(), stop)
         except StartStopped:  # stopped early, perhaps while NATS was away
             return False
         async with asyncio.TaskGroup() as tasks:
@@ -218,7 +209,6 @@ class TrainingRun:
         )
 
     async def _upload_last(self, stop: asyncio.Event) -> None:
-        """Wait until the run's result is uploaded, but at most `LAST_UPLOAD_S` seconds."""
         try:
             async with asyncio.timeout(LAST_UPLOAD_S):
                 await unless_stopped(self.uploads.all_done(), stop)
@@ -226,7 +216,7 @@ class TrainingRun:
             log.error("the run ends before its last checkpoint is uploaded; pipelinerl run --resume uploads it")
 
     async def _linger(self, stop: asyncio.Event) -> None:
-        """Answer requests until `stop`. The other ranks stay alive, too. Raises `RuntimeError` if one of them is gone."""
+        """Answer requests until `stop`. Raises `RuntimeError` if another rank is gone."""
         log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
@@ -257,8 +247,7 @@ class TrainingRun:
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _poll_actors(self) -> None:
-        """Pass the members' reported load to the recorder. Each actor is asked by its own task, so that an actor that does not
-        answer does not delay the others."""
+        """Pass the members' load to the recorder. Each actor is asked by its own task, so that none delays the others."""
         loads: dict[str, ActorState] = {}
         asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
@@ -273,7 +262,7 @@ class TrainingRun:
                 await asyncio.sleep(LOAD_EVERY_S)
 
     async def _ask_load(self, name: str, address: str, loads: dict[str, ActorState]) -> None:
-        """Update the actor's entry in `loads` over one channel until cancelled. After an error, open a new channel."""
+        """Update the actor's entry in `loads` until cancelled. After an error, open a new channel."""
         while True:
             try:
                 async with self._actor_client(name, address) as client:
@@ -296,8 +285,8 @@ class TrainingRun:
 
 
 async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) -> bool:
-    """Execute one part of the run and return True at its end. If the part fails after `stop` is set, for example because all
-    actors are gone, log the error and return False, so that it cannot prevent the checkpoint."""
+    """Execute one part of the run and return True. If it fails after `stop` is set, for example because all actors are gone,
+    log the error and return False, so that it cannot prevent the checkpoint."""
     try:
         await part
     except PipelineRLError as error:
@@ -309,11 +298,8 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:
-    """Remove an actor as soon as its pod is deleted, instead of when its heartbeat expires.
-
-    Without access to the API, membership relies on heartbeats alone, and one warning is logged. Run until cancelled, or return
-    at once if pods cannot be watched.
-    """
+    """Remove an actor as soon as its pod is deleted, instead of when its heartbeat expires. Without access to the API,
+    membership relies on heartbeats alone, and one warning is logged."""
     client = in_cluster(settings)
     if client is None:
         return

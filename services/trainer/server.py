@@ -1,8 +1,7 @@
 """TrainerService over gRPC: status, the stream of step records, a checkpoint on demand, the initial model.
 
-The service reads the run's state through `status` and acts on the run only through `request_checkpoint`. If the run built its
-initial policy, the policy is sent in chunks to actors that share no disk with the trainer. It is one folder with one name, so
-callers cannot request other files. For a hub model or a user's folder the call is refused, since actors load those themselves.
+A policy that the run built is sent in chunks to actors that share no disk with the trainer. Actors load a hub model or a user's
+folder themselves, so for these the call is refused.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """Yield all files of the initial policy in folder `source`, one chunk at a time, and at least one chunk per file.
-    Raises `ServiceError` if `asked` is another model, or the run built none."""
+    """Yield the files of folder `source`, each as at least one chunk. Raises `ServiceError` if another model is `asked` for."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
@@ -39,11 +37,10 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
 
 
 class StepFeed:
-    """The run's step records, for any number of readers at their own pace. The feed ends with the run. All records (a few
-    kilobytes per step) are kept, so that a late reader gets them, too. Use it on one event loop."""
+    """The run's step records, for any number of readers at their own pace. All records (a few kilobytes per step) are kept, so
+    that a late reader gets them, too. Use it on one event loop."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
-        """`records`: records of the run's earlier steps."""
         self._records = list(records)
         self._changed = asyncio.Event()
         self._ended = False
@@ -57,7 +54,7 @@ class StepFeed:
         self._wake()
 
     def _wake(self) -> None:
-        """Wake all readers. They wait on the current event, so replace it by a new one for the next change."""
+        """Wake all readers. They wait on the current event, so the next change gets a new one."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -76,11 +73,7 @@ class StepFeed:
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """`status()` describes the run now. `request_checkpoint()` returns once a checkpoint is written. `source`: folder or hub id
-    of the initial policy.
-
-    CheckpointNow fails with FAILED_PRECONDITION if the run has ended or ends before the checkpoint begins. GetInitialModel
-    fails with it if this trainer does not have the requested model.
-    """
+    of the initial policy. CheckpointNow and GetInitialModel fail with FAILED_PRECONDITION."""
 
     def __init__(
         self,

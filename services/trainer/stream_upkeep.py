@@ -1,8 +1,7 @@
 """Keep the run's streams short, and find prompt groups that were lost.
 
-Every few seconds `StreamUpkeep` purges messages from SEQUENCES that will not be read again. If the log fills up before a
-checkpoint is due, it requests one. It also looks for lost prompt groups: groups that have left PROMPTS although some of their
-samples never came. Their missing samples are failed through `Intake`, so that the feeder issues other groups.
+A group is lost if it has left PROMPTS although some of its samples never came. Its missing samples are failed through `Intake`,
+so that the feeder issues another group.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class StreamUpkeep:
         """For each group that left PROMPTS: when that was first noticed, and the end of the log at that time."""
 
     async def run(self) -> None:
-        """Work until cancelled. Raises `UserError` as `Intake` does, and `BusError` if a stream is gone: the next trainer then
-        creates the stream and publishes open groups again."""
+        """Work until cancelled. Raises `UserError` as `Intake` does, and `BusError` if a stream is gone."""
         while True:
             try:
                 prompts, sequences = await self._bus.prompts_info(), await self._bus.sequences_info()

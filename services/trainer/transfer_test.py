@@ -1,9 +1,7 @@
 """`python -m services.trainer.transfer_test`: one pod sends bytes to another as a trainer sends weights to an actor.
 
-`helm test` runs this in two pods of the trainer's image if `test.transferPair.enabled` is set. Each pod has a GPU if the
-trainer has any. The pods meet in a group of `pipelinerl.transfer` with the backend, network interface and chunk size of the
-run. Pod 0 broadcasts, and pod 1 compares the received bytes. Each pod prints its stages, including a failed one. The run
-itself is not contacted.
+`helm test` runs this in two pods of the trainer's image if `test.transferPair.enabled` is set. They meet in a group with the
+backend, network interface and chunk size of the run. Pod 0 broadcasts, and pod 1 compares. The run is not contacted.
 """
 
 from __future__ import annotations
@@ -30,17 +28,10 @@ RECEIVED = "received"
 """Key that pod 1 sets at the end. Pod 0 waits for it."""
 
 
-class StepError(PipelineRLError):
-    """A failed stage of the test, with its name."""
-
-    def __init__(self, step: str, problem: str) -> None:
-        super().__init__(f"{step}: {problem}")
-
-
 def device(wanted: str, backend: str) -> tuple[Placement, Backend]:
-    """Return the placement of the bytes and the transfer backend. Raises `StepError`."""
+    """Return the placement of the bytes and the transfer backend. Raises `TransferError`."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise StepError("GPU", "the pod requests one but sees none: check the device plugin and the node's driver")
+        raise TransferError("GPU: the pod requests one but sees none: check the device plugin and the node's driver")
     chosen = transfer_backend(backend, on_gpu=wanted == "cuda")
     return (on_device(torch.device("cuda", 0)) if chosen == "nccl" else HOST), chosen
 
@@ -48,18 +39,17 @@ def device(wanted: str, backend: str) -> tuple[Placement, Backend]:
 def meet(
     index: int, host: str, port: int, backend: Backend, own_host: str, placement: Placement, within_s: float
 ) -> WeightGroup:
-    """Return the group of both pods. Raises `StepError` if the other pod cannot be met."""
     spec = GroupSpec(host_port(host, port), "pair", index, 2, backend, own_host)
     try:
         return WeightGroup.connect(spec, within_s, placement=placement)
     except TransferError as error:
         other = f"pod {1 - index}"
         hint = f"does {other} run, and can both reach each other on any TCP port ({spec.store} first)?"
-        raise StepError(f"meeting {other}", f"{error}; {hint}") from error
+        raise TransferError(f"meeting {other}: {error}; {hint}") from error
 
 
 def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int = TOTAL_BYTES) -> float:
-    """Rank 0: broadcast `total_bytes`. Rank 1: receive and compare them. Return GB/s. Raises `StepError`."""
+    """Rank 0: broadcast `total_bytes`. Rank 1: receive and compare them. Return GB/s. Raises `TransferError`."""
     end, sends = time.monotonic() + within_s, group.spec.rank == 0
     began_at = time.monotonic()
     rounds = max(total_bytes // chunk_bytes, 2)
@@ -70,14 +60,14 @@ def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int
             try:
                 group.broadcast(chunk.add_(1) if sends else chunk, max(end - time.monotonic(), 0.001))
             except TransferError as error:
-                raise StepError("transfer", f"broadcast {number} of {rounds}: {error}") from error
+                raise TransferError(f"transfer: broadcast {number} of {rounds}: {error}") from error
             if not sends and not torch.equal(chunk, wanted.add_(1)):
-                raise StepError("transfer", f"broadcast {number} of {rounds} arrived with wrong bytes")
+                raise TransferError(f"transfer: broadcast {number} of {rounds} arrived with wrong bytes")
     return rounds * chunk_bytes / (time.monotonic() - began_at) / 1e9
 
 
 def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
-    """Pod 1: report that all bytes have arrived. Pod 0: wait for that report. Raises `StepError`."""
+    """Pod 1: report that all bytes have arrived. Pod 0: wait for that report. Raises `TransferError`."""
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=within_s))
         if index:
@@ -85,11 +75,11 @@ def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
         else:
             store.wait([RECEIVED], timedelta(seconds=within_s))
     except (DistError, RuntimeError) as error:
-        raise StepError("end", f"pod {1 - index} has not reported its end: see its log") from error
+        raise TransferError(f"end: pod {1 - index} has not reported its end: see its log") from error
 
 
 def pair(options: argparse.Namespace) -> None:
-    """Run the test as pod `options.index`. Raises `StepError`, `FieldError`."""
+    """Run the test as pod `options.index`. Raises `TransferError`, `FieldError`."""
     say = partial(print, flush=True)
     recipe = load_recipe(options.recipe)
     placement, backend = device(options.device, recipe.weights.backend)

@@ -1,9 +1,8 @@
-"""The process of a rank other than rank 0: load the model, then execute rank 0's orders until the order to end.
+"""The process of a rank other than rank 0: load the model, then execute rank 0's orders until the order to end. If rank 0 is
+gone, the wait for orders ends with an error, and torchrun ends the other ranks.
 
-The rank waits for orders and contributes its share of gradients, weights, results and checkpoints. If rank 0 is gone, the wait
-ends with an error, and torchrun ends the other ranks. The first rank of each further node answers /healthz, /readyz and
-/metrics for that node's pod. The rank does not use the streams. A termination signal does not end it: rank 0 gets the same
-signal, and needs the other ranks for its last checkpoint.
+The first rank of each further node answers /healthz, /readyz and /metrics for that node's pod. A termination signal does not
+end a rank: rank 0 gets the same signal, and needs the other ranks for its last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.state_files import StateSaver
 from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS, Message, leave_ranks
 from services.trainer.learn.step import TRAIN, Learner, share_of
-from services.trainer.loading import load_learner
+from services.trainer.policy_trainer import load_learner
 from services.trainer.reporting.metrics import rank_orders
 
 log = logging.getLogger(__name__)

@@ -127,7 +127,7 @@ async def check_stops(run: Running) -> None:
 async def check_adapters(run: Running, checkpoint: Path) -> None:
     """An engine serves the adapted policy: from its factors, and from whole weights, after which it refuses factors."""
     config = ModelConfig(source="path", name=str(checkpoint), max_context=1024)
-    policy = load_policy(str(checkpoint), config, lora=LoraConfig(rank=4))
+    policy = load_policy(str(checkpoint), config, TrainerConfig(lora=LoraConfig(rank=4)))
     learner = Learner(policy, AlgorithmConfig(), TrainerConfig(learning_rate=1e-2))
     model = learner.policy.model
     await run.label(V[0])
@@ -227,7 +227,7 @@ async def test_a_mixture_of_experts_is_served_by_each_loader_over_several_update
 async def test_in_sixteen_bits_engine_and_trainer_stay_close_and_small_adapters_are_served(tmp_path: Path) -> None:
     recipe = parity.engine_recipe(tmp_path, model={"dtype": "bfloat16"}, lora={"rank": 8})
     async with parity.running("qwen2", True, tmp_path, model={"dtype": "bfloat16"}, lora={"rank": 8}) as run:
-        policy = load_policy(str(tmp_path), recipe.model, lora=recipe.trainer.lora)
+        policy = load_policy(str(tmp_path), recipe.model, recipe.trainer)
         served, trained = np.array(await run.score(TOKENS)), policy.sequence_logprobs(np.array(TOKENS))
         exact = np.array(parity.reference(run.model.bfloat16().float(), TOKENS))
         assert np.abs(served - trained).max() < BFLOAT16_NATS

@@ -20,7 +20,7 @@ from pyarrow.fs import FileSelector, FileSystem
 
 from pipelinerl.errors import FieldError
 from pipelinerl.service.retry import Backoff
-from services.trainer.checkpoint import uploads
+from services.trainer.checkpoint import store as uploads
 from services.trainer.checkpoint.store import LATEST, MANIFEST
 from tests.support.machine import free_port
 from tests.unit.builders import RUN

@@ -42,7 +42,7 @@ from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.optimizer import learning_rate
 from services.trainer.learn.policy import Float32Head, add_value_head
 from services.trainer.learn.step import Learner, PreparedStep
-from services.trainer.loading import load_learner
+from services.trainer.policy_trainer import load_learner
 from tests.support.learner import (
     EPISODES,
     FAMILIES,
@@ -367,7 +367,7 @@ def test_logprobs_entropies_and_values_after_a_shared_prompt_are_those_of_each_a
         batch = host_microbatch(sequences, np.ones(6), np.ones(6), 0, share_prompts=share).on("cpu")
         scores = policy.scores(batch.row, batch.predictors, batch.targets, 0.7, entropy_grad=True)
         (scores.logprobs + scores.entropy + scores.values.square()).mean().backward()
-        return {**{k: v.detach() for k, v in vars(scores).items()}, **gradients_of(policy)}
+        return {**{k: v.detach() for k, v in scores._asdict().items()}, **gradients_of(policy)}
 
     assert policy.shares_prompts
     apart, together = results(share=False), results(share=True)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.learn.policy import head_scores, is_plain_linear, linear_scores
+from services.trainer.learn.policy import chunked_scores, is_plain_linear, linear_scores
 
 
 @dataclass
@@ -254,7 +254,7 @@ def test_a_head_that_does_more_is_called(make: Any) -> None:
     assert is_plain_linear(nn.Linear(3, 5))
     assert not is_plain_linear(head)
     doubled = torch.log_softmax(2 * nn.functional.linear(hidden, head.weight, head.bias), -1)
-    found = head_scores(hidden, head, targets, 1.0, max_logits=10).logprobs
+    found = chunked_scores(hidden, head, targets, 1.0, 2).logprobs
     torch.testing.assert_close(found, doubled.gather(1, targets[:, None])[:, 0])
 
 

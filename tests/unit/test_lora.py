@@ -225,7 +225,7 @@ def test_checkpoints_load_with_transformers_and_with_peft(family: str, targets: 
     some = ["c_attn"] if family == "gpt2" else ["q_proj", "mlp.up_proj"]
     lora = LoraConfig(rank=3, alpha=6.0, rslora=True, target_modules=some if targets == "some" else "all-linear")
     config = ModelConfig(source="path", name=str(tmp_path / "base"), max_context=64)
-    policy = load_policy(str(tmp_path / "base"), config, lora=lora)
+    policy = load_policy(str(tmp_path / "base"), config, TrainerConfig(lora=lora))
     train(policy)
     folder = exported(policy, tmp_path / "checkpoint")
 

@@ -227,7 +227,7 @@ def test_kl_and_entropy_terms_by_hand() -> None:
     reference = torch.tensor([0.5, 0.25], dtype=torch.float64).log()
     entropy = torch.tensor([0.3, 0.5], dtype=torch.float64)
     config = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01)
-    output = compute_loss(batch, replace(scores, entropy=entropy), config, reference)
+    output = compute_loss(batch, scores._replace(entropy=entropy), config, reference)
     kl = 0.5 * (1 - math.log(2))
     assert output.reference_kl.item() == pytest.approx(kl)
     assert output.loss.item() == pytest.approx(0.1 * kl - 0.01 * 0.4)

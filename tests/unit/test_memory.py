@@ -12,7 +12,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.memory import GIB, Model, actor_problem, checkpoint_bytes, kv_cache_gib, trainer_problem, update_shortage
 from services.actor.weight_sync import loaders
-from services.trainer.loading import check_memory
+from services.trainer.policy_trainer import check_memory
 
 SEVEN_B = Model(parameters=7.6e9, kv_bytes=56 * 1024)
 SHARE = "actor.engine.gpu_memory_utilization"

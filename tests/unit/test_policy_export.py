@@ -27,8 +27,7 @@ from services.trainer.checkpoint.checkpointer import VALUE_HEAD_FILE, PolicyExpo
 from services.trainer.checkpoint.state_files import restore
 from services.trainer.distributed.world import VALUE_HEAD, WEIGHTS, join_ranks, leave_ranks
 from services.trainer.learn.step import Learner
-from services.trainer.loading import load_learner, sharded_learner
-from services.trainer.policy_trainer import PolicyTrainer, weight_sender
+from services.trainer.policy_trainer import PolicyTrainer, load_learner, sharded_learner, weight_sender
 from services.trainer.weight_sync import sender as weight_sender_module
 from services.trainer.worker import worker_loop
 from tests.support.learner import LENGTHS, SHAPE, build, group_of, model_of, sequences_of

@@ -16,7 +16,7 @@ from pipelinerl.service.settings import RankSettings, TrainerSettings
 from services.trainer import worker as rank
 from services.trainer.distributed.world import END, HEARTBEAT, leave_ranks
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.loading import load_learner
+from services.trainer.policy_trainer import load_learner
 from tests.support.learner import model_of
 from tests.support.machine import free_port, wait_until
 from tests.unit.builders import make_group, make_recipe, make_sequence

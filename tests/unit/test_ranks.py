@@ -14,7 +14,7 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
-from services.trainer import loading
+from services.trainer import policy_trainer as loading
 from services.trainer.checkpoint.state_files import learner_state, local_part
 from services.trainer.distributed.world import (
     ADAPTER,
@@ -27,13 +27,12 @@ from services.trainer.distributed.world import (
     join_ranks,
     leave_ranks,
 )
-from services.trainer.learn.batch import TokenRow, TrainingGroup
-from services.trainer.learn.context_parallel import RowPart, key_repeats
+from services.trainer.learn.attention import RowPart, key_repeats
+from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.lora import whole
 from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.step import Learner
-from services.trainer.loading import load_learner, sharded_learner
-from services.trainer.policy_trainer import weight_sender
+from services.trainer.policy_trainer import load_learner, sharded_learner, weight_sender
 from services.trainer.worker import worker_loop
 from tests.support.learner import EPISODES, episodes_of, group_of, sequences_of
 from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks
@@ -307,9 +306,8 @@ def test_key_heads_are_repeated_until_they_divide(query_heads: int, key_heads: i
 def test_a_row_tells_what_lies_in_each_part_without_a_wait_for_the_device() -> None:
     """`meta` has no values to wait for. 12 tokens, 4 a part."""
     host, nowhere = np.array([1, 3, 4, 9]), torch.empty(4, dtype=torch.int64, device="meta")
-    row = TokenRow(torch.empty(1, 12), torch.empty(1, 12), layout=None, predictors=host)  # type: ignore[arg-type]
-    assert RowPart(0, 3, None).counts(row, nowhere) == [2, 1, 1]
-    assert RowPart(0, 3, None).counts(replace(row, predictors=None), torch.from_numpy(host)) == [2, 1, 1]
+    assert RowPart(0, 3, None).counts(12, nowhere, host) == [2, 1, 1]
+    assert RowPart(0, 3, None).counts(12, torch.from_numpy(host), None) == [2, 1, 1]
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

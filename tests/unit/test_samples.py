@@ -12,7 +12,7 @@ from pipelinerl.messages.sequences import Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import to_json
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, sampled_places, sampled_sequences, sampled_weights
+from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, importance_weights, sampled_sequences, tokens_of_samples
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.reporting.samples import MOST_TOKENS, heldout_sample, token_pieces, trained_sample, without_tokens
@@ -39,13 +39,20 @@ def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:
 # Weights
 
 
-def test_places_are_those_of_the_packed_rows_of_all_ranks() -> None:
-    """Sequences 0 (3 + 2 tokens) and 2 (1 + 4) are sampled; rows have the longest first, and 2 before 3 of equal length."""
+def test_tokens_of_samples_are_found_in_the_rows_of_all_ranks() -> None:
+    """Sequences 0 (2 tokens) and 2 (4) are sampled; of the smaller batch, 0 and 1 (9)."""
     groups = groups_of([(3, 2), (1, 9), (1, 4), (4, 1)], size=2)
-    assert sampled_places(groups, [[0, 1], [3, 2]]) == {"g.0": [slice(9, 11)], "g.2": [slice(12, 16)]}
-    assert sampled_places(groups, [[3], [], [2], [0, 1]]) == {"g.2": [slice(1, 5)], "g.0": [slice(14, 16)]}
-    assert sampled_places(groups, [[2, 0], [1, 3]]) == {"g.2": [slice(0, 4)], "g.0": [slice(4, 6)]}
-    assert sampled_places(groups[:1], [[0, 1]]) == {"g.1": [slice(0, 9)], "g.0": [slice(9, 11)]}
+    found = tokens_of_samples(groups, np.repeat([1, 0, 2, 3], [9, 2, 4, 1]))
+    assert {name: tokens.tolist() for name, tokens in found.items()} == {"g.0": [9, 10], "g.2": [11, 12, 13, 14]}
+    found = tokens_of_samples(groups[:1], np.repeat([1, 0], [9, 2]))
+    assert {name: tokens.tolist() for name, tokens in found.items()} == {"g.0": [9, 10], "g.1": [*range(9)]}
+
+
+def test_branches_of_a_sample_follow_each_other_wherever_they_were_packed() -> None:
+    episode = episodes_of(EPISODES)[3]
+    first, second = (branch.num_sampled_tokens for branch in episode.all_branches)
+    (tokens,) = tokens_of_samples([group_of([episode])], np.repeat([1, 0], [second, first])).values()
+    assert tokens.tolist() == [*range(second, second + first), *range(second)]
 
 
 def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
@@ -57,9 +64,8 @@ def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
 
 def test_weights_are_unclamped_and_may_be_infinite() -> None:
     logs = np.log(np.array([1, 2, 9, 0.5], dtype=np.float32))
-    weights = sampled_weights({"a": [slice(1, 3)], "b": [slice(3, 4)]}, logs)
-    assert {key: one.tolist() for key, one in weights.items()} == {"a": pytest.approx([2, 9]), "b": pytest.approx([0.5])}
-    assert np.isinf(sampled_weights({"a": [slice(0, 1)]}, np.array([1000.0], dtype=np.float32))["a"]).all()
+    assert importance_weights(logs).tolist() == pytest.approx([1, 2, 9, 0.5])
+    assert np.isinf(importance_weights(np.array([1000.0], dtype=np.float32))).all()
 
 
 SINGLE_TURNS = groups_of([(2, 9), (5, 3), (1, 4), (4, 17), (3, 2), (6, 8)], size=2)

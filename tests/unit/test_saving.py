@@ -13,7 +13,7 @@ from services.trainer.checkpoint.state_files import StateSaver, trained_paramete
 from services.trainer.distributed.world import END, join_ranks, leave_ranks
 from services.trainer.learn.lora import whole
 from services.trainer.learn.step import Learner
-from services.trainer.loading import load_learner, sharded_learner
+from services.trainer.policy_trainer import load_learner, sharded_learner
 from services.trainer.worker import worker_loop
 from tests.support.learner import group_of, sequences_of, told_anywhere
 from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks, saved_beside

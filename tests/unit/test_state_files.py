@@ -15,7 +15,7 @@ from services.trainer.distributed.world import END, join_ranks, leave_ranks
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.loading import sharded_learner
+from services.trainer.policy_trainer import sharded_learner
 from services.trainer.worker import worker_loop
 from tests.support.learner import LENGTHS, group_of, model_of, sequences_of, told_anywhere
 from tests.unit.ranks import Job, on_ranks, saved_beside

@@ -27,7 +27,8 @@ from pipelinerl.recipe.loading import ChangedRecipe
 from pipelinerl.rl.groups import Lineage
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.v1 import sequence_pb2
-from services.trainer.checkpoint.checkpointer import WriteTensors, WrittenCheckpoint, link_export, write_checkpoint
+from services.trainer.checkpoint.checkpointer import WriteTensors, WrittenCheckpoint, write_checkpoint
+from services.trainer.checkpoint.files import link_export
 from services.trainer.checkpoint.run_state import find_start, load_run_state, note_training_began, read_lineage, write_lineage
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
@@ -50,7 +51,7 @@ class Life:
         self.policy = FakePolicy(run_dir)
         self.run = make_run(self.stack, run_dir, bus, recipe, self.start, policy=self.policy)
         self.tracker, self.feeder, self.intake = self.run.tracker, self.run.feeder, self.run.intake
-        self.loop, self.journal = self.run.loop, self.run.takeover.journal
+        self.loop, self.journal = self.run.loop, self.run.loop.journal
         self.run.updater.served_version = self.loop.version
         self.tasks: list[asyncio.Task[None]] = []
         self.published_again = 0
@@ -60,7 +61,7 @@ class Life:
         return self.loop.version
 
     async def begin(self) -> None:
-        self.published_again = await self.run.takeover.begin(self.loop.checkpoints)
+        self.published_again = await self.loop.take_over()
         self.tasks = [asyncio.create_task(self.feeder.run()), asyncio.create_task(self.intake.run())]
 
     async def idle(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.recipe.loading import RecipeError, recipe_from_data
 from pipelinerl.service.retry import Backoff
-from services.trainer.checkpoint import uploads
+from services.trainer.checkpoint import store as uploads
 from services.trainer.checkpoint.store import LATEST, MANIFEST, fetch_model, put_model
 from tests.unit.builders import RUN
 from tests.unit.test_training_run import until_logged

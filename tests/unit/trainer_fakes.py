@@ -42,10 +42,9 @@ from services.trainer.checkpoint.run_state import RunState, Start
 from services.trainer.data.feeder import EncodedProblem
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.metrics import RunView, TrainerMetrics
 from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.reporting.run_view import RunView
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun
 from services.trainer.weight_sync.updater import WeightUpdater

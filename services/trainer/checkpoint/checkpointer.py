@@ -1,9 +1,8 @@
 """Checkpoint timing, and two guarantees: a checkpoint is of one version, and an existing folder is complete.
 
 Tensors and other state are captured at the same moment between two steps: no step, from its computation to its entry into the
-tracker, overlaps with the copying. Checkpoints are written one at a time on a separate thread, beside the next steps. A
-checkpoint that falls due meanwhile is written afterwards. The files are written to a hidden folder, which is then renamed, so
-that after a crash the previous checkpoint still exists. Other modules define the contents.
+tracker, overlaps with the copying. Checkpoints are written one at a time on a separate thread, beside the next steps, to a
+hidden folder, which is then renamed.
 
 `PolicyExport` stages the policy in host memory while training waits, and writes the Hugging Face folder while training
 continues. Everything else that transformers needs to write a model (class, configuration, ties, conversions) is in a second
@@ -24,26 +23,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipelinerl.audit.journal import Journal
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.recipe.fields import CheckpointConfig
 from pipelinerl.run_dir import CHECKPOINTS, resumable
-from services.trainer.checkpoint.files import link_tree, replacing, sync_folder, sync_tree
+from services.trainer.checkpoint.files import replacing, sync_folder, sync_tree
 from services.trainer.checkpoint.run_state import RESUME, RunState, Start
 from services.trainer.distributed.world import ADAPTER, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.lora import has_adapters, peft_config
 from services.trainer.learn.policy import Policy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from services.trainer.learn.step import Learner
+from services.trainer.learn.step import Learner
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +50,6 @@ WriteTensors = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """A checkpoint on disk."""
-
     folder: Path
     version: int
     position: int
@@ -66,8 +60,8 @@ class WrittenCheckpoint:
 def write_checkpoint(
     run_dir: Path, keep: int, write_tensors: WriteTensors, state: RunState, before_rename: Callable[[], None] = lambda: None
 ) -> WrittenCheckpoint:
-    """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `write_tensors` and `state` must be
-    of the same version. `before_rename` runs when only the rename is left; an error in it makes the checkpoint fail."""
+    """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `before_rename` runs when only the
+    rename is left; an error in it makes the checkpoint fail."""
     began_s = time.monotonic()
     folder = run_dir / CHECKPOINTS / f"step-{state.policy_version}"
     with replacing(folder) as partial:
@@ -101,13 +95,12 @@ class Checkpointer:
         self.positions = dict(start.positions)
         """For each kept checkpoint by version: the position in SEQUENCES up to which it covers messages."""
         self._began_version, self._began_s = start.version, time.monotonic()
-        """Version and time of the newest checkpoint, which may still be being written."""
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._boundary = asyncio.Lock()
         self._over = False
         self._interrupted = False
-        """True if a step was cancelled or failed. The run then ends, and the weights may be ahead of the tracker."""
+        """True if a step failed. The weights may then be ahead of the tracker."""
 
     @property
     def _busy(self) -> bool:
@@ -139,12 +132,8 @@ class Checkpointer:
                 raise
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError` if that
-        fails.
-
-        `anew`: write even if this version is already written, to include sequences that arrived since. `last`: let no further
-        step begin.
-        """
+        """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError`. `anew`: even
+        if this version is already written, to include newer sequences. `last`: let no further step begin."""
         while True:
             async with self._boundary:
                 if self._interrupted:
@@ -159,12 +148,11 @@ class Checkpointer:
         return await asyncio.shield(task)
 
     async def _idle(self) -> None:
-        """Wait until no checkpoint is being written, since the next one is copied into the same memory."""
         while self._newest is not None and not self._newest[1].done():
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
-        """Start a checkpoint of the current version. If that version is written or being written, reuse it unless `anew`."""
+        """Start a checkpoint of the current version. Unless `anew`, reuse one that is written or being written."""
         state = self._capture()
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:
@@ -199,23 +187,14 @@ class Checkpointer:
             log.error("%s; the previous one is kept", task.exception())
 
 
-def link_export(step_folder: Path, folder: Path) -> Path:
-    """Make `folder` the policy's export from a checkpoint. Files are hard links if possible, otherwise copies."""
-    with replacing(folder) as partial:
-        link_tree(step_folder, partial, RESUME)
-    return folder
-
-
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"
-"""Path within a checkpoint. It is in a separate folder because vLLM loads every safetensors file beside the model as part of
-it."""
+"""Path within a checkpoint: a separate folder, because vLLM loads every safetensors file beside the model as part of it."""
 _KEPT = ("generation_config", "_weight_conversions", "peft_config")
 """Attributes of a model that are written to files, besides its class and configuration."""
 
 
 class PolicyExport:
-    """Exports a policy. `dtype`: dtype of the weights in the files. Each `stage` reuses memory, so the previous stage must
-    already be written."""
+    """Exports a policy in `dtype`. Each `stage` reuses memory, so the previous stage must already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         with torch.device("meta"):
@@ -230,7 +209,7 @@ class PolicyExport:
 
     @torch.no_grad()
     def stage(self, learner: Learner) -> None:
-        """Gather the policy's tensors into host memory. All ranks take part. It blocks; call it on the compute thread."""
+        """Gather the policy's tensors into host memory, on all ranks. Call it on the compute thread."""
         there = {WEIGHTS: True, VALUE_HEAD: learner.policy.value_head is not None, ADAPTER: has_adapters(self.form)}
         for kind in (kind for kind, has in there.items() if has):
             copies = self.staged.setdefault(kind, {})
@@ -263,14 +242,12 @@ class PolicyExport:
 
 
 def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write the value head's `weights`: `weight` [1, hidden size] and `bias` [1]."""
     file.parent.mkdir(exist_ok=True)
     save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
 
 
 def load_value_head(policy: Policy, folder: Path) -> bool:
-    """Load a value head from a checkpoint's `folder` into `policy`, and return whether there is one. Raises `FieldError` if its
-    weights have another shape."""
+    """Load a value head from a checkpoint's `folder`, if there is one. Raises `FieldError` for another shape."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return False
     try:

@@ -1,7 +1,5 @@
-"""Atomic files and folders for checkpoints: written under another name, synced to disk, then renamed.
-
-A folder is replaced as a whole or not at all, even after a crash. Other modules define the contents.
-"""
+"""Atomic files and folders for checkpoints: written under another name, synced to disk, then renamed. A folder is replaced as a
+whole or not at all, even after a crash."""
 
 from __future__ import annotations
 
@@ -12,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pipelinerl.run_dir import RUN_STATE
 
 
 def write_json_durably(path: Path, value: Mapping[str, Any], mode: int = 0o666) -> None:
@@ -27,7 +27,6 @@ def write_json_durably(path: Path, value: Mapping[str, Any], mode: int = 0o666) 
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the directory entries of `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -36,7 +35,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync `folder` and every file and folder in it to disk."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             sync_folder(path)
@@ -66,8 +64,7 @@ _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new path. If the block succeeds, the path replaces `folder` and its old contents; otherwise the path is removed.
-    `tidy` cleans up after a crash."""
+    """Yield a new path, which replaces `folder` if the block succeeds. `tidy` cleans up after a crash."""
     partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     replaced = folder.with_name(f".{folder.name}{_REPLACED}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -89,3 +86,10 @@ def tidy(parent: Path) -> None:
             os.replace(replaced, folder)
     for path in (*parent.glob(f".*{_PARTIAL}*"), *parent.glob(f".*{_REPLACED}*")):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def link_export(step_folder: Path, folder: Path) -> Path:
+    """Make `folder` the policy's export from a checkpoint, without the training state."""
+    with replacing(folder) as partial:
+        link_tree(step_folder, partial, RUN_STATE.parent.name)
+    return folder

@@ -1,11 +1,10 @@
 """Resume state: the non-tensor part of a checkpoint, and `lineage.json`.
 
-`lineage.json` records every start of this run's trainer with its version, the latest recipe, and when the first trainer began
-to train. A trainer writes the file before it serves anything, so that no two trainers of a run use the same incarnation number.
+`lineage.json` records every start of this run's trainer with its version, the latest recipe, and when training began. A trainer
+writes the file before it serves anything, so that no two trainers of a run use the same incarnation number.
 
-The non-tensor part contains the tracker, the feeder, held sequences, the position in the log, figures and the recipe. It has
-two files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages. Of a failed sample only
-the reason is kept. Other modules decide when to capture these parts, and read the streams.
+The non-tensor part has two files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages.
+Of a failed sample only the reason is kept.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
-    """Return the lineage; None if no trainer has started in this folder. Raises `FieldError` if it is another run's folder, and
-    `UserError` if the file is malformed."""
+    """Return the lineage; None if no trainer has started in this folder. Raises `FieldError` if it is another run's folder."""
     if not (run_dir / LINEAGE).is_file():
         return None
     try:
@@ -60,8 +58,7 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
 
 
 def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> None:
-    """Write the lineage, and beside it the recipe, for reports. Keep the time at which training began. When this returns, the
-    files are on disk."""
+    """Write the lineage and the recipe to disk. Keep the time at which training began."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "recipe.yaml", recipe_yaml(recipe))
     began = {BEGAN: began_s} if (began_s := read_training_began(run_dir)) is not None else {}
@@ -76,15 +73,13 @@ def read_training_began(run_dir: Path) -> float | None:
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
-    """Record when training began. When this returns, the record is on disk. Only the first call of a run counts, and only after
-    `write_lineage`."""
+    """Record on disk when training began. Only the first call of a run counts."""
     content = _lineage_file(run_dir)
     if content and read_training_began(run_dir) is None:
         write_json_durably(run_dir / LINEAGE, {**content, BEGAN: now_s})
 
 
 def _lineage_file(run_dir: Path) -> dict[str, Any]:
-    """Return the file's JSON object; empty if there is no file."""
     path = run_dir / LINEAGE
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if not isinstance(content, dict):
@@ -93,9 +88,9 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """Return the run's tokens. If the folder has no key, make one and write it to disk. Groups before number `reserved` then
-    need no proof, since they may already be in progress. Raises `UserError` if the file is malformed."""
-    path = run_dir / GROUP_KEY
+    """Return the run's tokens, with a new key if the folder has none. Groups before number `reserved` then need no proof, since
+    they may already be in progress. Raises `UserError` if the file is malformed."""
+    path = run_dir / "group-key.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return GroupTokens(bytes.fromhex(content["key"]), int(content["first_group"]))
@@ -107,7 +102,6 @@ def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
         raise UserError(f"{path} does not hold the key of the run's groups: {error!r}; restore it, or remove it") from error
 
 
-GROUP_KEY = "group-key.json"
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
 
 
@@ -134,7 +128,6 @@ class RunState:
     """Figures of the run's recorder and intake."""
 
     def save(self, folder: Path) -> None:
-        """Write both files into `folder`. The caller must sync them to disk."""
         held = self.held
         good = [sequence for group in held.taken for sequence in group.sequences]
         good += [sequence for group in held.ready for sequence in group]
@@ -148,7 +141,7 @@ class RunState:
 
 
 def load_run_state(folder: Path) -> RunState:
-    """Load the state. Raises `ServiceError`, with the folder's path, if there is no complete state of this format."""
+    """Load the state. Raises `ServiceError`, with the folder's path."""
     try:
         content = json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))
         if content.pop("format") != STATE_FORMAT:
@@ -166,8 +159,6 @@ def load_run_state(folder: Path) -> RunState:
 
 
 def _held_to_json(held: HeldSequences) -> dict[str, Any]:
-    """Return the ids of held sequences. The sequences themselves are in the other file."""
-
     def ids(sequences: Iterable[Sequence]) -> list[str]:
         return [sequence.sequence_id for sequence in sequences]
 
@@ -213,8 +204,7 @@ class Start:
     positions: Mapping[int, int] = field(default_factory=dict)
     """Position in SEQUENCES of each existing checkpoint by version, oldest first."""
     saved_at_s: float | None = None
-    """Unix time at which the checkpoint was written; without a checkpoint, at which the run's first trainer began to train.
-    None if none has."""
+    """Unix time at which the checkpoint was written; without one, at which training began. None if it has not."""
 
     @property
     def version(self) -> int:
@@ -222,7 +212,6 @@ class Start:
 
     @property
     def journal_bytes(self) -> int:
-        """Return the number of journal bytes that are still valid."""
         return self.state.journal_bytes if self.state else 0
 
     @property
@@ -231,8 +220,8 @@ class Start:
 
 
 def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
-    """Return a start from the newest checkpoint, or from version 0 without one. Clean up after a killed trainer. Raises
-    `UserError` if the recipe changed in a way that is not allowed, and as `read_lineage` and `load_run_state` do."""
+    """Return a start from the newest checkpoint, or from version 0. Clean up after a killed trainer. Raises `UserError`, and as
+    `read_lineage` and `load_run_state` do."""
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
     try:
@@ -259,8 +248,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:
-    """Return whether to evaluate a trainer's first version: if it is due and the checkpoint does not have the result yet.
-    Pure."""
+    """Return whether to evaluate a trainer's first version: if it is due and the checkpoint lacks the result. Pure."""
     every, version = recipe.evaluation.every_steps, start.version
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
     due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)

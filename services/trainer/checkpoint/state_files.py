@@ -47,15 +47,13 @@ WEIGHT, STEPS_TAKEN, RNG = "weight", "steps_taken", "rng"
 
 
 def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
-    """Return the float32 parameters that the optimizer updates, by the name of the model's parameter. They are sharded like the
-    weights."""
+    """Return the float32 parameters that the optimizer updates, by name. They are sharded like the weights."""
     names = {id(parameter): name for name, parameter in learner.policy.named_parameters()}
     return {names[id(live)]: stepped for live, stepped in learner.optimizer.trained()}
 
 
 def learner_state(learner: Learner) -> dict[str, Tensor]:
-    """Return the state by name. The tensors are the learner's own, so the next step changes them. 8-bit moments stay in their
-    own format."""
+    """Return the state by name. The tensors are the learner's own; 8-bit moments stay in their own format."""
     learner.optimizer.begin_moments()
     state: dict[str, Tensor] = {}
     for name, stepped in trained_parameters(learner).items():
@@ -90,12 +88,8 @@ def plain_part(tensor: Tensor) -> Tensor:
 
 
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Write the tensors that all ranks have staged. All ranks call this, each on one thread of its choice. When it returns,
-    everything is durable in `folder`.
-
-    `group`: process group in which the ranks agree on each rank's files; None for a single rank. Raises `ServiceError` on all
-    ranks if one of them cannot write.
-    """
+    """Write the tensors that all ranks have staged, durably. All ranks call this, each on one thread of its choice. `group`:
+    process group of all ranks; None for a single rank. Raises `ServiceError` on all ranks if one of them cannot write."""
     _alone_is_meant()
     # No copies ahead: torch would make them on a stream of the thread's GPU, which is the first GPU on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
@@ -124,8 +118,8 @@ class _Writer(dcp.FileSystemWriter):
 
 @torch.no_grad()
 def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy this rank's share of `learner_state` into host memory, and wait for the device. `reused`: an earlier result that is
-    already written; its memory is used again."""
+    """Copy this rank's share of `learner_state` into host memory, and wait for the device. `reused`: an earlier result, already
+    written, whose memory is used again."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():
         tensors[name] = reused[name] if reused is not None else _host_memory(tensor, learner.world.host_mesh)
@@ -136,7 +130,6 @@ def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[
 
 
 def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
-    """Return host memory for the values of `tensor`, sharded in the same way."""
     local = local_part(tensor)
     memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
     if not isinstance(tensor, DTensor):
@@ -147,11 +140,9 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 
 @torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
-    """Load the state in `folder`, written by any number of ranks, into `learner`. Every rank calls this and reads by itself.
-
-    The random state of a rank that has none in the folder is left unchanged. Raises `FieldError` if the folder has no state, or
-    another model's, and `ServiceError` if it cannot be read.
-    """
+    """Load the state in `folder`, written by any number of ranks, into `learner`. Every rank reads by itself, and keeps its
+    random state if the folder has none for it. Raises `FieldError` if the folder has no state, or another model's, and
+    `ServiceError` if it cannot be read."""
     _alone_is_meant()
     mesh = learner.world.host_mesh
     state = {
@@ -176,7 +167,6 @@ def restore(learner: Learner, folder: Path) -> None:
 
 
 def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each saved tensor by name."""
     if not (folder / ".metadata").is_file():
         fix = "has no complete trainer state (no .metadata): name a run's, on a disk that all nodes share"
         raise FieldError(FIELD, str(folder), fix)
@@ -210,10 +200,7 @@ FOLDER, DISCARD = "folder", "discard"
 
 class StateSaver:
     """One rank's part in saving. A state is staged on all ranks, then written or abandoned. The next state reuses its memory.
-
-    Rank 0 decides. Other ranks stage on rank 0's order, and `follow` its decision about the staged state. If a state cannot be
-    written, rank 0 reports that, and training continues.
-    """
+    Rank 0 decides; other ranks stage on its order, and `follow` its decision about the staged state."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving
@@ -223,8 +210,8 @@ class StateSaver:
         self._free.set()
 
     def stage(self) -> None:
-        """Copy the state of all ranks into host memory, to be written on another thread while training continues. A staged
-        state that is not being written yet is dropped. A state that was being written must be finished by now."""
+        """Copy the state of all ranks into host memory. A staged state that is not being written yet is dropped; one that was
+        being written must be finished by now."""
         self.abandon()
         assert self._free.is_set(), "the state before is still being written, from the same memory"
         self._learner.order(SAVE)
@@ -233,8 +220,7 @@ class StateSaver:
         self._waits = True
 
     def write(self, folder: Path) -> None:
-        """Write the staged state, and block until it is durable on all ranks. Call this on any thread. Raises `ServiceError` if
-        a rank cannot write."""
+        """Write the staged state, and block until it is durable on all ranks. Raises `ServiceError`."""
         begun = self._begin()
         assert begun, "a staged state is written once"
         try:
@@ -244,7 +230,7 @@ class StateSaver:
             self._free.set()
 
     def follow(self) -> None:
-        """Ranks other than 0: wait for rank 0's decision about the staged state and execute it, on a thread beside training."""
+        """Other ranks: wait for rank 0's decision about the staged state and execute it, on a thread beside training."""
         assert self._others is not None, "a rank that is alone follows none"
         try:
             told = self._others.hear()
@@ -262,7 +248,6 @@ class StateSaver:
             self._free.set()
 
     def end(self) -> None:
-        """Wait for a state that is being written. Drop a state that is only staged."""
         self.abandon()
         self._free.wait()
 

@@ -1,4 +1,4 @@
-"""Models in an object store: uploaded so that incomplete models are recognised, and fetched with checked digests.
+"""Models in an object store: each checkpoint's model is uploaded to `checkpoint.upload`, and initial models are fetched.
 
 Each folder that this project writes to a store has a `pipelinerl-manifest.json`. The manifest is first written to mark the
 model as incomplete. Then the files are written, read back and compared. Finally the manifest is written again, with the size
@@ -6,28 +6,45 @@ and the SHA-256 of every file. The object `latest` beside the folders contains t
 without a manifest comes from other tools and is not checked. Nothing is ever deleted. Stores are accessed through pyarrow,
 which finds credentials where each store's own tools do.
 
-    python -m services.trainer.checkpoint.store FOLDER URL    # uploads the model in FOLDER to URL, as a separate process
+Training never waits for uploads. A newer checkpoint replaces a waiting one. Each attempt is a separate process, so that a store
+that hangs blocks nothing else:
 
-Other modules decide when to upload, and how often.
+    python -m services.trainer.checkpoint.store FOLDER URL    # uploads the model in FOLDER to URL
+
+The files are first linked into another folder, since the checkpoint may be removed meanwhile. A run's next trainer continues an
+unfinished upload. The training state is not uploaded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import logging
 import os
+import shutil
+import signal
 import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, first_line
 from pipelinerl.initial_model import COMPLETE
-from pipelinerl.run_dir import CHECKPOINTS, RUN_STATE, resumable
+from pipelinerl.local.die_with_parent import guarded
+from pipelinerl.run_dir import CHECKPOINTS, RUN_STATE, read_json, resumable
 from pipelinerl.service.logs import without_secrets
-from services.trainer.checkpoint.files import link_tree
+from pipelinerl.service.retry import Backoff, retry_forever
+from pipelinerl.telemetry.metrics import MetricSet
+from services.trainer.checkpoint.files import link_export, link_tree, tidy, write_json_durably
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
+
+log = logging.getLogger(__name__)
 
 MANIFEST, LATEST = "pipelinerl-manifest.json", "latest"
 _FORMAT = 1
@@ -38,8 +55,8 @@ Digest: TypeAlias = tuple[int, str]
 
 
 def put_model(folder: Path, url: str) -> int:
-    """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes. A
-    model already at `url` counts as incomplete from the start. Raises `ServiceError`, and the store's `OSError`."""
+    """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes.
+    Raises `ServiceError`, and the store's `OSError`."""
     store, root = _open(url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -59,11 +76,8 @@ def put_model(folder: Path, url: str) -> int:
 
 
 def fetch_model(url: str, folder: Path) -> str:
-    """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of its actual folder.
-
-    Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged or is being replaced, and
-    the store's `OSError`.
-    """
+    """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of its actual folder. Raises
+    `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged, and the store's `OSError`."""
     store, root = _open(url)
     parent, _, name = root.rpartition("/")
     try:
@@ -84,11 +98,8 @@ def fetch_model(url: str, folder: Path) -> str:
 
 
 def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
-    """Fill the empty `folder` with the model `name` (from `model.name`), and return its source. Raises like `fetch_model`.
-
-    `name`: a URL, or a folder relative to `run_dir`'s parent, or else to the current folder. A run's `checkpoints/latest` means
-    its newest checkpoint.
-    """
+    """Fill the empty `folder` with the model `name`: a URL, or a folder relative to `run_dir`'s parent, or else to the current
+    folder. A run's `checkpoints/latest` means its newest checkpoint. Return its source. Raises like `fetch_model`."""
     if "://" in name:
         found = fetch_model(name, folder)
     else:
@@ -132,7 +143,6 @@ def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
 
 
 def _safe(name: str, url: str) -> str:
-    """Return the name if it is a relative path inside its folder. Raises `FieldError` otherwise."""
     if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
         raise FieldError("model.name", url, f"names a file {name!r}: it is not a model of this project")
     return name
@@ -161,7 +171,6 @@ def _write(store: FileSystem, path: str, content: dict[str, Any]) -> None:
 
 
 def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
-    """Read `source`, copy it to `target` if given, and return the digest of the data."""
     size, sha256 = 0, hashlib.sha256()
     while chunk := source.read(_CHUNK_BYTES):
         sha256.update(chunk)
@@ -169,6 +178,176 @@ def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
         if target is not None:
             target.write(chunk)
     return size, sha256.hexdigest()
+
+
+CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
+"""Bucket edges: from a checkpoint of megabytes, up to a large model on a slow disk."""
+
+
+class UploadMetrics:
+    """Uploads of checkpointed models to the store in `checkpoint.upload`."""
+
+    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+        text, outcomes = "Attempts to upload a checkpoint.", ("uploaded", "failed")
+        self._tries = metrics.counter("checkpoint_uploads_total", text, {"outcome": outcomes}, unit="tries")
+        self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
+        self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
+        text = "Time to upload and verify one checkpoint."
+        self._seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
+
+    def took_over(self, version: int, at_s: float) -> None:
+        self._version.set(version)
+        self._at.set(at_s)
+
+    def uploaded(self, version: int, seconds: float) -> None:
+        self.took_over(version, self._clock_s())
+        self._tries.labels("uploaded").inc()
+        self._seconds.observe(seconds)
+
+    def failed(self) -> None:
+        self._tries.labels("failed").inc()
+
+
+UPLOADED = "uploaded.json"
+"""File in the run's folder with `{"version", "url", "at_s"}` of the last upload."""
+BACKOFF = Backoff(first_s=1.0, most_s=60.0, jitter=0.2)
+TRY_S = 4 * 3600
+"""Maximum seconds of one attempt. After that, the store counts as hanging."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    version: int
+    folder: Path
+    since_s: float
+    """When the oldest checkpoint since the last upload was written."""
+
+
+class Uploads:
+    """Uploads of one run. An empty `url` disables them. Use it on one event loop."""
+
+    def __init__(self, url: str, run_dir: Path, run: str, metrics: UploadMetrics) -> None:
+        self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
+        self._run_dir, self._aside, self._metrics = run_dir, run_dir / "uploading", metrics
+        self._waiting: _Waiting | None = None
+        self._trying: Path | None = None
+        self._last: int | None = None
+        self._arrived, self._done, self._changing_files = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._done.set()
+
+    @property
+    def waiting_s(self) -> float | None:
+        """Return the seconds that a checkpoint has waited for its upload; 0 if none waits, None if uploads are disabled."""
+        if not self._root:
+            return None
+        waiting = self._waiting  # another thread may end it
+        return max(0.0, time.time() - waiting.since_s) if waiting else 0.0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Upload inside the block. The run's next trainer continues an upload that has not ended by then."""
+        if not self._root:
+            yield
+            return
+        tidy(self._aside)
+        last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
+        if str(last.get("url", "")).startswith(f"{self._root}/"):
+            self._last = last["version"]
+            self._metrics.took_over(last["version"], last["at_s"])
+        if found:
+            await self.take(found[max(found)].parent.parent, max(found))
+        uploading = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            uploading.cancel()
+            await asyncio.wait({uploading})
+
+    async def take(self, checkpoint: Path, version: int) -> None:
+        """Accept a checkpoint. When this returns, its folder may be removed. Errors are logged, and training continues."""
+        if not self._root or version == (self._waiting.version if self._waiting else self._last):
+            return
+        async with self._changing_files:
+            try:
+                folder = await asyncio.to_thread(link_export, checkpoint, self._aside / checkpoint.name)
+            except OSError as error:
+                log.error("the checkpoint of version %d will not be uploaded: %s", version, error)
+                return
+            self._waiting = _Waiting(version, folder, self._waiting.since_s if self._waiting else _written_s(folder))
+            await self._tidy()
+        self._done.clear()
+        self._arrived.set()
+
+    async def all_done(self) -> None:
+        await self._done.wait()
+
+    async def _run(self) -> None:
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            if self._waiting is not None:  # a retry of the previous upload may have sent this one
+                await retry_forever(
+                    self._try,
+                    "upload a checkpoint",
+                    retried=lambda error: isinstance(error, ServiceError | OSError),
+                    backoff=BACKOFF,
+                )
+
+    async def _try(self) -> None:
+        assert self._waiting is not None, "one has arrived"
+        tried, began_s = self._waiting, time.monotonic()
+        url, self._trying = f"{self._root}/{tried.folder.name}", tried.folder
+        try:
+            await _put(tried.folder, url)
+            last = {"version": tried.version, "url": url, "at_s": time.time()}
+            await asyncio.to_thread(write_json_durably, self._run_dir / UPLOADED, last)
+        except (ServiceError, OSError):
+            self._metrics.failed()
+            raise
+        finally:
+            self._trying = None
+        self._last, seconds = tried.version, time.monotonic() - began_s
+        self._metrics.uploaded(tried.version, seconds)
+        log.info("checkpoint of version %d is uploaded to %s, after %.2f s", tried.version, url, seconds)
+        async with self._changing_files:
+            another = None if self._waiting is tried else self._waiting  # it arrived meanwhile
+            self._waiting = another and replace(another, since_s=_written_s(another.folder))
+            await self._tidy()
+            if another is None:
+                self._done.set()
+
+    async def _tidy(self) -> None:
+        kept = {self._waiting.folder if self._waiting else None, self._trying}
+        for folder in self._aside.iterdir():
+            if folder not in kept:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _written_s(folder: Path) -> float:
+    """Return the Unix time at which the checkpoint was written. Its copy keeps this time."""
+    return folder.stat().st_mtime
+
+
+async def _put(folder: Path, url: str) -> None:
+    command = (sys.executable, "-m", "services.trainer.checkpoint.store", str(folder), url)
+    process = await asyncio.create_subprocess_exec(
+        *guarded(command, signal.SIGKILL), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(TRY_S):
+            _, said = await process.communicate()
+    except TimeoutError as error:
+        raise ServiceError(f"the upload to {url} did not finish within {TRY_S} s") from error
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = said.decode(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else f"the process that uploads ended with code {process.returncode}"
+        raise ServiceError(without_secrets(last, os.environ))
 
 
 def main() -> int:

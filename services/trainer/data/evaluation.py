@@ -1,13 +1,11 @@
 """Measure one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
-Held-out evaluation turns the held-out problems into an accuracy. It waits for actors and verifier up to a deadline. The parity
-probe is a fixed token sequence. Every actor scores it with the version that it serves, and the trainer with that version's
-weights. The largest absolute difference of token log-probabilities, in nats, is the run's `logprob_mismatch_max`. An actor's
-answer counts in `parity_failures` if it exceeds the tolerance, if the actor does not serve the whole change made by training,
-or if it cannot be compared. Unlike `mismatch_kl`, the probe is not affected by a stale KV cache.
+The parity probe is a fixed token sequence. Every actor scores it with the version that it serves, and the trainer with that
+version's weights. The largest difference of token log-probabilities is the run's `logprob_mismatch_max`. An actor's answer
+counts in `parity_failures` if it exceeds the tolerance, if the actor does not serve the whole change made by training, or if it
+cannot be compared. Unlike `mismatch_kl`, the probe is not affected by a stale KV cache.
 
-During a measurement the caller holds commits of later versions, so that every completion is from the measured version; its
-spans prove that. Training continues on other sequences.
+During a measurement the caller holds commits of later versions, so that every completion is from the measured version.
 """
 
 from __future__ import annotations
@@ -69,8 +67,7 @@ class Scored:
 
 
 def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
-    """Return the branches of a held-out answer. Without an episode, that is one branch for the completion, without the prompt.
-    Raises `MessageError`."""
+    """Return the branches of a held-out answer: without an episode, the completion alone. Raises `MessageError`."""
     kind = "GenerateResult"
     if result.branches:
         return tuple(branch_from_proto(branch, kind) for branch in result.branches)
@@ -78,17 +75,14 @@ def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
 
 
 class ActorClient:
-    """gRPC client of one actor, as an async context manager. Every call has a deadline, and raises `ServiceError` if the actor
-    does not answer."""
+    """gRPC client of one actor. Every call has a deadline, and raises `ServiceError` if the actor does not answer."""
 
     def __init__(self, name: str, address: str, *, tls_dir: Path | None = None, tls_name: str = "") -> None:
-        """`tls_dir`: certificates (`pipelinerl.service.tls`); None = plain text. `tls_name`: name in the actor's certificate,
-        needed because the client connects to an address."""
+        """`tls_dir`: certificates; None = plain text. `tls_name`: name in the actor's certificate."""
         self.name, self.address = name, address
         self._tls_dir, self._tls_name = tls_dir, tls_name
 
     async def __aenter__(self) -> ActorClient:
-        """Open the channel. Raises `ServiceError` if the certificates cannot be used."""
         try:
             self._channel = open_channel(self.address, self._tls_dir, self._tls_name)
         except FieldError as error:
@@ -147,6 +141,17 @@ def is_right(outcome: VerifyResult, correct_reward: float) -> bool:
     return outcome.status == VERIFY_STATUS_OK and earned is not None and earned >= correct_reward * (1 - 1e-9)
 
 
+def reason_left_out(completion: actor_pb2.GenerateResult | None, verdict: VerifyResult | None) -> str:
+    """Return why an answer does not count in the accuracy; empty if it counts."""
+    if completion is None:
+        return "no completion"
+    if completion.failure:
+        return "" if (reason := short_reason(completion.failure)) == EMPTY_COMPLETION else reason
+    if verdict is None:
+        return "not judged"
+    return "" if verdict.status == VERIFY_STATUS_OK else f"reward_{status_name(verdict.status)}"
+
+
 async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: float) -> dict[str, VerifyResult]:
     """Return the verifier's outcomes that arrive before `deadline` (the event loop's clock, seconds), by sequence id."""
     verdicts: dict[str, VerifyResult] = {}
@@ -175,8 +180,7 @@ GENERATION_SHARE = 0.9
 @dataclass(frozen=True)
 class HeldoutResult:
     """Accuracy over the tasks' problems. `sets`: accuracy of each set, by name. `num_tokens`: sampled tokens. `samples`: some
-    answers; an answer without a verdict has a `failure`. An answer gets no verdict if the completion was late, the actor or
-    the reward failed, or the verifier did not answer in time."""
+    answers; an answer without a verdict has a `failure`."""
 
     version: int
     accuracy: float
@@ -188,8 +192,7 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates through the serving actors. `updater`: knows these actors. `client`: makes the client for an actor's name and
-    address."""
+    """Evaluates through the serving actors, which `updater` knows. `client`: makes the client for a name and address."""
 
     def __init__(
         self,
@@ -213,8 +216,7 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version` within the timeout. The caller must hold commits of later versions meanwhile. Raises
-        `ServiceError` if no problem has a verdict by then."""
+        """Evaluate `version` within the timeout. Raises `ServiceError` if no problem has a verdict by then."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             began_at = asyncio.get_running_loop().time()
             generated_by = began_at + GENERATION_SHARE * self._timeout_s
@@ -261,15 +263,14 @@ class Evaluator:
         return done
 
     def _by_task(self, problem_ids: list[str]) -> list[list[str]]:
-        """Group the problems by task, since a task's problems have the same sampling settings."""
+        """Group the problems by task, which share sampling settings."""
         found: dict[str, list[str]] = {}
         for problem_id in problem_ids:
             found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
         return list(found.values())
 
     def _sampling(self, problem: EncodedProblem) -> SamplingParams:
-        """Return the sampling settings of training, but with the evaluation's temperature and the task's `max_tokens`. If the
-        prompt leaves less room than that, the actor truncates the completion."""
+        """Return the settings of training, but with the evaluation's temperature and the task's `max_tokens`."""
         as_trained = sampling_of(self._recipe, problem)
         temperature = self._recipe.evaluation.temperature
         return replace(as_trained, temperature=temperature, max_tokens=problem.share.max_tokens)
@@ -287,7 +288,6 @@ class Evaluator:
         )
 
     def _is_of(self, version: int, completion: actor_pb2.GenerateResult) -> bool:
-        """Return whether a completion failed or is entirely from `version`. Raises `MessageError` if it cannot be read."""
         branches = branches_of(completion)
         if completion.failure:
             log.warning("held-out problem %s failed: %s", completion.id, completion.failure)
@@ -301,8 +301,8 @@ class Evaluator:
     def _result(
         self, version: int, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
     ) -> HeldoutResult:
-        reasons = dict(self._without_verdict(completions, verdicts))
-        told = dict(Counter(reasons.values()))
+        reasons = {answer: reason_left_out(completions.get(answer), verdicts.get(answer)) for answer in self._problems}
+        told = dict(Counter(filter(None, reasons.values())))
         by_set: dict[str, list[list[bool | None]]] = {}
         known = {answer: self._sequence(completion, verdicts.get(answer)) for answer, completion in completions.items()}
         reported: dict[str, list[dict[str, float]]] = {}
@@ -312,8 +312,8 @@ class Evaluator:
                 of_set.append([])
             verdict = verdicts.get(answer)
             right = verdict is not None and is_right(verdict, problem.share.reward.correct)
-            of_set[-1].append(None if answer in reasons else right)
-            if verdict is not None and answer not in reasons:
+            of_set[-1].append(None if reasons[answer] else right)
+            if verdict is not None and not reasons[answer]:
                 reported.setdefault(problem.share.name, []).append(known[answer].reported)
         overall = accuracy_of(problem for name in self._recipe.mixture for problem in by_set.get(name, ()))
         if overall is None:
@@ -340,24 +340,7 @@ class Evaluator:
         in_turn = [answer for answers in zip_longest(*by_set) for answer in answers if answer is not None]
         return in_turn[: max(4, len(by_set))]
 
-    def _without_verdict(
-        self, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
-    ) -> Iterator[tuple[str, str]]:
-        """Yield each answer that does not count in the accuracy, with the reason."""
-        for answer in self._problems:
-            completion, verdict = completions.get(answer), verdicts.get(answer)
-            if completion is None:
-                yield answer, "no completion"
-            elif completion.failure:
-                if short_reason(completion.failure) != EMPTY_COMPLETION:
-                    yield answer, short_reason(completion.failure)
-            elif verdict is None:
-                yield answer, "not judged"
-            elif verdict.status != VERIFY_STATUS_OK:
-                yield answer, f"reward_{status_name(verdict.status)}"
-
     def _sequence(self, completion: actor_pb2.GenerateResult, verdict: VerifyResult | None) -> Sequence:
-        """Return the answer as a sequence without a group. Without a verdict, the sequence has a `failure`."""
         problem, (first, *others) = self._problems[completion.id], branches_of(completion)
         finish_reason = FINISH_REASON_FROM_PROTO.get(completion.finish_reason, FinishReason.STOP)
         sequence = Sequence(
@@ -392,8 +375,7 @@ class Evaluator:
         )
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Probe all actors that serve `version`, and compare them with the trainer's scores `trained`. Return None if no actor
-        answered."""
+        """Compare all actors that serve `version` with the scores `trained`; None if no actor answered."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
@@ -402,7 +384,6 @@ class Evaluator:
         return compare(served, trained, self.tolerance, of_median=self._of_median, base=base) if served else None
 
     async def _score(self, name: str, address: str, version: PolicyVersion) -> Scored | None:
-        """Return the actor's scores; None if the actor does not answer or serves another version."""
         try:
             async with self._client(name, address) as actor:
                 scored = await actor.score(self.probe, SCORE_TIMEOUT_S)
@@ -430,7 +411,7 @@ def in_sixteen_bits(recipe: Recipe) -> bool:
 
 
 def probe_tolerance(recipe: Recipe) -> float:
-    """Return the largest allowed difference between log-probabilities of actors and trainer, in nats. Pure."""
+    """Return the largest allowed difference between actors and trainer, in nats. Pure."""
     if recipe.weights.probe_tolerance is not None:
         return recipe.weights.probe_tolerance
     return TOLERANCE_16_BIT if in_sixteen_bits(recipe) else TOLERANCE
@@ -438,8 +419,8 @@ def probe_tolerance(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of a probe. `mismatch`: largest difference in nats, always finite; None if no answer could be compared.
-    `problems`: one text for each actor that does not serve the trained policy, or whose answer cannot be compared."""
+    """Result of a probe. `mismatch`: largest difference in nats; None if no answer could be compared. `problems`: a text for
+    each actor that does not serve the trained policy, or cannot be compared."""
 
     mismatch: float | None = None
     problems: tuple[str, ...] = ()
@@ -466,11 +447,8 @@ def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[f
 def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
-    """Compare the actors' answers, by name, with the trainer's for the same tokens. Log each problem as an error.
-
-    `of_median`: apply the tolerance to the median token instead of every token. `base`: the trainer's log-probabilities before
-    training. Actors must serve the whole change since then, even if the change is smaller than the tolerance.
-    """
+    """Compare the actors' answers, by name, with the trainer's. Log each problem as an error. `of_median`: apply the tolerance
+    to the median token. `base`: log-probabilities before training; actors must serve the whole change since."""
     differences: list[float] = []
     problems: list[str] = []
     for name, scored in served.items():

@@ -2,11 +2,8 @@
 
 The feeder consumes the tasks' problems in order and produces messages on PROMPTS. It may issue more groups after a new version,
 a lost group, an arrival or the beginning of an optimizer step. A group enters the tracker before it is published, so that no
-unknown sequence can arrive. The group's number is reserved on disk even earlier, so that a restarted trainer knows which groups
-may have been published.
-
-A resuming trainer first looks for what the previous incarnation left on the streams (`scan_in_flight`), and takes it over
-(`Feeder.adopt`). Only prompts are tokenised here; completions are never tokenised again.
+unknown sequence can arrive. Its number is reserved on disk even earlier, so that a restarted trainer knows which groups may
+have been published. Completions are never tokenised again.
 """
 
 from __future__ import annotations
@@ -48,8 +45,8 @@ async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], 
     """Return what an earlier incarnation left on the streams: the position after which to read the log; the groups on PROMPTS,
     each with the position of its newest message; and the groups with a sequence in the log after the returned position.
 
-    `position`: the last message of SEQUENCES that the checkpoint covers. Raises `BusError`. PROMPTS is read first: an actor
-    stores a group's sequences before it acknowledges the group, so a group that has left PROMPTS is already in the log.
+    `position`: the last message of SEQUENCES that the checkpoint covers. PROMPTS is read first: an actor stores a group's
+    sequences before it acknowledges the group, so a group that has left PROMPTS is already in the log.
     """
     prompts = {group_id_of(msg_id): at for msg_id, at in (await bus.pending_prompts()).items()}
     log_now = await bus.sequences_info()
@@ -74,8 +71,8 @@ _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 @dataclass(frozen=True, eq=False)
 class EncodedProblem:
-    """A problem in the form that actors and verifier use. `index`: position in the task's split. `prompt_token_ids`:
-    int32[tokens]. `stop_token_ids`: tokens that end an answer, besides those of the recipe and the model."""
+    """A problem in the form that actors and verifier use. `index`: position in the task's split. `stop_token_ids`: tokens that
+    end an answer, besides those of the recipe and the model."""
 
     share: ProblemSet
     index: int
@@ -108,12 +105,8 @@ class GroupTokens:
 
 
 class Feeder:
-    """Issues prompt groups. `updater`: knows the number of actors, and the version that every actor serves and samples new
-    tokens with (negative before the first).
-
-    `journal`: records on disk which group numbers may be published, before any of them is. `next_group`: the only state needed
-    to resume, because group i holds problem i in every incarnation.
-    """
+    """Issues prompt groups. `updater`: knows the actors and the version that all serve. `journal`: records which group numbers
+    may be published. `next_group`: the only state needed to resume, because group i always holds problem i."""
 
     def __init__(
         self,
@@ -132,7 +125,7 @@ class Feeder:
         self._look.set()
         self._unusable_in_a_row = 0
         self.refused: dict[str, str] = {}
-        """For each reason to leave out a prompt: the message about the first such prompt."""
+        """For each reason to leave out a prompt: the first message."""
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
@@ -140,7 +133,6 @@ class Feeder:
 
     @property
     def allowance(self) -> int:
-        """Return the number of groups that may be issued now."""
         updater, waiting = self._updater, self.tracker.num_waiting
         return self.bounds.allowance(max(0, updater.served_version), updater.num_present, self._unlost, waiting)
 
@@ -167,8 +159,7 @@ class Feeder:
         return self.tracker.issued_groups - self.tracker.lost_groups
 
     def begin_step(self, wait_share: float, *, for_max_lag: bool) -> None:
-        """Record that a step has its batch. `wait_share`: share of the time since the last step that was spent waiting for the
-        batch. `for_max_lag`: whether `max_lag` caused the wait."""
+        """Record that a step has its batch, for which it waited `wait_share` of the time since the last step."""
         open_groups = self.tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
@@ -195,7 +186,6 @@ class Feeder:
         }
 
     def look_again(self) -> None:
-        """Check the allowance again. Call this after a change of the version, the tracker or a limit."""
         self._look.set()
 
     async def run(self) -> None:
@@ -212,10 +202,10 @@ class Feeder:
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
         """Take over the groups that an earlier incarnation issued, up to number `reserved`. Return how many were published
-        again. `prompts` and `arrived`: from `scan_in_flight`.
+        again.
 
-        If a group is on the streams, its sequences are awaited. Otherwise it was never published or was lost with the streams;
-        it is published again, with a message id that ends with `name`. Call this before reading the log.
+        If a group is on the streams (`prompts`, `arrived`: from `scan_in_flight`), its sequences are awaited. Otherwise it is
+        published again, with a message id that ends with `name`. Call this before reading the log.
         """
         while self.next_group < reserved:
             self._open_next()
@@ -231,7 +221,6 @@ class Feeder:
         return published
 
     def _open_next(self) -> PromptGroup | None:
-        """Enter the next group into the tracker and return it. If it cannot be used, end it there and return None."""
         group = self._group(self.next_group)
         self.next_group += 1
         self.tracker.issue(group)
@@ -276,7 +265,7 @@ class Feeder:
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
-        """End a group that cannot be published, or whose prompt leaves no room for a completion. Another group replaces it."""
+        """End a group that cannot be published, or has no room for a completion. Another replaces it."""
         log.warning("problem %d of %s is left out, %s: %s", group.problem_index, group.task, reason, detail)
         self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
@@ -286,7 +275,6 @@ class Feeder:
 
 
 def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str:
-    """Return the user's message when no prompt can be used. `task`, `reason` and `detail` describe the last such prompt."""
     count = f"the last {MOST_UNUSABLE_IN_A_ROW} prompts"
     if reason == "prompt too long":
         return (
@@ -309,8 +297,8 @@ def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
 
 
 def longest_completion(recipe: Recipe, problem: EncodedProblem) -> int:
-    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or what the prompt leaves of
-    `model.max_context`, if that is less. Length penalties use it, too, so that a long prompt does not evade them."""
+    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or what the prompt leaves of the context.
+    Length penalties use it, too, so that a long prompt does not evade them."""
     return min(problem.share.max_tokens, recipe.model.max_context - len(problem.prompt_token_ids))
 
 
@@ -333,8 +321,7 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:
-    """Return the evaluator's problems: the held-out ones of each task, and those of `evaluation.sets`. Problems whose prompt is
-    too long are included, but get no verdict."""
+    """Return the held-out problems of each task, and of `evaluation.sets`. Too long prompts get no verdict."""
     found = list[EncodedProblem]()
     for name, share in recipe.problem_sets.items():
         source = make_source(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
@@ -344,8 +331,8 @@ def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def encode(problem: Problem, share: ProblemSet, index: int, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
-    """Encode the prompt in the task's style as int32[tokens]. For an episode it is empty, since the environment makes the
-    prompt. Raises `FieldError` if a chat template is needed and the tokenizer has none."""
+    """Encode the prompt in the task's style. For an episode it is empty, since the environment makes it. Raises `FieldError` if
+    a chat template is needed and the tokenizer has none."""
     config = share.task
     in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)
     end = answer_end(tokenizer) if in_chat else None

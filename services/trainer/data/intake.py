@@ -2,11 +2,8 @@
 
 `Intake.run` reads the log from a position, checks every sequence and produces ready groups; it waits for actors. `take_batch`
 takes ready groups, drops those that are too old for the requested version, and waits until a batch is full. The feeder replaces
-lost groups, so that this wait ends. Every sequence that is dropped here is closed in the tracker. Sequences that have arrived
-but have no outcome yet can be stored in a checkpoint (`held`, `restore`).
-
-After too many consecutive lost groups the run ends with an error, since it would never train. Stale groups do not count,
-because groups sampled by newer versions are not stale.
+lost groups, so that this wait ends. After too many consecutive lost groups the run ends with an error, since it would never
+train. Stale groups do not count, because groups sampled by newer versions are not stale.
 """
 
 from __future__ import annotations
@@ -28,17 +25,7 @@ from pipelinerl.bus.protocol import LogEntry
 from pipelinerl.errors import MessageError, UserError
 from pipelinerl.messages.sequences import FinishReason, Sequence, decode_sequence, remains_of_sequence
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.groups import (
-    FIRST_INCARNATION,
-    Lineage,
-    equally_right,
-    group_advantages,
-    groups_before_step,
-    groups_per_step,
-    smallest_group,
-    stale_reason,
-    untrainable_reason,
-)
+from pipelinerl.rl import groups
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
@@ -70,15 +57,14 @@ _FIXES = {
     "unreadable": "run trainer and actors of the same release",
 }
 """Advice by the beginning of the ledger's reason (docs/errors.md)."""
-_ANY_FIX = "read the warnings in the trainer's log"
 
 
 def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mapping[str, str]) -> str:
-    """Return the user's message after `num_groups` consecutive lost groups. `reasons`: the ledger's reasons, with counts.
-    `failures`: an example for each reason."""
+    """Return the user's message after consecutive lost groups. `reasons`: with counts. `failures`: an example for each."""
     (reason, count), *_ = reasons.most_common(1) or [("unknown", 0)]
     example = f", the first: {failures[reason].partition(': ')[2]!r}" if reason in failures else ""
-    fix = next((fix for beginning, fix in _FIXES.items() if reason.startswith(beginning)), _ANY_FIX)
+    fixes = (fix for beginning, fix in _FIXES.items() if reason.startswith(beginning))
+    fix = next(fixes, "read the warnings in the trainer's log")
     return (
         f"the last {num_groups} prompt groups were lost and none between them could be trained on; most "
         f"frequent reason: {reason} ({count} of {reasons.total()}){example}. To repair it, {fix}. A run that "
@@ -88,7 +74,7 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
 
 @dataclass(frozen=True)
 class HeldSequences:
-    """All sequences that have arrived but have no outcome yet, by progress. The objects are never changed."""
+    """All sequences that have arrived but have no outcome yet, by progress."""
 
     taken: tuple[TrainingGroup, ...] = ()
     """Groups for the next step, or in conventional mode for the current phase."""
@@ -99,7 +85,7 @@ class HeldSequences:
 
 
 class Intake:
-    """Reads sequences and builds batches. `feeder`: is notified of lost groups. `vocab_size`: upper limit of token ids."""
+    """Reads sequences and builds batches. `vocab_size`: upper limit of token ids."""
 
     def __init__(
         self,
@@ -110,7 +96,7 @@ class Intake:
         feeder: Feeder,
         *,
         vocab_size: int,
-        lineage: Lineage = FIRST_INCARNATION,
+        lineage: groups.Lineage = groups.FIRST_INCARNATION,
     ) -> None:
         self._bus, self._recipe, self._feeder = bus, recipe, feeder
         self._tracker, self._traces = tracker, traces
@@ -120,20 +106,18 @@ class Intake:
         self._ready: deque[tuple[Sequence, ...]] = deque()
         self._changed = asyncio.Condition()
         self._phase: list[TrainingGroup] = []
-        """Groups for the next step, or in conventional mode for the current phase."""
         self._handed_out: list[TrainingGroup] = []
         """The last batch that `take_batch` returned."""
         self.position = 0
-        """Position of the last message read. After a restart, reading continues after it."""
+        """Position of the last message read."""
         self._lost_in_a_row = 0
-        """Number of groups lost since the last trainable group."""
         self._lost_reasons: Counter[str] = Counter()
         self.tokens_arrived = 0
         self.tokens_arrived_here = 0
-        """Tokens since this start, for metrics. `tokens_arrived` instead continues from the checkpoint."""
+        """Tokens since this start. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """For each short reason: the message of the first failed sequence. At most `MOST_REASONS` reasons."""
+        """For each short reason: the message of the first failed sequence."""
         self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
 
     @property
@@ -155,15 +139,14 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return exactly `groups_per_step` groups that are fresh enough for `version`. In conventional mode, they are the next
-        part of a shuffled phase."""
-        num_groups, grown = groups_before_step(self._recipe, version), False
+        """Return the `groups_per_step` groups of a step, fresh enough for `version`; or the next part of a shuffled phase."""
+        num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))
             grown = True
         if grown and self._recipe.mode == "conventional":
             random.Random(f"{self._recipe.seed}/{version}").shuffle(self._phase)  # the same order after a restart
-        per_step = groups_per_step(self._recipe)
+        per_step = groups.groups_per_step(self._recipe)
         self._handed_out, self._phase = self._phase[:per_step], self._phase[per_step:]
         return self._handed_out
 
@@ -187,8 +170,7 @@ class Intake:
         return HeldSequences((*handed_out, *self._phase), tuple(self._ready), self._tracker.held())
 
     def restore(self, held: HeldSequences, position: int) -> None:
-        """Take over the sequences of an earlier intake. Restore the tracker first. Reading the log continues after
-        `position`."""
+        """Take over the sequences of an earlier intake. Restore the tracker first."""
         self._phase, self.position = list(held.taken), position
         self._ready.extend(held.ready)
         for sequence in held.open:
@@ -196,8 +178,7 @@ class Intake:
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
     def judge_actors(self, log_weights: Mapping[str, NDArray[np.float32]]) -> None:
-        """Check actors by log π − log μ of one step's tokens of lag 0. Exclude actors that are too far off from further
-        training."""
+        """Exclude actors from further training whose log π − log μ of tokens of lag 0 is too far off."""
         for actor, share in self.quarantine.judge(log_weights).items():
             log.error(
                 f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "
@@ -205,12 +186,11 @@ class Intake:
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """Fail the missing samples of an open group, which will never come. The other samples are trained on if possible."""
+        """Fail the missing samples of an open group, which will never come."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
-        """Return the sequence in a log entry. Return None if the entry is unusable and matches no pending sample."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -221,7 +201,7 @@ class Intake:
             what = f"actor {sequence.actor!r:.100} was not handed group {sequence.group_id!r:.100}"
             # The message id is used up: NATS would drop the right sequence as a repetition.
             return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
-        reason = untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
+        reason = groups.untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
         reason = reason or ("" if sequence.failure else self.quarantine.failure_of(sequence))
         return replace(sequence, failure=reason) if reason else sequence
 
@@ -230,8 +210,7 @@ class Intake:
         return tokens is None or tokens.prove(group_id, token)
 
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
-        """Count a bad message. If one of the ids is a pending sample's, return a failed sequence for that sample: the bad
-        message took its place, and no other will come."""
+        """Count a bad message. If it took the place of a pending sample, return a failed sequence for that sample."""
         self.bad_messages += 1
         log.error("%s is set aside: %s", what, failure, extra=AGGREGATED)
         for sequence_id in sequence_ids:
@@ -262,13 +241,12 @@ class Intake:
         self._feeder.look_again()
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Return the trainable samples of a complete group; empty if the group is lost. Raises `UserError` if too many
-        consecutive groups were lost."""
+        """Return the trainable samples of a complete group; empty if the group is lost. Raises `UserError`."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
-        if len(good) < smallest_group(algorithm.advantage):
+        if len(good) < groups.smallest_group(algorithm.advantage):
             self._lose(good, Outcome.FAILED, "group incomplete")
             self._lost_reasons.update(short_reason(sample.failure) for sample in samples if sample.failure)
-        elif algorithm.filter_equal_rewards and equally_right(good):
+        elif algorithm.filter_equal_rewards and groups.equally_right(good):
             self._lose(good, Outcome.DROPPED_FILTERED, "equal rewards")
             self._lost_reasons["equal rewards"] += 1
         else:
@@ -276,7 +254,7 @@ class Intake:
             self._lost_reasons.clear()
             return good
         self._lost_in_a_row += 1
-        by_steps = max(STEPS_IN_A_ROW * groups_per_step(self._recipe), FEWEST_IN_A_ROW)
+        by_steps = max(STEPS_IN_A_ROW * groups.groups_per_step(self._recipe), FEWEST_IN_A_ROW)
         if self._lost_in_a_row >= (self._recipe.trainer.give_up_after_groups or by_steps):
             raise UserError(lost_groups_message(self._lost_in_a_row, self._lost_reasons, self.failures))
         return ()
@@ -290,23 +268,22 @@ class Intake:
                 return group
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """Return the group without stale samples and samples of quarantined actors, which are closed. Return None if no sample
-        is left."""
+        """Close stale samples and those of quarantined actors. Return the rest; None if none is left."""
         algorithm = self._recipe.algorithm
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)
             sequences = tuple(sequence for sequence in sequences if sequence not in refused)
-            if len(sequences) < smallest_group(algorithm.advantage):
+            if len(sequences) < groups.smallest_group(algorithm.advantage):
                 self._lose(sequences, Outcome.FAILED, "group incomplete")
                 return None
         rewards = [sequence.reward for sequence in sequences]
-        advantages = group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
+        advantages = groups.group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
         if sequences[0].task in self._masked:  # the others' baseline includes its reward, but it gets no gradient
             advantages[[sequence.finish_reason is FinishReason.LENGTH for sequence in sequences]] = 0.0
         kept = []
         for index, sequence in enumerate(sequences):
             spans = tuple(span for branch in sequence.all_branches for span in branch.spans)
-            reason = stale_reason(spans, version, algorithm, self._lineage)
+            reason = groups.stale_reason(spans, version, algorithm, self._lineage)
             if reason is None:
                 kept.append(index)
             else:
@@ -330,7 +307,6 @@ QUARANTINED = "actor_quarantined"
 
 
 def bound_of(recipe: Recipe) -> float:
-    """Return the allowed difference between log π and log μ of one token, in nats. Pure."""
     if recipe.actor.engine.quantization:
         return BOUND_QUANTIZED
     return BOUND_16_BIT if in_sixteen_bits(recipe) else BOUND_FLOAT32
@@ -340,8 +316,8 @@ class Quarantine:
     """Actors whose log μ does not match the policy version that they claim. Their sequences are no longer trained on.
 
     A token of lag 0 was sampled by the version that trains on it, so that actor and trainer compute the same probability, up to
-    rounding. The training step computes it anyway. Tokens of other lags are not checked, and some actors may send none of lag
-    0. Actors are identified by the name in their sequences. Checkpoints do not contain the quarantine.
+    rounding. Other tokens are not checked. Actors are identified by the name in their sequences. Checkpoints do not contain the
+    quarantine.
 
     `share`: share of an actor's tokens of lag 0 that may be off by more than `bound`; 0 = no actor is quarantined.
     """
@@ -356,8 +332,7 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Count one step's log π − log μ of tokens of lag 0, by actor. Return the newly quarantined actors, with the share of
-        their tokens that is off."""
+        """Count one step's log π − log μ of tokens of lag 0. Return newly quarantined actors, with their share that is off."""
         found = {}
         for actor, of_actor in log_weights.items():
             self._seen[actor] += len(of_actor)

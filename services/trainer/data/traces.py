@@ -1,8 +1,7 @@
 """The trainer's spans: issue, receipt and end of each sequence, and one per optimizer step.
 
-A group's trace begins when the group is issued. All later work on its sequences, here or elsewhere, belongs to that trace. For
-sampled traces, the parent of a sequence's next span is remembered until the sequence has ended. After a restart of the trainer,
-the trace gets an end only if the sequence is received again.
+A group's trace begins when the group is issued. For sampled traces, the parent of a sequence's next span is remembered until
+the sequence has ended. After a restart, the trace gets an end only if the sequence is received again.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class SequenceTraces:
         return span
 
     def received(self, entry: LogEntry, sequence: Sequence) -> None:
-        """Record that a pending sequence was read from the log."""
         if (trace := trace_in(entry.headers)) is None:
             return
         about: a.Attributes = {a.SEQUENCE_ID: sequence.sequence_id, a.REWARD: sequence.reward}
@@ -70,8 +68,7 @@ class SequenceTraces:
 
     @contextmanager
     def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:
-        """Open a span around an optimizer step and its entry into the tracker. Sequences trained inside link to this step.
-        `version`: the version that the step produces."""
+        """Open a span around the optimizer step that produces `version`. Sequences trained inside link to it."""
         following = [trace for sequence_id in sequence_ids if (trace := self._open.get(sequence_id)) is not None]
         with root("step.train", links=following, attributes={a.VERSION: version}) as span:
             self._step = trace_of(span), time.time_ns()

@@ -1,9 +1,8 @@
 """The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
-Ranks that share the tokens of a row (sequence parallelism) have consecutive numbers, and so do ranks that share one copy of the
-weights. These ranks communicate most, and consecutive ranks are usually on one node. Separate groups exist for orders (host
-memory), tensors, checkpoints, and each shared row; a single rank has no groups. A message has a kind, small fields and arrays,
-encoded in the safetensors format (never pickle). Other modules define and execute rank 0's orders.
+Ranks that share the tokens of a row have consecutive numbers, and so do ranks that share one copy of the weights: these
+communicate most, and consecutive ranks are usually on one node. A message has a kind, small fields and arrays, encoded in the
+safetensors format (never pickle).
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class Message:
 
 
 ORDER_TIMEOUT = timedelta(minutes=30)
-"""Maximum wait of a rank for rank 0's next order. Rank 0 sends one every `loop.HEARTBEAT_S` unless it computes or writes a
-checkpoint. So this ends only ranks whose rank 0 vanished without closing its connections."""
+"""Maximum wait of a rank for rank 0's next message. It ends ranks whose rank 0 vanished without closing connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """Maximum time of a tensor collective, in which ranks may wait for a rank that still computes."""
 
@@ -113,7 +111,6 @@ class Links:
         return Message.from_bytes(data.numpy().tobytes())
 
     def tell_all(self, message: Message) -> None:
-        """Rank 0: send the same message to every other rank."""
         for rank in range(1, self._size):
             self.send(message, rank)
 
@@ -145,8 +142,7 @@ class World:
         return self.layout.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the elementwise sum of `values` over the rows computed at the same time, on every rank. Only the first rank of
-        each row contributes."""
+        """Return the sum of `values` over the rows computed at the same time. The first rank of each row contributes."""
         if self.mesh is None:
             return values
         total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)
@@ -154,7 +150,6 @@ class World:
         return total
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's values into every rank's `tensor`."""
         if self.mesh is not None:
             dist.broadcast(tensor, 0)
 
@@ -206,7 +201,6 @@ def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device
 
 
 def leave_ranks() -> None:
-    """Close this process's groups, if it has any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -9,17 +9,23 @@ variable-length flash kernel is used, without padding.
 Sequences with the same prompt may share the prompt's tokens in the packed row. Attention gathers the prompt's tokens for each
 of these sequences, and its backward pass adds up the gradients of their keys and values.
 
-transformers provides flex and flash_attention_2, and `model.py` selects them. Attention dropout is not supported.
+If ranks share a row, all-to-all exchanges around attention turn [tokens / P, heads] into [tokens, heads / P] and back, so that
+any attention over whole sequences can be used (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank of the row collects all scores
+and computes the same loss. Gradients flow only through a rank's own part, so that the gradients of all ranks add up.
+
+transformers provides flex and flash_attention_2, and `model.py` selects them. Attention dropout, and ring attention for more
+ranks than heads, are not supported.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
@@ -34,11 +40,8 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return `values` on `device`, with the same dtype, without waiting for the device. On the CPU they share memory.
-
-    For a GPU, the values are first put into pinned memory, since otherwise the host would wait for all queued work. torch keeps
-    that memory until the copy is done.
-    """
+    """Return `values` on `device`, with the same dtype, without waiting for the device. On the CPU they share memory. For a GPU
+    they are first put into pinned memory, since otherwise the host would wait for all queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -54,16 +57,81 @@ class Slots:
     first: Tensor
     """int64[T]: for each token, one of its slots."""
     shared: tuple[Tensor, Tensor] | None
-    """(int64[slots without padding]: the slots, ordered by token; int64[T]: where each token's slots begin in that order). None
-    if each token has one slot."""
+    """(int64[slots without padding]: slots by token; int64[T]: where each token's slots begin); None if each has one slot."""
 
 
-class SharedRow(Protocol):
-    """Exchange between ranks that share a row. Each has a part of the tokens outside attention, and of the heads inside."""
+class _AllToAll(torch.autograd.Function):
+    """Map x [P, ...]: part p goes to rank p, and rank p's part becomes part p. The map is its own inverse and transpose."""
 
-    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]: ...
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        result = torch.empty_like(x)
+        dist.all_to_all_single(result, x, group=group)
+        return result
 
-    def to_tokens(self, x: Tensor) -> Tensor: ...
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grads[0].contiguous(), ctx.group), None
+
+
+def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
+    """Return how often to repeat each key-value head so that the heads divide among `ranks`. Raises `FieldError`."""
+    if query_heads % ranks:
+        fix = f"does not divide the {query_heads} attention heads of the model; use a divisor of them"
+        raise FieldError("trainer.context_parallel", ranks, fix)
+    share = query_heads // key_heads
+    return next(repeat for repeat in range(1, share + 1) if share % repeat == 0 and key_heads * repeat % ranks == 0)
+
+
+class Collected(torch.autograd.Function):
+    """Map x [k, own tokens] → [k, tokens of all ranks]. Backward returns the gradient of the rank's own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], rank: int, group: Any) -> Tensor:
+        ctx.own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        padded = x.new_zeros((x.shape[0], max(counts)))
+        padded[:, : x.shape[1]] = x
+        everything = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(everything, padded, group=group)
+        return torch.cat([part[:, :count] for part, count in zip(everything, counts, strict=True)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0][:, ctx.own].contiguous(), None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class RowPart:
+    index: int
+    ranks: int
+    group: Any
+
+    def tokens(self, length: int) -> slice:
+        """Return this rank's slice of a row of `length` tokens, which must be a multiple of `ranks`."""
+        own, rest = divmod(length, self.ranks)
+        assert not rest, "the row is padded to a multiple of its ranks"
+        return slice(self.index * own, (self.index + 1) * own)
+
+    def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
+        """Return how many of `predictors` (int64[C], ascending) lie in each part of a row of `length` tokens. Without a `host`
+        copy of them, this waits for the device."""
+        places = predictors.cpu().numpy() if host is None else host
+        edges = np.arange(1, self.ranks) * (length // self.ranks)
+        ends = [*np.searchsorted(places, edges).tolist(), len(places)]
+        return np.diff(ends, prepend=0).tolist()
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Map each [tokens / P, heads, dim] → [tokens, heads / P, dim]. Key-value heads are repeated as often as needed."""
+        repeats = key_repeats(query.shape[1], key.shape[1], self.ranks)
+        key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+        parts = (x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous() for x in (query, key, value))
+        return tuple(_AllToAll.apply(part, self.group).flatten(0, 1) for part in parts)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Map [tokens, heads / P, dim] → [tokens / P, heads, dim]."""
+        parts = x.unflatten(0, (self.ranks, -1)).contiguous()
+        return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,19 +145,17 @@ class PackedLayout:
     longest: int
     places: NDArray[np.int64] | None = None
     """[sum of lengths]: place in the row of each token of each sequence. None if no tokens are shared."""
-    part: SharedRow | None = None
-    """Set if ranks share the row. Each rank has a part of the tokens, and attends to all tokens with a part of the heads."""
+    part: RowPart | None = None
+    """Set if ranks share the row: each attends to all tokens with a part of the heads."""
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Return (number of sequences, length of the longest) for each run of consecutive sequences with similar lengths. Each
-        run is a padded batch."""
+        """Return (number of sequences, length of the longest) for each run of similar lengths, which is a padded batch."""
         return tuple((end - first, int(self.lengths[first:end].max())) for first, end in _similar_runs(self.lengths))
 
     @cached_property
     def padded(self) -> Slots:
-        """Return the slots of all blocks, one block after the other. They are computed on first use, since the flash kernel
-        does not need them."""
+        """Return the slots of all blocks, computed on first use, since the flash kernel does not need them."""
         row_tokens = np.repeat([tokens for _, tokens in self.blocks], [rows for rows, _ in self.blocks])
         return self._slots(np.cumsum(row_tokens) - row_tokens, int(row_tokens.sum()))
 
@@ -99,7 +165,6 @@ class PackedLayout:
         return self._slots(np.cumsum(self.lengths) - self.lengths, int(self.lengths.sum()))
 
     def _slots(self, starts: NDArray[np.int64], num_slots: int) -> Slots:
-        """Return the slots if each sequence begins at its slot in `starts`."""
         slots = ranges(starts, self.lengths)
         places = np.arange(len(slots)) if self.places is None else self.places
         sources = np.zeros(num_slots, dtype=np.int64)
@@ -116,7 +181,6 @@ class PackedLayout:
 def packed_layout(
     lengths: NDArray[np.int64], device: torch.device | str = "cpu", places: NDArray[np.int64] | None = None
 ) -> PackedLayout:
-    """Return the layout of sequences with these `lengths` in tokens. `places`: as in `PackedLayout`."""
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     return PackedLayout(lengths, on_device(cu_seqlens, device), int(lengths.max()), places)
 
@@ -139,7 +203,7 @@ def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 class _ToSlots(torch.autograd.Function):
-    """Map x [T, heads, dim] → [slots, heads, dim]. A token's gradient is the sum over its slots. Padding has no gradient."""
+    """Map x [T, heads, dim] → [slots, heads, dim]. A token's gradient is the sum over its slots."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
@@ -231,8 +295,8 @@ def varlen_attention(
     packed: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). `packed`: passed in the
-    model's forward call. Raises `FieldError` if the architecture's attention has terms that are not implemented here."""
+    """Attention with transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). Raises `FieldError` if the
+    architecture's attention has terms that are not implemented here."""
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
@@ -247,13 +311,11 @@ def varlen_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """Attend for all tokens of the row: query, key, value [T, heads, dim] → [T, query heads, dim]."""
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     return (_attend_flash if flash else _attend_rows)(query, key, value, layout, scaling, sliding_window)
 
 
 def register() -> None:
-    """Register `VARLEN` with transformers. Further calls change nothing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(VARLEN, varlen_attention)

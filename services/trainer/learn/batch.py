@@ -1,12 +1,11 @@
 """One packed micro-batch: branches in one row, and for each sampled token the inputs of the loss.
 
-A single-turn sequence is one branch. The row has the whole prompt and completion of a branch; observations are only context,
-without a loss. The last token of a branch predicts nothing and is left out. Branches with the same prompt may share it: the row
-then has its tokens once, and `places` maps each branch to its tokens. An episode's branches may be in different micro-batches.
+The row has the whole prompt and completion of a branch; observations are only context, without a loss. The last token of a
+branch predicts nothing and is left out. Branches with the same prompt may share it: the row then has its tokens once, and
+`places` maps each branch to its tokens. An episode's branches may be in different micro-batches.
 
-A micro-batch is built in NumPy without a loop over tokens. Its arrays can be sent to another rank and put on a device there.
-Padding is an extra branch without sampled tokens at the end of the row, so it cannot change a loss. A micro-batch without
-branches is only padding. `pipelinerl.rl.packing` decides which branches go together.
+A micro-batch is built in NumPy without a loop over tokens. Padding is an extra branch without sampled tokens at the end of the
+row, so it cannot change a loss. A micro-batch without branches is only padding.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ Normalization = Literal["token", "sequence", "batch"]
 
 
 def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: Normalization) -> NDArray[np.float64]:
-    """Return [S]: for each sequence of an optimizer step, over all micro-batches and ranks, the factor of each of its tokens in
-    the loss.
+    """Return [S]: for each sequence of an optimizer step, the factor of each of its tokens in the loss.
 
-    `sampled_tokens` int64[S]: per sequence, over all turns and branches. `token`: 1 / tokens of the step (DAPO, arXiv
-    2503.14476). `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no
-    length normalisation, as in Dr. GRPO, arXiv 2503.20783).
+    `sampled_tokens` int64[S]: per sequence, over all branches. `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476).
+    `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no length
+    normalisation, as in Dr. GRPO, arXiv 2503.20783).
     """
     num_sequences = len(sampled_tokens)
     if normalization == "sequence":
@@ -49,7 +47,6 @@ class TrainingGroup:
 
 
 def all_branches(groups: Iterable[TrainingGroup]) -> list[Branch]:
-    """Return the branches of every sequence, concatenated over sequences."""
     return [branch for group in groups for sequence in group.sequences for branch in sequence.all_branches]
 
 
@@ -97,7 +94,6 @@ class HostMicroBatch:
     """True if the loss of any of its tokens may have a gradient. All ranks have the same value."""
 
     def on(self, device: torch.device | str) -> MicroBatch:
-        """Return the same data as tensors on `device`, without waiting for the device."""
         names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "branch_index")
         tensors = {name: on_device(getattr(self, name), device) for name in names}
         row = replace(_row(self.token_ids, self.lengths, self.places, device), predictors=self.predictors)
@@ -106,8 +102,7 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. All sampled tokens of a branch are
-    in one micro-batch. C may be 0."""
+    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0."""
 
     row: TokenRow
     predictors: Tensor
@@ -127,8 +122,7 @@ def token_row(
     device: torch.device | str = "cpu",
     places: NDArray[np.int64] | None = None,
 ) -> TokenRow:
-    """Return a row of packed branches, padded to a multiple of `pad_multiple` tokens. `token_ids`: int64[T]. `places`: as in
-    `PackedLayout`, int64[sum of lengths], if branches share tokens."""
+    """Return a row of packed branches, padded to a multiple of `pad_multiple` tokens. `places`: as in `PackedLayout`."""
     places = np.arange(len(token_ids)) if places is None else places
     return _row(*_padded(token_ids, lengths, places, pad_multiple), device)
 
@@ -158,7 +152,6 @@ def _row(
 
 
 def row_order(branches: list[Branch]) -> list[int]:
-    """Return the order of branches in a micro-batch's row: longest first."""
     return sorted(range(len(branches)), key=lambda index: (-branches[index].num_tokens, index))
 
 
@@ -173,8 +166,7 @@ def host_microbatch(
     has_gradient: bool = True,
 ) -> HostMicroBatch:
     """Pack `branches`, in `row_order`, with their `advantages` and `weights` [S], for the gradient at policy version `version`.
-    `share_prompts`: put a common prompt of several branches into the row once. Without branches, the row is only padding: a
-    rank may run out of branches before the others."""
+    `share_prompts`: put a common prompt into the row once. Without branches, the row is only padding."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]

@@ -1,11 +1,10 @@
 """Low-rank adapters of peft in a model (insert, find, disable), and the weights in the form that actors load.
 
-peft's layers replace linear layers inside the model; other code uses the model as before. Adapters have the model's dtype, and
-the optimizer or the shards keep float32 masters. peft is imported only if a recipe uses adapters.
+peft's layers replace linear layers inside the model. Adapters have the model's dtype, and the optimizer or the shards keep
+float32 masters. peft is imported only if a recipe uses adapters.
 
-Actors load whole tensors with the model's own names and with adapters merged in, however the trainer stores them. Shards are
-gathered one parameter at a time, so that no rank ever holds more than one whole parameter besides its shard. Other modules send
-and save weights.
+Actors load whole tensors with the model's own names and with adapters merged in. Shards are gathered one parameter at a time,
+so that no rank ever holds more than one whole parameter besides its shard.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ BASE = ".base_layer"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -> None:
-    """Freeze all of `model` and insert new adapters. At first they have no effect, since B is 0 (A is random). `source`: origin
-    of the model, saved with the adapter. Raises `FieldError` if the model or a target cannot have adapters."""
+    """Freeze all of `model` and insert new adapters, which have no effect at first. `source`: origin of the model, saved with
+    the adapter. Raises `FieldError` if the model or a target cannot have adapters."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -73,11 +72,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
 
 @cache
 def rounded_once() -> type[nn.Module]:
-    """Return peft's layer for `nn.Linear`, changed so that in 16 bits W·x + s · B·(A·x) is rounded only once.
-
-    peft rounds W·x before the addition. An adapter term below half a unit in the last place then vanishes for every token, but
-    such terms are most of what the first steps learn. Added before the rounding, they survive on average over tokens.
-    """
+    """Return peft's layer for `nn.Linear`, changed so that in 16 bits W·x + s · B·(A·x) is rounded only once. peft rounds W·x
+    before the addition. An adapter term below half a unit in the last place then vanishes for every token, but such terms are
+    most of what the first steps learn. Added before the rounding, they survive on average over tokens."""
     from peft.tuners import lora
 
     class RoundedOnce(lora.Linear):
@@ -94,7 +91,6 @@ def rounded_once() -> type[nn.Module]:
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]:
-    """Return the recipe's target layers by name. Raises `FieldError` if there are none, or one cannot have adapters."""
     if getattr(model.config, "quantization_config", None):
         fix = "needs a model whose weights are not quantised: adapters are merged into them; name the original checkpoint"
         raise FieldError("trainer.lora", f"rank {config.rank}", fix)
@@ -118,7 +114,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
 
 
 def _named(part: str, modules: dict[str, nn.Module]) -> list[str]:
-    """Return the names of modules that match `part` by peft's rule. Raises `FieldError` if none matches."""
+    """Return the names of modules that match `part` by peft's rule. Raises `FieldError` if none does."""
     found = [name for name in modules if name == part or name.endswith(f".{part}")]
     if not found:
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
@@ -147,7 +143,6 @@ class LayerAdapter:
 
 
 def layer_adapters(model: nn.Module) -> dict[str, LayerAdapter]:
-    """Return the adapter of each adapted layer, by the layer's original name."""
     if not has_adapters(model):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -163,14 +158,12 @@ def layer_adapters(model: nn.Module) -> dict[str, LayerAdapter]:
 
 
 def peft_config(model: nn.Module) -> peft.LoraConfig:
-    """Return the configuration of the model's adapters, for saving them."""
     configs: dict[str, peft.LoraConfig] = model.peft_config  # type: ignore[assignment]
     return dataclasses.replace(configs[NAME], inference_mode=True)
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters inside the block. Their weights still require gradients."""
     adapters = layer_adapters(model).values()
     for adapter in adapters:
         adapter.layer.enable_adapters(False)
@@ -184,15 +177,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, parameter) with the names, shapes and dtypes of `served_weights`, but without merged adapters. Nothing is
-    gathered, so a single rank may call this."""
+    """Yield (name, parameter) of `served_weights`, without merged adapters. A single rank may call this."""
     return ((name, parameter) for name, parameter, _ in _served(model))
 
 
 @torch.no_grad()
 def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
-    weights every rank must iterate to the end, since each item gathers one parameter and its adapter."""
+    """Yield (name, tensor) for each parameter; tied parameters come once. With sharded weights every rank must iterate to the
+    end, since each item gathers one parameter and its adapter."""
     for name, parameter, adapter in _served(model):
         weight = whole(parameter)
         if adapter is not None:
@@ -211,12 +203,10 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def factor_names(layer: str) -> tuple[str, str]:
-    """Return the names of a layer's A and B in peft's files."""
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 def _served(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
-    """Yield each parameter's served name, the parameter, and the adapter to merge into it, if any."""
     adapters = layer_adapters(model)
     factors = {id(factor) for adapter in adapters.values() for factor in (adapter.a, adapter.b)}
     of_weight = {id(adapter.weight): adapter for adapter in adapters.values()}

@@ -1,15 +1,13 @@
 """Losses as pure functions over the sampled tokens of a micro-batch.
 
 Each token's term is multiplied by its weight, and the terms are summed. The weights' denominators are totals of the whole
-optimizer step. So the losses of micro-batches and ranks add up to the loss of the batch, and the number of micro-batches and
-ranks never changes a gradient. Log importance weights are log π − log μ per token, and are reported unclamped in any case.
+optimizer step, so the number of micro-batches and ranks never changes a gradient. Log importance weights are log π − log μ per
+token, and are reported unclamped in any case.
 
-A mask excludes tokens from the policy loss if π has moved too far from the μ that sampled them. It depends on log π − log μ,
-which contains both policy lag and the numerical difference between actor and trainer. Masked tokens still count in the
-denominators, in ESS and in the KL and entropy terms.
+A mask excludes tokens from the policy loss if π has moved too far from μ, by policy lag or by the numerical difference between
+actor and trainer. Masked tokens still count in the denominators, in ESS and in the KL and entropy terms.
 
-Losses and masks over whole sequences treat each branch separately, with its sampled tokens over all turns. A branch is always
-in one micro-batch, but an episode may be in several. Advantages that need no model are computed elsewhere.
+Losses and masks over whole sequences treat each branch separately, with its sampled tokens over all turns.
 """
 
 from __future__ import annotations
@@ -34,19 +32,15 @@ def branch_means(values: Tensor, batch: MicroBatch) -> Tensor:
     return (sums / counts)[batch.branch_index]
 
 
-def no_mask(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    return torch.zeros_like(log_weights, dtype=torch.bool)
-
-
 def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855). In that paper an unmasked
-    token's loss is also multiplied by π / μ; here that depends on `algorithm.loss`."""
+    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855). In that paper an unmasked token's loss
+    is also multiplied by π / μ; here that depends on `algorithm.loss`."""
     return _outside(log_weights, config)
 
 
 def mask_sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Mask whole branches whose geometric mean of π / μ is outside [mask_low, mask_high], whatever their length. Geometric
-    sequence masking: Liu, Li et al., "When Speed Kills Stability" (https://richardli.xyz/rl-collapse), part 3."""
+    """Mask whole branches whose geometric mean of π / μ is outside [mask_low, mask_high]: Liu, Li et al., "When Speed Kills
+    Stability" (https://richardli.xyz/rl-collapse), part 3."""
     return _outside(branch_means(log_weights, batch), config)
 
 
@@ -57,13 +51,12 @@ def off_policy_sequence(log_weights: Tensor, batch: MicroBatch, config: Algorith
 
 
 MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
-    "none": no_mask,
+    "none": lambda log_weights, batch, config: torch.zeros_like(log_weights, dtype=torch.bool),
     "icepop": icepop,
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is never excluded, so that it
-causes a skipped step instead of being hidden."""
+"""Functions from log π − log μ, float32[C], to bool[C]: True excludes the token. NaN is never excluded: the step is skipped."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -109,11 +102,9 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 
 
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5).
-
-    This is the token form (section 4.3): all tokens of a branch share the value s, but its gradient in a token's log π flows
-    only through that token's term. With equal advantages in a branch the gradient is the same, and a masked token has none.
-    """
+    """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5). This
+    is the token form (section 4.3): all tokens of a branch share the value s, but its gradient in a token's log π flows only
+    through that token's term."""
     log_ratio = logprobs - batch.behaviour_logprobs
     of_branch = branch_means(log_ratio.detach(), batch)
     own_gradient = logprobs - logprobs.detach()
@@ -155,11 +146,8 @@ def compute_loss(
     batch: MicroBatch, scores: TokenScores, config: AlgorithmConfig, reference_logprobs: Tensor | None = None
 ) -> LossOutput:
     """Return policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy + value_coefficient · value
-    loss, each a weighted sum over tokens.
-
-    With a value head, the batch's advantages are returns, from which the values v_φ are subtracted without a gradient (the
-    paper, eq. 4). A masked token adds 0 to the policy loss. Other tokens' weights and the other terms do not change.
-    """
+    loss, each a weighted sum over tokens. With a value head, the batch's advantages are returns, from which the values v_φ are
+    subtracted without a gradient (the paper, eq. 4). A masked token adds 0 to the policy loss."""
     value_loss = scores.logprobs.new_zeros(())
     if scores.values is not None:
         error = scores.values - batch.advantages

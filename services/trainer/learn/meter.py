@@ -1,20 +1,14 @@
 """Figures of one step: its use of the device, and statistics of its data.
 
-Device figures: model FLOPs, peak FLOP/s, time by phase, peak memory. Model FLOPs count matrix products only, with 2 per
-multiply-add: projections, feed-forward layers (in a mixture of experts, the experts that a token visits), attention over the
-pairs that a causal query sees, and the head at predicted tokens. A training step counts three forward passes, one for the
-forward and two for the backward pass, even if activations are recomputed: model FLOPs utilization as in PaLM, arXiv 2204.02311,
-appendix B. PaLM's formula ignores causality; here pairs that no kernel needs are left out, so this figure is lower. A shared
+Model FLOPs count matrix products only, with 2 per multiply-add: projections, feed-forward layers (in a mixture of experts, the
+experts that a token visits), attention over the pairs that a causal query sees, and the head at predicted tokens. A training
+step counts three forward passes, one for the forward and two for the backward pass, even if activations are recomputed: model
+FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. PaLM's formula ignores causality, so this figure is lower. A shared
 prompt counts once, and a micro-batch without a backward pass counts one of the three passes. If only adapters are trained,
-frozen products count two of the three. Norms, activations, optimizer, and a KL reference's forward pass are not counted.
+frozen products count two of the three.
 
-Data figures: ESS, lag, clipping, entropy, mismatch, and the weights of sampled sequences. Per-token results stay on the device
-until one transfer at the end of the step. Rank 0 collects the results of all ranks, and NumPy computes the figures from
-unclamped weights. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks; a branch's sampled tokens
-are contiguous.
-
-Other modules measure the loop's phases around the step (`services.trainer.loop`), streams and rewards, and define Prometheus
-metrics.
+Per-token results stay on the device until one transfer at the end of the step. NumPy computes the figures from the unclamped
+weights of all ranks. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +16,11 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pipelinerl.messages.sequences import Sequence
 from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, ess_by_lag, lag_bucket
 from pipelinerl.rl.packing import CostModel
-from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, all_branches, row_order
+from services.trainer.learn.batch import HostMicroBatch, TrainingGroup
 from services.trainer.learn.lora import has_adapters
 
 TRAINING_PASSES = 3
@@ -53,11 +47,8 @@ GATED_MODELS = frozenset(
 
 
 def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
-    """Return the FLOPs of one forward pass of a decoder-only model, as a function of sequence lengths.
-
-    For an unknown architecture, each token costs twice `num_parameters` (with a tied embedding counted once). Attention is then
-    left out, and all experts of a mixture count.
-    """
+    """Return the FLOPs of one forward pass of a decoder-only model, as a function of sequence lengths. For an unknown
+    architecture, each token costs twice `num_parameters`; attention is left out, and all experts of a mixture count."""
     text: Any = config.get_text_config()
     if text.model_type not in GATED_MODELS:
         return CostModel(per_token=2.0 * num_parameters)
@@ -78,10 +69,7 @@ def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
 
 def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
     """Return a third of a training step's cost, with the weights of `forward` frozen and `num_trained` adapter weights trained.
-
-    Frozen weights get no gradients, so their matrix products take two passes instead of three. Every token uses the adapters.
-    Attention has no weights, so its cost does not change.
-    """
+    Frozen weights get no gradients, so their matrix products take two passes instead of three."""
     share = (TRAINING_PASSES - 1) / TRAINING_PASSES
     return replace(
         forward, per_token=share * forward.per_token + 2.0 * num_trained, per_output_token=share * forward.per_output_token
@@ -89,7 +77,6 @@ def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
 
 
 def _windowed_layers(text: Any) -> int:
-    """Return the number of layers that attend only to the last `sliding_window` tokens."""
     if not getattr(text, "sliding_window", None) or not getattr(text, "use_sliding_window", True):
         return 0
     kinds: list[str] | None = getattr(text, "layer_types", None)
@@ -97,7 +84,6 @@ def _windowed_layers(text: Any) -> int:
 
 
 def _feed_forward(text: Any) -> list[int]:
-    """Return, for each layer, the number of feed-forward weights that one token uses."""
     dense = 3 * text.hidden_size * text.intermediate_size
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not experts:
@@ -111,8 +97,7 @@ def _feed_forward(text: Any) -> list[int]:
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
-    """Return model FLOPs utilization: `flops` in `seconds`, relative to the capacity of `num_devices` with `peak` FLOP/s each.
-    None if the peak is unknown or no time has passed."""
+    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each. None if the peak is unknown."""
     if peak is None or seconds <= 0:
         return None
     return flops / (seconds * num_devices * peak)
@@ -140,8 +125,7 @@ def take_memory_peak(device: torch.device) -> int:
 
 
 def process_memory_peak() -> int:
-    """Return the peak resident memory of this process, in bytes. On Linux it is read from /proc, since `getrusage` would
-    include a large parent's memory before exec."""
+    """Return the process's peak resident memory in bytes. `getrusage` includes a large parent's memory before exec."""
     if PROCESS_STATUS.is_file():
         for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -150,18 +134,8 @@ def process_memory_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class Mark(Protocol):
-    """A point in time in a device's work, such as a `torch.cuda.Event`."""
-
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def elapsed_time(self, end: Any, /) -> float:
-        """Return milliseconds from this mark to `end`. The device must have passed both."""
-        ...
-
-
 class HostMark:
-    """A point in time on the host."""
+    """A point in time on the host, with the methods of a `torch.cuda.Event`: a point in the device's work."""
 
     def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._clock_s, self._at_s = clock_s, 0.0
@@ -177,6 +151,9 @@ class HostMark:
         return 1000 * (end._at_s - self._at_s)
 
 
+Mark = HostMark | torch.cuda.Event
+
+
 def mark_for(device: torch.device) -> Callable[[], Mark]:
     if device.type == "cuda":
         return lambda: torch.cuda.Event(enable_timing=True)
@@ -185,20 +162,16 @@ def mark_for(device: torch.device) -> Callable[[], Mark]:
 
 class PhaseTimer:
     """Measures time by phase without waiting for the device: `measure` each piece of work, and `take` the times once per step.
-
-    On a CPU a phase lasts as long as its `with` block. On a GPU the block only queues work, so its beginning and end are marked
-    in the stream. The phase lasts from one mark to the other, while the device did the work or waited for the host. Work that
-    the device has not finished when the times are taken counts in the next step.
-    """
+    On a GPU a block only queues work, so its beginning and end are marked in the stream, and the phase lasts from one mark to
+    the other. Work that the device has not finished when the times are taken counts in the next step."""
 
     def __init__(self, new_mark: Callable[[], Mark] = HostMark) -> None:
         self._new_mark = new_mark
-        self._spans: list[tuple[str, Mark, Mark]] = []
-        """Phase, beginning and end of each measured block."""
+        self._spans: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Measure a block. A phase may occur many times in a step. Phases must not overlap."""
+        """A phase may occur many times in a step. Phases must not overlap."""
         start, end = self._new_mark(), self._new_mark()
         start.record()
         try:
@@ -220,8 +193,7 @@ class PhaseTimer:
 
 
 SAMPLED_WEIGHTS, LOG_WEIGHTS = "sampled_weights", "log_weights"
-"""Keys of a step's figures that are not in metrics.jsonl: importance weights of the sampled sequences, and log π − log μ of all
-tokens [C]."""
+"""Keys of a step's figures that are not in metrics.jsonl: importance weights of samples, and log π − log μ [C]."""
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
@@ -231,31 +203,22 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
-def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) -> dict[str, list[slice]]:
-    """Return, by sequence id, where the branches of the sampled sequences are in the step's values. `batches`: for each
-    micro-batch, in order of the step's values, its branches as positions in `all_branches(groups)`."""
-    branches = all_branches(groups)
+def tokens_of_samples(groups: list[TrainingGroup], token_branches: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    """Return, by sequence id, where the tokens of the sampled sequences are in the step's values, branch by branch.
+    `token_branches`: for each of the step's tokens, its branch as a position in `all_branches(groups)`."""
     owners = [sequence.sequence_id for group in groups for sequence in group.sequences for _ in sequence.all_branches]
-    places: dict[str, dict[int, slice]] = {sequence.sequence_id: {} for sequence in sampled_sequences(groups)}
-    begin = 0
-    for members in batches:
-        for index in row_order([branches[member] for member in members]):
-            member = members[index]
-            end = begin + branches[member].num_sampled_tokens
-            if owners[member] in places:
-                places[owners[member]][member] = slice(begin, end)
-            begin = end
-    return {name: [of_one[member] for member in sorted(of_one)] for name, of_one in places.items()}
+    by_branch = np.argsort(token_branches, kind="stable")
+    tokens = {}
+    for sequence in sampled_sequences(groups):
+        own = [branch for branch, owner in enumerate(owners) if owner == sequence.sequence_id]
+        tokens[sequence.sequence_id] = by_branch[np.isin(token_branches[by_branch], own)]
+    return tokens
 
 
-def sampled_weights(places: Mapping[str, list[slice]], log_weights: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-    """Return unclamped importance weights by sequence id, float64[sampled tokens], concatenated over branches. `log_weights`:
-    the step's, [C], in nats."""
+def importance_weights(log_weights: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return unclamped importance weights. Those that overflow are infinite."""
     with np.errstate(over="ignore"):
-        return {
-            key: np.exp(np.concatenate([log_weights[place] for place in of_one]).astype(np.float64))
-            for key, of_one in places.items()
-        }
+        return np.exp(log_weights.astype(np.float64))
 
 
 LARGEST_LOG_WEIGHT = 80.0
@@ -271,11 +234,8 @@ def token_figures(
     applied: bool = True,
 ) -> dict[str, Any]:
     """Return figures over all sampled tokens of one optimizer step, with the names of metrics.jsonl (docs/run-directory.md). A
-    figure is None if no token gives a value. A step that was not `applied` counts no trained tokens.
-
-    `values`: of all ranks. `totals`: of the step. `batches`: of the step, in the order of `values`. `budget`: maximum tokens of
-    a micro-batch.
-    """
+    figure is None if no token gives a value. A step that was not `applied` counts no trained tokens. `batches`: in the order of
+    `values`. `budget`: maximum tokens of a micro-batch."""
     log_weights, clipped, masked, entropy, *baseline = values.astype(np.float64)
     loss, reference_kl, value_loss, _ = totals.tolist()
     returns = np.concatenate([batch.advantages for batch in batches])
@@ -283,7 +243,7 @@ def token_figures(
     loads = [batch.num_tokens for batch in batches if batch.num_branches]
     usable = bool(np.isfinite(log_weights).all())
     by_lag = ess_by_lag(log_weights, lags) if usable else {}
-    buckets = lag_bucket(lags)
+    buckets, fresh = lag_bucket(lags), log_weights[lags == 0]
     found, counts = np.unique(lags, return_counts=True)
     return {
         "loss": loss,
@@ -293,7 +253,8 @@ def token_figures(
         "clip_fraction": float(clipped.mean()),
         "clip_fraction_by_lag": {label: float(clipped[buckets == LAG_BUCKETS.index(label)].mean()) for label in by_lag},
         "mask_fraction": float(masked.mean()),
-        "mismatch_kl": _mean(_k3(log_weights[lags == 0])) if usable else None,
+        # k3: w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π), and is never negative.
+        "mismatch_kl": _mean(np.expm1(np.minimum(fresh, LARGEST_LOG_WEIGHT)) - fresh) if usable else None,
         "reference_kl": reference_kl,
         "value_loss": value_loss if baseline else None,
         "explained_variance": explained_variance(baseline[0], returns) if baseline else None,
@@ -308,15 +269,9 @@ def token_figures(
 
 
 def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floating]) -> float | None:
-    """Return 1 − Var(R − v) / Var(R) for `baseline` v and `returns` R, each [C]; None if all returns are equal."""
     spread = float(np.var(returns.astype(np.float64)))
     return 1 - float(np.var(returns - baseline)) / spread if spread > 0 else None
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:
     return float(values.mean()) if values.size else None
-
-
-def _k3(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return w − 1 − log w per token sampled from μ: an estimate of KL(μ ‖ π) that is never negative."""
-    return np.expm1(np.minimum(log_weights, LARGEST_LOG_WEIGHT)) - log_weights

@@ -1,8 +1,5 @@
-"""Load and prepare the policy: any Hugging Face causal language model, from a folder or, by name, from the hub.
-
-Mistakes of the user raise `FieldError`. Dropout is switched off permanently, because a policy gradient needs the same policy
-that sampled. The small default model is built elsewhere.
-"""
+"""Load and prepare the policy: any Hugging Face causal language model, from a folder or, by name, from the hub. Dropout is
+switched off permanently, because a policy gradient needs the same policy that sampled."""
 
 from __future__ import annotations
 
@@ -17,29 +14,25 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl.errors import FieldError, first_line
-from pipelinerl.recipe.fields import LoraConfig, ModelConfig
+from pipelinerl.recipe.fields import ModelConfig, TrainerConfig
 from services.trainer.learn.attention import VARLEN, register, varlen_attention
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.policy import Policy, checked_policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULTS = TrainerConfig()
 
 
 def load_policy(
-    source: str,
-    config: ModelConfig,
-    *,
-    gradient_checkpointing: bool = False,
-    device: torch.device | str = "cpu",
-    lora: LoraConfig | None = None,
+    source: str, config: ModelConfig, trainer: TrainerConfig = DEFAULTS, device: torch.device | str = "cpu"
 ) -> Policy:
-    """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`.
-
-    `lora`: insert new adapters, and freeze everything else. Raises `FieldError` if there is no such folder, if it has no causal
-    language model, if weights are missing, if the model's context is shorter than `max_context`, if the attention
-    implementation is not available, or if adapters cannot be inserted.
-    """
-    _check_folder(source, config)
+    """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`. If
+    `trainer` has adapters, insert new ones. Raises `FieldError` if the model does not load or suit the recipe."""
+    if Path(source).is_dir():
+        if not (Path(source) / "config.json").is_file():
+            raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
+    elif config.source != "hub" or Path(source).is_absolute():
+        raise FieldError("model.name", source, "there is no such folder")
     hub = hub_arguments(source, config)
     hf_config = _load_config(source, hub)
     longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
@@ -47,25 +40,16 @@ def load_policy(
         raise FieldError("model.max_context", config.max_context, f"the model's context is {longest} tokens at most")
     _disable_dropout(hf_config)
     model: Any = _load_weights(source, hf_config, config, hub)
-    if lora is not None:
-        add_adapters(model, lora, source)
+    if trainer.lora is not None:
+        add_adapters(model, trainer.lora, source)
     model.to(device)
-    return wrap_model(
-        model, config.attention, gradient_checkpointing=gradient_checkpointing, float32_head=_has_float32_head(config)
-    )
+    how = {"gradient_checkpointing": trainer.gradient_checkpointing, "float32_head": _has_float32_head(config)}
+    return wrap_model(model, config.attention, **how)
 
 
-def blank_policy(
-    source: str,
-    config: ModelConfig,
-    attention: str,
-    own_logits: bool,
-    *,
-    gradient_checkpointing: bool = False,
-    lora: LoraConfig | None = None,
-) -> Policy:
-    """Return a policy on the meta device, without memory for weights. `attention`, `own_logits`: found by the rank that loaded
-    and checked the policy. Raises `FieldError` if the model's configuration does not load."""
+def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, attention: str, own_logits: bool) -> Policy:
+    """Return a policy on the meta device. `attention`, `own_logits`: found by the rank that loaded and checked the policy.
+    Raises `FieldError` if the model's configuration does not load."""
     register()
     hf_config = _load_config(source, hub_arguments(source, config))
     _disable_dropout(hf_config)
@@ -73,9 +57,9 @@ def blank_policy(
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
         )
-        if lora is not None:
-            add_adapters(model, lora, source)
-    _prepare(model, gradient_checkpointing)
+        if trainer.lora is not None:
+            add_adapters(model, trainer.lora, source)
+    _prepare(model, trainer.gradient_checkpointing)
     model.set_attn_implementation(attention)
     return Policy(model, attention, own_logits=own_logits, float32_head=_has_float32_head(config))
 
@@ -83,8 +67,8 @@ def blank_policy(
 def wrap_model(
     model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
-    """Return a policy for a model in memory, and set the model's attention, dropout and training mode. `auto` is this project's
-    attention if it reproduces the model's own log-probabilities, otherwise eager."""
+    """Return a policy of `model`. `auto`: this project's attention if it reproduces the model's log-probabilities, else
+    eager."""
     register()
     _disable_dropout(model.config)
     _prepare(model, gradient_checkpointing)
@@ -113,13 +97,11 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
 
 
 def frozen_copy(policy: Policy) -> Policy:
-    """Return a copy of the policy with frozen weights, in evaluation mode."""
     return copy.deepcopy(policy).requires_grad_(False).eval()
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers in order of depth: the layers that transformers marks, or else the longest list of modules.
-    Empty if there is neither."""
+    """Return the decoder layers in order of depth: those that transformers marks, or else the longest list of modules."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]
@@ -129,13 +111,10 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 def compile_policy(policy: Policy, device: torch.device) -> None:
     """Make `torch.compile` compile decoder layers and the passes over logits at first use, on `device`.
 
-    Each layer is compiled separately and in place, so that weights keep their names; activation checkpointing wraps the
-    compiled layer. All layers share the first layer's code, so compiling takes seconds to a minute once, for any depth. Shapes
-    are dynamic, since lengths of packed rows differ. This project's attention is not compiled, because its layout differs by
-    row; it runs between two compiled parts of the layer. Embedding and optimizer are not compiled, since each consists of a few
-    large operations. The layers of a copy are not compiled either.
-
-    Raises `FieldError` if this machine cannot compile, or if the model's layers cannot be found.
+    Each layer is compiled separately and in place, so that weights keep their names. All layers share the first layer's code,
+    so compiling takes seconds to a minute once. Shapes are dynamic, since lengths of packed rows differ. This project's
+    attention is not compiled, because its layout differs by row. The layers of a copy are not compiled either. Raises
+    `FieldError` if this machine cannot compile, or if the model's layers cannot be found.
     """
     layers = decoder_layers(policy.model)
     if not layers:
@@ -149,8 +128,6 @@ def compile_policy(policy: Policy, device: torch.device) -> None:
 
 
 def _try_compiler(device: torch.device) -> None:
-    """Compile a small function to check that a compiler works. Raises `FieldError` if not."""
-
     def double(x: Tensor) -> Tensor:
         return 2 * x
 
@@ -171,19 +148,8 @@ def _with_attention(model: PreTrainedModel, attention: str, float32_head: bool) 
 
 
 def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:
-    """Return transformers' loading arguments for `source`, a folder or hub id."""
     hub: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     return {**hub, "revision": config.revision} if config.revision and not Path(source).is_dir() else hub
-
-
-def _check_folder(source: str, config: ModelConfig) -> None:
-    """Raise `FieldError` if the folder is missing or incomplete. With `model.source` hub, `source` may be a hub id instead."""
-    if Path(source).is_dir():
-        if not (Path(source) / "config.json").is_file():
-            raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
-        return
-    if config.source != "hub" or Path(source).is_absolute():
-        raise FieldError("model.name", source, "there is no such folder")
 
 
 def _load_config(source: str, hub: dict[str, Any]) -> PretrainedConfig:
@@ -194,7 +160,6 @@ def _load_config(source: str, hub: dict[str, Any]) -> PretrainedConfig:
 
 
 def _disable_dropout(holder: PretrainedConfig | torch.nn.Module) -> None:
-    """Set every dropout probability of a configuration or a module to 0."""
     for name, value in list(vars(holder).items()):
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(holder, name, 0.0)

@@ -1,7 +1,7 @@
 """AdamW on float32 parameters, with clipping, a learning-rate schedule, and skipped steps for non-finite gradients.
 
-A 16-bit model gets float32 master copies. Gradients of all micro-batches are summed for the masters in float32, the optimizer
-updates the masters, and actors serve them rounded to 16 bits. `pipelinerl.recipe` refuses invalid combinations of settings.
+A 16-bit model gets float32 master copies, for which gradients of all micro-batches are summed in float32. Actors serve the
+masters rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from services.trainer.learn.lora import whole
 def learning_rate(step: int, config: TrainerConfig) -> float:
     """Return the learning rate of the step that turns policy version `step` into `step + 1`.
 
-    The rate rises linearly to the peak over `warmup_steps` (the first step already learns), then follows `schedule`. The final
-    rate is `final_learning_rate` · peak. `linear` and `cosine` fall to it at `steps`. `wsd` (warm-up, stable, decay: MiniCPM,
-    arXiv 2404.06395) is constant, then falls linearly to it over the last `decay_steps`. `inverse_sqrt` is peak ·
-    √(warmup_steps / step) (arXiv 1706.03762, section 5.3), but at least the final rate. `constant` stays at the peak.
+    The rate rises linearly to the peak over `warmup_steps`, then follows `schedule`; the final rate is `final_learning_rate` ·
+    peak. `linear` and `cosine` fall to it at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) falls linearly to it over the last
+    `decay_steps`. `inverse_sqrt` is peak · √(warmup_steps / step) (arXiv 1706.03762, section 5.3), but at least the final rate.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -45,7 +44,6 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 
 
 def _progress(step: int, first: int, last: int) -> float:
-    """Return 0 up to `first`, 1 from `last` on, and linear values between."""
     return min(1.0, max(0.0, (step - first) / max(1, last - first)))
 
 
@@ -56,10 +54,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
     """Return AdamW over groups of float32 parameters; each group may have its own `weight_decay` and `RATE_FACTOR`.
 
-    `adamw` keeps both moments in float32, and is fused if the device supports that. `adamw_8bit` is torchao's, with block-wise
-    quantised moments (Dettmers et al., arXiv 2110.02861): 2.03 bytes per parameter instead of 8. A tensor, or a rank's shard of
-    it, keeps float32 moments if it has fewer than `MIN_QUANTIZED` elements or its size is not a multiple of 256. Raises
-    `FieldError` if torchao cannot be imported, or its step does not compile.
+    `adamw_8bit` is torchao's, with block-wise quantised moments (Dettmers et al., arXiv 2110.02861): 2.03 bytes per parameter
+    instead of 8. A tensor, or a rank's shard of it, keeps float32 moments if it has fewer than `MIN_QUANTIZED` elements or its
+    size is not a multiple of 256. Raises `FieldError` if torchao cannot be imported, or its step does not compile.
     """
     common: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
     devices = {parameter.device for group in groups for parameter in group["params"]}
@@ -81,7 +78,6 @@ def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimize
 
 
 MIN_QUANTIZED = 4096
-"""Minimum number of elements of a tensor with 8-bit moments."""
 
 
 def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
@@ -99,13 +95,13 @@ def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
 
 
 RATE_FACTOR = "rate_factor"
-"""Key in a parameter group for its learning rate relative to the policy's; 1 if missing."""
+"""Key in a parameter group for its learning rate relative to the policy's."""
 VALUE_RATE_FACTOR = 10.0
 """Default without `trainer.value_learning_rate`. The head is one linear layer that starts at 0 and must follow the policy."""
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the policy's learning rate. If a group keeps it in a tensor, update that tensor, since a compiled step reads it."""
+    """Set the policy's learning rate. A group may keep it in a tensor, which a compiled step reads."""
     for group in optimizer.param_groups:
         of_group = rate * group.get(RATE_FACTOR, 1.0)
         if isinstance(group["lr"], Tensor):
@@ -115,17 +111,14 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 class PolicyOptimizer:
-    """AdamW over the trainable parameters of a model, and over a value head with its own learning rate.
-
-    `backward()` fills gradients; `step` uses and clears them. Only the policy's gradient is clipped. The head's gradient is as
-    large as its errors, so under a common bound it would shrink the policy's gradient. Raises `FieldError` if the recipe's
-    optimizer does not work here.
-    """
+    """AdamW over the trainable parameters of a model, and over a value head with its own learning rate. Only the policy's
+    gradient is clipped: the head's is as large as its errors, so under a common bound it would shrink the policy's gradient.
+    Raises `FieldError` if the recipe's optimizer does not work here."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None) -> None:
         self.config = config
         self.steps_taken = 0
-        """Number of optimizer steps taken. Skipped steps do not count and do not advance the schedule."""
+        """Skipped steps do not count and do not advance the schedule."""
         policy = [parameter for parameter in parameters if parameter.requires_grad]
         head = [] if value_head is None else list(value_head.parameters())
         self._live = [*policy, *head]
@@ -144,11 +137,9 @@ class PolicyOptimizer:
     def step(self, loss: float, total_weight: float) -> dict[str, Any]:
         """Clip the gradients, take a step, and clear them. If the loss or a gradient is not finite, no weight changes.
 
-        `total_weight`: sum of the weights of all tokens in the loss (`sequence_weights`). It is the default bound of the norm:
-        the gradient is then clipped if its weighted mean over tokens has a norm above 1.
-
-        Return, as in metrics.jsonl: `learning_rate`; `grad_norm`, the global L2 norm of the policy's gradient before clipping;
-        `clipped`; and `skipped`, the reason why no weight changed, "" if the step was taken.
+        `total_weight`: sum of the weights of all tokens in the loss, the default bound of the norm: the gradient is then
+        clipped if its weighted mean over tokens has a norm above 1. Return, as in metrics.jsonl: `learning_rate`; `grad_norm`,
+        before clipping; `clipped`; and `skipped`, the reason why no weight changed.
         """
         rate = learning_rate(self.steps_taken, self.config)
         bound = total_weight if self.config.max_grad_norm is None else self.config.max_grad_norm
@@ -169,24 +160,20 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def publish_masters(self) -> None:
-        """Set the 16-bit weights to their rounded masters."""
         for live, stepped in self.trained():
             if live is not stepped:
                 live.copy_(stepped)
 
     def trained(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield (parameter of the model, float32 parameter that the optimizer updates) for each trained parameter. The two are
-        the same if the model is float32."""
+        """Yield (parameter of the model, float32 parameter that the optimizer updates): the same in a float32 model."""
         return zip(self._live, self._stepped, strict=True)
 
     def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:
-        """Return AdamW's own tensors of a parameter, by `MOMENTS`. They exist after `begin_moments` or a step."""
         state = self._adamw.state[stepped]
         return {name: state[name] for name in MOMENTS}
 
     def begin_moments(self) -> None:
-        """Create zero moments for parameters without moments, and clear all gradients. AdamW creates them in its own format, by
-        a step with zero gradients at a learning rate of 0, which changes no weight."""
+        """Create zero moments in AdamW's own format, by a step at a learning rate of 0. Clear all gradients."""
         adamw = self._adamw
         new = [parameter for parameter in self._stepped if not adamw.state.get(parameter)]
         adamw.zero_grad(set_to_none=True)

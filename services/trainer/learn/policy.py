@@ -1,21 +1,19 @@
 """A Hugging Face causal language model that gives log-probabilities, entropies and values of chosen tokens in a packed row.
 
-All parameters of the policy are used inside one module's forward. Sharded weights are gathered when a module's forward begins,
-so backbone, output head and value head must be called within the same one. Logits are computed only at sampled positions. If
-the model is a plain backbone with a linear head, they are computed here from hidden states, block by block. If the model does
-more to its logits (soft capping, scaling), it computes them itself. When a model is wrapped, scoring two short sequences shows
-which way is right. It also shows whether attention leaks across sequences; such architectures are refused. Ranks that share a
-row each score a part of it, and get the scores of all parts.
+Sharded weights are gathered when a module's forward begins, so backbone, output head and value head must be called within the
+same one. Logits are computed only at sampled positions. If the model is a plain backbone with a linear head, they are computed
+here from hidden states, block by block. If the model does more to its logits (soft capping, scaling), it computes them itself.
+When a model is wrapped, scoring two short sequences shows which way is right, and whether attention leaks across sequences;
+such architectures are refused.
 
 From hidden states, at most `max_logits` logits are computed at a time; the backward pass recomputes them. A plain linear head
-is evaluated in blocks of words. A block has the logits of all tokens, and corresponds to a slice of the head's rows. The
-forward pass keeps one log-normaliser per token. The backward pass recomputes each block's logits, turns them into their own
-gradient in place, and writes the block's final rows of the weight's gradient, so that nothing is summed over blocks in 16 bits.
-If one block is enough, its logits are kept. The work on a block between matrix products can be compiled, so that each pass
-reads it once. Other heads are called on chunks of tokens.
+is evaluated in blocks of words, with the logits of all tokens. The forward pass keeps one log-normaliser per token. The
+backward pass recomputes each block's logits, turns them into their own gradient in place, and writes the block's final rows of
+the weight's gradient, so that nothing is summed over blocks in 16 bits. If one block is enough, its logits are kept. The work
+on a block between matrix products can be compiled, so that each pass reads it once. Other heads are called on chunks of tokens.
 
-Packing is done elsewhere. Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Keep top-p and top-k
-off in training, since log π is always that of the full distribution.
+Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Keep these off in training, since log π is always
+that of the full distribution.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,33 +29,24 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError
-from services.trainer.learn.attention import VARLEN, forward_arguments, on_device
+from services.trainer.learn.attention import VARLEN, Collected, RowPart, forward_arguments, on_device
 from services.trainer.learn.batch import TokenRow, token_row
-from services.trainer.learn.context_parallel import Collected, RowPart
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MAX_LOGITS = 2**25
-"""Logits (tokens × words) of one block. A block takes 128 MiB in float32, and two exist at a time.
-
-This is enough for matrix products at full speed (2,048 words for 16,384 tokens), and a small model's micro-batch fits into one
-block. With a large vocabulary it is small compared with the weight and its gradient."""
+"""Logits (tokens × words) of one block. A block takes 128 MiB in float32, and two exist at a time. This is enough for matrix
+products at full speed (2,048 words for 16,384 tokens), and a small model's micro-batch fits into one block."""
 MAX_LOGITS_ON_GPU = 2**27
 """`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
-"""Block sizes are multiples of this, since GPU matrix kernels are faster then."""
+"""Block sizes are multiples of this, for faster GPU kernels."""
 PROBE_LENGTHS = (7, 5)
-"""Lengths of the two sequences that a model is checked with."""
-PROBE_PROMPT = 3
-"""Number of tokens that both sequences share in the check of shared prompts."""
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, eq=False)
-class TokenScores:
+class TokenScores(NamedTuple):
     """Scores of C tokens at the sampling temperature, float32[C] each."""
 
     logprobs: Tensor
@@ -69,11 +58,8 @@ class TokenScores:
 
 
 class Policy(nn.Module):
-    """A model on its device, ready to score packed rows. Call `scores`, not `forward`.
-
-    `own_logits`: the model computes its logits itself. `float32_head`: do not round a 16-bit model's logits to 16 bits.
-    `value_head`: a linear layer with one output, or None.
-    """
+    """A model on its device, ready to score packed rows. Call `scores`, not `forward`. `own_logits`: the model computes its
+    logits itself. `float32_head`: do not round a 16-bit model's logits to 16 bits."""
 
     def __init__(self, model: PreTrainedModel, attention: str, *, own_logits: bool = False, float32_head: bool = True) -> None:
         super().__init__()
@@ -85,13 +71,10 @@ class Policy(nn.Module):
         self.value_head: nn.Linear | None = None
         self.device: torch.device = model.device
         self.max_logits: int | None = None
-        """Maximum number of logits in a block; None = the device's default."""
         self.compiled_head = False
-        """True if the work on blocks of logits is compiled."""
         self.part: RowPart | None = None
         """This rank's part of each row; None if each rank has whole rows."""
         self.may_share_prompts = False
-        """True if the model allows sequences in a row to share their prompt's tokens."""
 
     def leave_logits_to_model(self) -> None:
         """Let the model compute its logits itself, because it does more to them than a linear head."""
@@ -106,32 +89,33 @@ class Policy(nn.Module):
 
     @property
     def row_multiple(self) -> int:
-        """Return the number that a row's length in tokens must be a multiple of."""
         return 1 if self.part is None else self.part.ranks
 
     @property
     def shares_prompts(self) -> bool:
-        """Return whether a row has the common prompt of several sequences once. Ranks that share rows do not support this."""
+        """Ranks that share rows do not support shared prompts."""
         return self.may_share_prompts and self.part is None
 
     def scores(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
     ) -> TokenScores:
-        """Return scores of `targets` (int64[C]), each predicted at the row position in `predictors` (int64[C], ascending). All
-        ranks must call this together. Ranks that share a row must pass the same row."""
+        """Return scores of `targets` (int64[C]), each predicted at the row position in `predictors` (int64[C], ascending).
+        Ranks that share a row must call this together with the same row."""
         if self.part is None:
-            return TokenScores(*self(row, predictors, targets, temperature, entropy_grad))
-        counts = self.part.counts(row, predictors)
-        first = sum(counts[: self.part.index])
-        own = slice(first, first + counts[self.part.index])
-        own_predictors = predictors[own] - self.part.tokens(row).start
-        scores = self(self.part.of(row), own_predictors, targets[own], temperature, entropy_grad)
-        return TokenScores(*Collected.apply(torch.stack(scores), counts, self.part.index, self.part.group))
+            scores: TokenScores = self(row, predictors, targets, temperature, entropy_grad)
+            return scores
+        part, length = self.part, row.input_ids.shape[1]
+        counts = part.counts(length, predictors, row.predictors)
+        first, tokens = sum(counts[: part.index]), part.tokens(length)
+        own = slice(first, first + counts[part.index])
+        own_row = TokenRow(row.input_ids[:, tokens], row.position_ids[:, tokens], replace(row.layout, part=part))
+        scores = self(own_row, predictors[own] - tokens.start, targets[own], temperature, entropy_grad)
+        there = torch.stack([one for one in scores if one is not None])
+        return TokenScores(*Collected.apply(there, counts, part.index, part.group))
 
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
-    ) -> tuple[Tensor, ...]:
-        """Return the fields of `TokenScores` for this rank's part of the row."""
+    ) -> TokenScores:
         arguments: dict[str, Any] = {
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
@@ -140,18 +124,20 @@ class Policy(nn.Module):
         }
         if self.own_logits:
             logits = self.model(**arguments, logits_to_keep=predictors).logits[0]
-            scores = token_scores(logits, targets, temperature, entropy_grad)
-            return scores.logprobs, scores.entropy
+            return token_scores(logits, targets, temperature, entropy_grad)
         hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
         head = self.model.get_output_embeddings()
-        rounded = not self.float32_head
-        usual = MAX_LOGITS_ON_GPU if self.device.type == "cuda" else MAX_LOGITS
-        how = (self.max_logits or usual, rounded, self.compiled_head)
-        scores = head_scores(hidden, head, targets, temperature, entropy_grad, *how)
+        max_logits = self.max_logits or (MAX_LOGITS_ON_GPU if self.device.type == "cuda" else MAX_LOGITS)
+        if is_plain_linear(head):
+            how = (temperature, entropy_grad, max_logits, not self.float32_head, self.compiled_head)
+            scores = TokenScores(*linear_scores(hidden, head.weight, head.bias, targets, *how))
+        else:
+            chunk_tokens = max(1, max_logits // self.vocab_size)
+            scores = chunked_scores(hidden, head, targets, temperature, chunk_tokens, entropy_grad)
         if self.value_head is None:
-            return scores.logprobs, scores.entropy
+            return scores
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
-        return scores.logprobs, scores.entropy, values.float().sum(1)  # sum of one column: FSDP warns about views
+        return scores._replace(values=values.float().sum(1))  # sum of one column: FSDP warns about views
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
@@ -169,7 +155,7 @@ class Policy(nn.Module):
 
 
 def add_value_head(policy: Policy) -> None:
-    """Add a value head that predicts 0 until it is trained. Raises `FieldError` if the model has no plain output head."""
+    """Add a value head that predicts 0 at first. Raises `FieldError` if the model has no plain output head."""
     model = policy.model
     if policy.own_logits:
         fix = f"needs a model with a plain output head, and {type(model).__name__} has none; use another baseline"
@@ -181,7 +167,7 @@ def add_value_head(policy: Policy) -> None:
 
 
 def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = True) -> Policy:
-    """Return a policy of `model` on the model's device. Raises `FieldError` if the model cannot score packed sequences."""
+    """Raises `FieldError` if the model cannot score packed sequences."""
     # Soft capping hardly changes the small logits of an untrained model, so the configuration decides, not a measurement.
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     policy = Policy(model, attention, own_logits=caps_logits, float32_head=float32_head)
@@ -195,14 +181,14 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = 
                 f"{type(model).__name__} scores packed sequences {error:.2g} nats off its scores of each alone; "
                 "try sdpa or eager, or another architecture",
             )
-    policy.may_share_prompts = attention == VARLEN and _packing_error(policy, PROBE_PROMPT) <= tolerance
+    policy.may_share_prompts = attention == VARLEN and _packing_error(policy, shared=3) <= tolerance
     return policy
 
 
 @torch.no_grad()
 def _packing_error(policy: Policy, shared: int = 0) -> float:
     """Return the largest difference in log-probabilities, nats, between two packed sequences and the model's own forward pass
-    of each. Both sequences begin with the same `shared` tokens, which the packed row has once."""
+    of each. Both begin with the same `shared` tokens, which the packed row has once."""
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
     second[:shared] = first[:shared]
@@ -217,7 +203,6 @@ def _packing_error(policy: Policy, shared: int = 0) -> float:
 
 
 def _plain_logprobs(policy: Policy, tokens: np.ndarray) -> Tensor:
-    """Return the log-probabilities of the plain transformers model, with its standard attention."""
     ids = torch.from_numpy(tokens)[None].to(policy.device)
     policy.model.set_attn_implementation("eager")
     try:
@@ -225,30 +210,6 @@ def _plain_logprobs(policy: Policy, tokens: np.ndarray) -> Tensor:
     finally:
         policy.model.set_attn_implementation(policy.attention)
     return token_scores(logits, ids[0, 1:], temperature=1.0).logprobs
-
-
-def head_scores(
-    hidden: Tensor,
-    head: nn.Module,
-    targets: Tensor,
-    temperature: float,
-    entropy_grad: bool = False,
-    max_logits: int = MAX_LOGITS,
-    rounded: bool = False,
-    compiled: bool = False,
-) -> TokenScores:
-    """Return `token_scores` of `head(hidden)` for hidden [C, width], with at most `max_logits` logits at a time.
-
-    `head`: has a `weight` [vocabulary, width]. If it is not a plain linear layer, its forward is called. `rounded`, `compiled`:
-    as in `linear_scores`.
-    """
-    assert isinstance(head.weight, Tensor)
-    if is_plain_linear(head):
-        bias = head.bias if isinstance(head.bias, Tensor) else None
-        arguments = (hidden, head.weight, bias, targets, temperature, entropy_grad, max_logits, rounded, compiled)
-        return TokenScores(*linear_scores(*arguments))
-    chunk_tokens = max(1, max_logits // head.weight.shape[0])
-    return chunked_scores(hidden, head, targets, temperature, chunk_tokens, entropy_grad)
 
 
 def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -293,8 +254,7 @@ def is_plain_linear(head: nn.Module) -> bool:
 
 
 def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False) -> TokenScores:
-    """Return scores of `targets` (int64[C]) under `logits` [C, vocabulary]. The entropy has a gradient only with
-    `entropy_grad`."""
+    """Return scores of `targets` (int64[C]) under `logits` [C, vocabulary]. Entropy has a gradient only with `entropy_grad`."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     log_distribution = torch.log_softmax(scaled, dim=-1)
     logprobs = log_distribution.gather(-1, targets[:, None]).sum(-1)
@@ -312,20 +272,18 @@ def chunked_scores(
     chunk_tokens: int,
     entropy_grad: bool = False,
 ) -> TokenScores:
-    """Return `token_scores` of `head(hidden)` for hidden [C, width], with logits for at most `chunk_tokens` tokens at a
-    time."""
+    """Return `token_scores` of `head(hidden)`, with logits for at most `chunk_tokens` tokens at a time."""
 
-    def scores(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
-        result = token_scores(head(hidden_chunk), target_chunk, temperature, entropy_grad)
-        return result.logprobs, result.entropy
+    def scores(hidden_chunk: Tensor, target_chunk: Tensor) -> TokenScores:
+        return token_scores(head(hidden_chunk), target_chunk, temperature, entropy_grad)
 
     if len(targets) <= chunk_tokens:
-        return TokenScores(*scores(hidden, targets))
+        return scores(hidden, targets)
     parts = [
         checkpoint(scores, hidden_chunk, target_chunk, use_reentrant=False)
         for hidden_chunk, target_chunk in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
     ]
-    return TokenScores(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+    return TokenScores(torch.cat([part.logprobs for part in parts]), torch.cat([part.entropy for part in parts]))
 
 
 def linear_scores(
@@ -342,22 +300,19 @@ def linear_scores(
     """Return (log-probabilities of `targets`, entropy) of softmax((hidden · weightᵀ + bias) / temperature), in nats, [C] each.
 
     hidden [C, width], weight [V, width] and bias [V] have the same dtype; targets are int64[C]. Logits and results are float32
-    (float64 for float64 inputs). `rounded`: round logits to the inputs' dtype, as the head itself would. C may be 0. Entropy
-    has a gradient only with `entropy_grad`. Besides the gradients, this takes memory for about two blocks of `max_logits`.
-    `compiled`: compile the work on blocks if there are gradients; if torch then runs it uncompiled, it takes one more block.
+    (float64 for float64 inputs). `rounded`: round logits to the inputs' dtype, as the head itself would. C may be 0. Besides
+    the gradients, this takes memory for about two blocks of `max_logits`. `compiled`: compile the work on blocks if there are
+    gradients; if torch then runs it uncompiled, it takes one more block.
     """
     head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded, compiled)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
         logprobs, entropy = _LinearScores.apply(hidden, weight, bias, head, entropy_grad)
         return logprobs, entropy
-    scan = _scan(replace(head, compiled=False))
-    return scan.logprobs, scan.entropy
+    return _scan(replace(head, compiled=False))[:2]
 
 
 @dataclass(frozen=True, eq=False)
 class _Head:
-    """Arguments of `linear_scores`. Computes the logits for one block of words at a time."""
-
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -369,28 +324,24 @@ class _Head:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of logits and results."""
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def blocks(self) -> list[slice]:
-        """Return blocks of words that cover the whole vocabulary in order."""
         words, tokens = self.weight.shape[0], max(1, len(self.hidden))
         size = max(1, self.max_logits // tokens)
         size = min(words, size - size % ALIGNED_WORDS if size > ALIGNED_WORDS else size)
         return [slice(first, min(first + size, words)) for first in range(0, words, size)]
 
     def buffer(self) -> Tensor:
-        """Return memory for the logits of the largest block. `view` returns the part for a given block."""
+        """Return memory for the logits of the largest block."""
         words = self.blocks()[0].stop
         return torch.empty(len(self.hidden) * words, dtype=self.dtype, device=self.hidden.device)
 
     def view(self, buffer: Tensor, words: slice) -> Tensor:
-        """Return the beginning of `buffer` as [C, words of the block]."""
         shape = (len(self.hidden), words.stop - words.start)
         return buffer[: shape[0] * shape[1]].view(shape)
 
     def logits(self, words: slice, buffer: Tensor) -> Tensor:
-        """Compute the logits [C, words of the block], divided by the temperature, in `buffer`."""
         rows, out = self.weight[words].t(), self.view(buffer, words)
         if self.rounded:
             out.copy_(self.hidden @ rows if self.bias is None else torch.addmm(self.bias[words], self.hidden, rows))
@@ -401,27 +352,16 @@ class _Head:
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def place(self, words: slice) -> tuple[Tensor, Tensor]:
-        """Return for each token, [C] each: the index of its target within the block, and whether the target is in the block. If
-        not, the index is arbitrary."""
+        """Return for each token the index of its target within the block, or any index, and whether the target is there."""
         index = self.targets - words.start
         inside = (index >= 0) & (index < words.stop - words.start)
         return torch.where(inside, index, 0), inside
 
 
-@dataclass(frozen=True, eq=False)
-class _Scan:
-    """Results of one pass over the vocabulary, [C] each."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    log_normaliser: Tensor
-    """A word's log p is its logit minus this. If logits are kept, use the entry of `kept` as the logit."""
-    kept: Tensor | None
-    """Logits [C, V] if there is only one block. `_block_sums` has subtracted each token's maximum; `_fused_sums` has not."""
-
-
-def _scan(head: _Head) -> _Scan:
-    """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks."""
+def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks. Return
+    log-probabilities, entropies and log-normalisers, [C] each; and if there is only one block, its logits [C, V]. A word's log
+    p is its logit minus the log-normaliser. `_block_sums` has subtracted each token's maximum from both."""
     blocks = head.blocks()
     buffer = head.buffer()
     exponentials = None if head.compiled else head.buffer()
@@ -441,12 +381,9 @@ def _scan(head: _Head) -> _Scan:
     total = (scale * sums).sum(0)
     log_total = total.log()
     kept = head.view(buffer, blocks[0]) if len(blocks) == 1 else None
-    return _Scan(
-        logprobs=chosen - peak - log_total,
-        entropy=log_total - (scale * (weighted + shift * sums)).sum(0) / total,
-        log_normaliser=log_total if kept is not None and not head.compiled else peak + log_total,
-        kept=kept,
-    )
+    log_normaliser = log_total if kept is not None and not head.compiled else peak + log_total
+    entropy = log_total - (scale * (weighted + shift * sums)).sum(0) / total
+    return chosen - peak - log_total, entropy, log_normaliser, kept
 
 
 def _block_sums(logits: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -462,7 +399,6 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as `_block_sums`, but leave the logits unchanged."""
     largest = logits.amax(1)
     shifted = logits - largest[:, None]
     exponentials = shifted.exp()
@@ -477,19 +413,22 @@ class _LinearScores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        scan = _scan(head)
+        logprobs, entropy, log_normaliser, kept = _scan(head)
         ctx.options, ctx.entropy_grad = (head.temperature, head.max_logits, head.rounded, head.compiled), entropy_grad
-        ctx.save_for_backward(hidden, weight, bias, head.targets, scan.log_normaliser, scan.entropy, scan.kept)
+        ctx.save_for_backward(hidden, weight, bias, head.targets, log_normaliser, entropy, kept)
         if not entropy_grad:
-            ctx.mark_non_differentiable(scan.entropy)
-        return scan.logprobs, scan.entropy
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy, kept = ctx.saved_tensors
         head = _Head(hidden, weight, bias, targets, *ctx.options)
-        gradients = _Gradients(head, *ctx.needs_input_grad[:3])
+        wanted = ctx.needs_input_grad
+        summed = torch.zeros_like(hidden, dtype=head.dtype) if wanted[0] else None  # over blocks, in float32
+        of_weight = torch.empty_like(weight) if wanted[1] else None
+        of_bias = torch.empty_like(bias) if wanted[2] else None
         g, h = (grad / head.temperature for grad in (grad_logprobs, grad_entropy))
         buffer = head.buffer()
         for words in head.blocks():
@@ -499,12 +438,20 @@ class _LinearScores(torch.autograd.Function):
             if head.compiled:
                 spread = (h, entropy) if ctx.entropy_grad else None
                 fused = _compiled(_fused_gradient)
-                gradients.add(words, fused(logits, log_normaliser, g, index, of_target, spread, hidden.dtype))
-                continue
-            log_p = torch.sub(logits, log_normaliser[:, None], out=head.view(buffer, words))
-            of_logits = _spread(log_p, g, h, entropy) if ctx.entropy_grad else log_p.exp_().mul_(-g[:, None])
-            gradients.add(words, of_logits.scatter_add_(1, index[:, None], of_target[:, None]).to(hidden.dtype))
-        return gradients.of_hidden(), gradients.weight, gradients.bias, None, None
+                of_logits = fused(logits, log_normaliser, g, index, of_target, spread, hidden.dtype)
+            else:
+                log_p = torch.sub(logits, log_normaliser[:, None], out=head.view(buffer, words))
+                wide = _spread(log_p, g, h, entropy) if ctx.entropy_grad else log_p.exp_().mul_(-g[:, None])
+                of_logits = wide.scatter_add_(1, index[:, None], of_target[:, None]).to(hidden.dtype)
+            if summed is not None and summed.dtype == of_logits.dtype:
+                summed.addmm_(of_logits, weight[words])
+            elif summed is not None:
+                summed.add_(of_logits @ weight[words])
+            if of_weight is not None:
+                torch.mm(of_logits.t(), hidden, out=of_weight[words])
+            if of_bias is not None:
+                torch.sum(of_logits, 0, out=of_bias[words])
+        return None if summed is None else summed.to(hidden.dtype), of_weight, of_bias, None, None
 
 
 def _fused_gradient(
@@ -516,8 +463,7 @@ def _fused_gradient(
     spread: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return d loss / dz of logits z [C, words], in `dtype`. `of_target` [C] is added at `index`. `spread`: h and the entropy,
-    [C]."""
+    """Return d loss / dz of logits z [C, words], in `dtype`. `of_target` [C] is added at `index`."""
     log_p = logits - log_normaliser[:, None]
     factor = -g[:, None] if spread is None else -(g[:, None] + spread[0][:, None] * (log_p + spread[1][:, None]))
     at_target = torch.arange(logits.shape[1], device=logits.device) == index[:, None]
@@ -528,28 +474,3 @@ def _spread(log_p: Tensor, g: Tensor, h: Tensor, entropy: Tensor) -> Tensor:
     """Replace log_p [C, words] by −p · (g + h · (log p + entropy)); the others are [C]."""
     p = log_p.exp()
     return log_p.add_(entropy[:, None]).mul_(-h[:, None]).sub_(g[:, None]).mul_(p)
-
-
-class _Gradients:
-    """Requested gradients of the head's inputs, accumulated over blocks of logits."""
-
-    def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool) -> None:
-        self._head = head
-        self._hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if hidden else None
-        """In float32, because it is summed over blocks."""
-        self.weight = torch.empty_like(head.weight) if weight else None
-        self.bias = torch.empty_like(head.bias) if bias and head.bias is not None else None
-
-    def add(self, words: slice, of_logits: Tensor) -> None:
-        """Add a block. `of_logits`: gradient of its logits, [C, words of the block], in the head's dtype."""
-        if self._hidden is not None and self._hidden.dtype == of_logits.dtype:
-            self._hidden.addmm_(of_logits, self._head.weight[words])
-        elif self._hidden is not None:
-            self._hidden.add_(of_logits @ self._head.weight[words])
-        if self.weight is not None:
-            torch.mm(of_logits.t(), self._head.hidden, out=self.weight[words])
-        if self.bias is not None:
-            torch.sum(of_logits, 0, out=self.bias[words])
-
-    def of_hidden(self) -> Tensor | None:
-        return None if self._hidden is None else self._hidden.to(self._head.hidden.dtype)

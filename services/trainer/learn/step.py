@@ -2,16 +2,15 @@
 
 A step is planned and packed once, in NumPy, before any device is used. Token weights come from totals of the whole step, so
 that losses and gradients of all shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks
-as orders, which `worker.py` executes. The learner is synchronous: it reads no stream and sends no weights. The caller decides
-which groups make a step, counts the versions, and handles the sequences of a skipped step.
+as orders, which `worker.py` executes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,12 @@ from torch import Tensor
 from pipelinerl.messages.sequences import Branch, Logprobs, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.memory import peak_flops
-from pipelinerl.rl.packing import UNIT_COST, CostModel, StepPlan, plan_step
+from pipelinerl.rl.packing import StepPlan, plan_step
 from services.trainer.distributed.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
+from services.trainer.learn import meter
 from services.trainer.learn.batch import (
     HostMicroBatch,
     MicroBatch,
-    Normalization,
     TrainingGroup,
     all_branches,
     host_microbatch,
@@ -36,19 +35,6 @@ from services.trainer.learn.batch import (
 )
 from services.trainer.learn.lora import adapter_weights, adapters_off, has_adapters, served_weights, whole
 from services.trainer.learn.loss import compute_loss
-from services.trainer.learn.meter import (
-    LOG_WEIGHTS,
-    SAMPLED_WEIGHTS,
-    TRAINING_PASSES,
-    PhaseTimer,
-    cost_model_of,
-    mark_for,
-    mfu,
-    sampled_places,
-    sampled_weights,
-    take_memory_peak,
-    token_figures,
-)
 from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy, add_value_head
@@ -56,11 +42,10 @@ from services.trainer.learn.policy import Policy, add_value_head
 TRAIN = "train"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches for the ranks that share a row. All shares of a step have the same number of micro-batches."""
+"""Micro-batches for the ranks that share a row. All shares of a step have the same number."""
 
 
 def train_order(version: int, share: Share) -> Message:
-    """Return rank 0's order to take a step at policy version `version` on `share`."""
     arrays: dict[str, NDArray[Any]] = {}
     counts = []
     for index, batch in enumerate(share):
@@ -71,7 +56,6 @@ def train_order(version: int, share: Share) -> Message:
 
 
 def share_of(order: Message) -> Share:
-    """Return the share contained in an order from `train_order`."""
     batches = []
     for index, counts in enumerate(order.fields["counts"]):
         names = [field.name for field in fields(HostMicroBatch) if field.name not in counts]
@@ -86,125 +70,29 @@ class PreparedStep:
 
     version: int
     shares: tuple[Share, ...]
-    """One share for each row computed at the same time."""
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
-    """Figures of the step. `advantage_abs_mean`: over sequences, 0 if no group has a signal. `imbalance`: share of the ranks'
-    compute time in which they wait for each other (`StepPlan.imbalance`)."""
+    """`advantage_abs_mean`: over sequences, 0 if no group has a signal. `imbalance`: `StepPlan.imbalance`."""
     flops: float
-    """Model FLOPs of the whole step. A shared prompt counts once, and branches without a backward pass count one of three
-    passes."""
+    """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
-    """Seconds in `plan` and `build`, which run during the previous step."""
-    sampled: Mapping[str, list[slice]] = field(default_factory=dict)
-    """Slices of the sampled sequences' tokens among all tokens of `batches`, branch by branch, by sequence id."""
-    actors: tuple[str, ...] = ()
-    token_actors: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64[C], over all `batches` in order: for each token, its actor's index in `actors`."""
+    sampled: Mapping[str, NDArray[np.int64]]
+    """Positions of the sampled sequences' tokens among all tokens of `batches`, by sequence id."""
+    actors: tuple[str, ...]
+    token_actors: NDArray[np.int64]
+    """int64[C], over all `batches` in order: each token's actor's index in `actors`."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
-        """Return the micro-batches of all shares, concatenated over shares."""
         return [batch for share in self.shares for batch in share]
 
     def of_lag_0(self, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
-        """Return the `values` [C] of tokens with lag 0, by actor."""
         fresh = np.concatenate([batch.lags for batch in self.batches]) == 0
         return {actor: values[fresh & (self.token_actors == place)] for place, actor in enumerate(self.actors)}
 
 
-def prepare_step(
-    groups: list[TrainingGroup],
-    version: int,
-    normalization: Normalization,
-    budget: int,
-    *,
-    data_ranks: int = 1,
-    pad_multiple: int = 1,
-    cost_model: CostModel = UNIT_COST,
-    share_prompts: bool = False,
-    skip_zero_advantages: bool = False,
-) -> PreparedStep:
-    """Plan and pack one optimizer step on `groups` at policy version `version`, for `data_ranks` rows at a time.
-
-    Every branch of a sequence is packed separately, with the sequence's advantage and weight. `budget`: maximum tokens of a
-    micro-batch. `pad_multiple`: row lengths are padded to multiples of this. `share_prompts`: branches of a micro-batch compute
-    a common prompt once. `skip_zero_advantages`: put branches with advantage 0 into separate micro-batches without a backward
-    pass; set this only if their gradient is 0. Raises `FieldError` if a branch exceeds the budget.
-    """
-    sequences = [sequence for group in groups for sequence in group.sequences]
-    branches = all_branches(groups)
-    owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
-    of_sequences = np.concatenate([group.advantages for group in groups])
-    sampled_tokens = np.bincount(owners, weights=[branch.num_sampled_tokens for branch in branches]).astype(np.int64)
-    advantages, weights = of_sequences[owners], sequence_weights(sampled_tokens, normalization)[owners]
-
-    def planned(members: NDArray[np.int64]) -> StepPlan:
-        return _planned(branches, members, budget, data_ranks, cost_model, share_prompts)
-
-    def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
-        of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version, pad_multiple)
-        return host_microbatch(*of_chosen, share_prompts=share_prompts, has_gradient=has_gradient)
-
-    timer = PhaseTimer()
-    with timer.measure("plan"):
-        silent = advantages == 0
-        plan, num_forward = _with_forward_passes(planned, silent if skip_zero_advantages else np.zeros_like(silent), data_ranks)
-    members_of = [plan.of_rank(rank) for rank in range(data_ranks)]
-    with timer.measure("build"):
-        shares = tuple(tuple(packed(members, slot >= num_forward) for slot, members in enumerate(own)) for own in members_of)
-    actors = {actor: place for place, actor in enumerate(dict.fromkeys(sequence.actor for sequence in sequences))}
-    of_branch = np.array([actors[sequence.actor] for sequence in sequences])[owners]
-    token_actors = [
-        of_branch[np.array(members)[row_order([branches[member] for member in members])][batch.branch_index]]
-        for own, share in zip(members_of, shares, strict=True)
-        for members, batch in zip(own, share, strict=True)
-        if members
-    ]
-    return PreparedStep(
-        version=version,
-        shares=shares,
-        sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
-        figures={"advantage_abs_mean": float(np.abs(of_sequences).mean()), "imbalance": plan.imbalance},
-        flops=TRAINING_PASSES * sum(map(sum, plan.costs)),
-        phases_s=timer.take(),
-        sampled=sampled_places(groups, (members for own in members_of for members in own)),
-        actors=tuple(actors),
-        token_actors=np.concatenate(token_actors),
-    )
-
-
-def _planned(
-    branches: list[Branch], members: NDArray[np.int64], budget: int, ranks: int, cost_model: CostModel, share_prompts: bool
-) -> StepPlan:
-    """Return a plan for the branches at positions `members`. The plan also refers to branches by position."""
-    chosen = [branches[index] for index in members]
-    lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
-    outputs = np.array([branch.num_sampled_tokens for branch in chosen])
-    texts = [branch.prompt_token_ids for branch in chosen]
-    prompts = [(text.tobytes(), len(text)) for text in texts] if share_prompts else None
-    plan = plan_step(lengths, budget, ranks, cost_model, outputs, prompts)
-    return StepPlan([[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots], plan.costs)
-
-
-def _with_forward_passes(
-    planned: Callable[[NDArray[np.int64]], StepPlan], silent: NDArray[np.bool_], data_ranks: int
-) -> tuple[StepPlan, int]:
-    """Return a plan for all branches, and the number of its first slots that need no backward pass because all their branches
-    are `silent`."""
-    plan = planned(np.arange(len(silent)))
-    if silent.any() and not silent.all():
-        forward, both = planned(np.flatnonzero(silent)), planned(np.flatnonzero(~silent))
-        # With more slots, several ranks would gather all weights more often.
-        if data_ranks == 1 or len(forward.slots) + len(both.slots) <= len(plan.slots):
-            forward_costs = [[cost / TRAINING_PASSES for cost in costs] for costs in forward.costs]
-            return StepPlan(forward.slots + both.slots, forward_costs + both.costs), len(forward.slots)
-    return plan, 0
-
-
 class Learner:
-    """A policy and its optimizer on one rank of `world`. With `kl_coefficient` > 0 there is also a frozen reference policy. All
-    ranks must call the same methods in the same order: rank 0 decides, and the others execute its orders."""
+    """A policy and its optimizer on one rank. Rank 0 decides; the others call the same methods on its orders."""
 
     def __init__(
         self,
@@ -217,14 +105,13 @@ class Learner:
         reference: Policy | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """`temperature`: temperature at which μ samples. `reference`: policy of the KL term; None = `policy` as given.
-        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype."""
+        """`temperature`: at which μ samples. `reference`: policy of the KL term; None = `policy` as given. `compute_dtype`:
+        dtype of matrix products, if it differs from the weights' dtype."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
         self.temperature = temperature
         self.pad_multiple = policy.row_multiple
-        """Packed rows are padded to multiples of this."""
         self.world = world or World(RankLayout(), policy.device)
         if algorithm.advantage == "value" and policy.value_head is None:
             add_value_head(policy)
@@ -232,42 +119,89 @@ class Learner:
             reference = policy if has_adapters(policy.model) else frozen_copy(policy)
         self.reference = reference if algorithm.kl_coefficient > 0 else None
         self.optimizer = PolicyOptimizer(policy.model.parameters(), trainer, policy.value_head)
-        self.cost_model = cost_model_of(policy.model)
+        self.cost_model = meter.cost_model_of(policy.model)
         device_name = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else ""
         self.peak_flops = peak_flops(device_name, str(compute_dtype or policy.model.dtype).removeprefix("torch."))
         """Peak FLOP/s of the device; None if unknown, for example for a CPU."""
-        self._phases = PhaseTimer(mark_for(policy.device))
+        self._phases = meter.PhaseTimer(meter.mark_for(policy.device))
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
         self._only_advantages = algorithm.advantage != "value" and not other_terms
         """True if a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plan one optimizer step for all ranks. May run on any thread, even while another step is computed. Raises
-        `FieldError` if a sequence exceeds `tokens_per_microbatch`."""
-        return prepare_step(
-            groups,
-            version,
-            self.algorithm.normalization,
-            self.trainer.tokens_per_microbatch,
-            data_ranks=self.world.layout.data_ranks,
-            pad_multiple=self.pad_multiple,
-            cost_model=self.cost_model,
-            share_prompts=self.policy.shares_prompts,
-            skip_zero_advantages=self._only_advantages,
+        """Plan and pack one optimizer step on `groups` at policy version `version`, for all ranks. May run on any thread, even
+        while another step is computed. Every branch of a sequence is packed separately, with the sequence's advantage and
+        weight. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`."""
+        sequences = [sequence for group in groups for sequence in group.sequences]
+        branches, data_ranks = all_branches(groups), self.world.layout.data_ranks
+        owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
+        of_sequences = np.concatenate([group.advantages for group in groups])
+        sampled_tokens = np.bincount(owners, weights=[branch.num_sampled_tokens for branch in branches]).astype(np.int64)
+        weights = sequence_weights(sampled_tokens, self.algorithm.normalization)[owners]
+        advantages, share_prompts = of_sequences[owners], self.policy.shares_prompts
+
+        def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
+            of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version)
+            return host_microbatch(*of_chosen, self.pad_multiple, share_prompts=share_prompts, has_gradient=has_gradient)
+
+        timer = meter.PhaseTimer()
+        with timer.measure("plan"):
+            plan, num_forward = self._plan_passes(branches, (advantages == 0) & self._only_advantages)
+        members_of = [plan.of_rank(rank) for rank in range(data_ranks)]
+        with timer.measure("build"):
+            shares = tuple(tuple(packed(members, at >= num_forward) for at, members in enumerate(own)) for own in members_of)
+        token_branches = np.concatenate(
+            [
+                np.array(members)[row_order([branches[member] for member in members])][batch.branch_index]
+                for own, share in zip(members_of, shares, strict=True)
+                for members, batch in zip(own, share, strict=True)
+                if members
+            ]
+        )
+        actors, of_sequence = np.unique([sequence.actor for sequence in sequences], return_inverse=True)
+        return PreparedStep(
+            version=version,
+            shares=shares,
+            sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
+            figures={"advantage_abs_mean": float(np.abs(of_sequences).mean()), "imbalance": plan.imbalance},
+            flops=meter.TRAINING_PASSES * sum(map(sum, plan.costs)),
+            phases_s=timer.take(),
+            sampled=meter.tokens_of_samples(groups, token_branches),
+            actors=tuple(actors.tolist()),
+            token_actors=of_sequence[owners[token_branches]],
         )
 
+    def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
+        """Return a plan, and how many of its first slots need no backward pass, since they hold `silent` branches."""
+        plan = self._plan(branches, np.arange(len(silent)))
+        if silent.any() and not silent.all():
+            forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
+            # With more slots, several ranks would gather all weights more often.
+            if self.world.layout.data_ranks == 1 or len(forward.slots) + len(both.slots) <= len(plan.slots):
+                forward_costs = [[cost / meter.TRAINING_PASSES for cost in costs] for costs in forward.costs]
+                return StepPlan(forward.slots + both.slots, forward_costs + both.costs), len(forward.slots)
+        return plan, 0
+
+    def _plan(self, branches: list[Branch], members: NDArray[np.int64]) -> StepPlan:
+        """Return a plan for the branches at positions `members`. The plan also refers to branches by position."""
+        chosen = [branches[index] for index in members]
+        lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
+        outputs = np.array([branch.num_sampled_tokens for branch in chosen])
+        texts = [branch.prompt_token_ids for branch in chosen]
+        prompts = [(text.tobytes(), len(text)) for text in texts] if self.policy.shares_prompts else None
+        budget, ranks = self.trainer.tokens_per_microbatch, self.world.layout.data_ranks
+        plan = plan_step(lengths, budget, ranks, self.cost_model, outputs, prompts)
+        return StepPlan([[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots], plan.costs)
+
     def order(self, kind: str, **arrays: Any) -> None:
-        """Rank 0: send an order to the other ranks. On other ranks, do nothing."""
         if self.world.is_first and self.world.links is not None:
             self.world.links.tell_all(Message(kind, arrays=arrays))
 
     def train_step(self, groups: list[TrainingGroup], version: int) -> dict[str, Any]:
-        """Prepare and take a step on `groups` at policy version `version`."""
         return self.step(self.prepare(groups, version))
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        """Rank 0: take one optimizer step on all ranks. Return its figures with the names of metrics.jsonl
-        (docs/run-directory.md), and `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""
+        """Rank 0: take one step on all ranks. Return figures (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""
         began_at = time.perf_counter()
         layout, links = self.world.layout, self.world.links
         per_row = layout.sequence_ranks
@@ -282,7 +216,7 @@ class Learner:
                 values.append(report.arrays["values"])
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
         of_all, budget = np.concatenate(values, axis=1), self.trainer.tokens_per_microbatch
-        figures |= token_figures(of_all, totals, prepared.batches, budget, applied=not figures["skipped"])
+        figures |= meter.token_figures(of_all, totals, prepared.batches, budget, applied=not figures["skipped"])
         figures["sequences_trained"] = 0 if figures["skipped"] else len(prepared.sequence_ids)
         figures |= prepared.figures
         if self.reference is None:
@@ -290,9 +224,11 @@ class Learner:
         figures["compute_s"] = {**prepared.phases_s, **figures["compute_s"]}
         seconds = time.perf_counter() - began_at
         figures["tokens_per_s"] = {kind: figures[f"tokens_{kind}"] / seconds for kind in ("trained", "computed")}
-        figures["mfu"] = mfu(prepared.flops, seconds, layout.size, self.peak_flops)
-        figures[SAMPLED_WEIGHTS] = sampled_weights(prepared.sampled, of_all[0])
-        figures[LOG_WEIGHTS] = of_all[0]
+        figures["mfu"] = meter.mfu(prepared.flops, seconds, layout.size, self.peak_flops)
+        figures[meter.SAMPLED_WEIGHTS] = {
+            name: meter.importance_weights(of_all[0][own]) for name, own in prepared.sampled.items()
+        }
+        figures[meter.LOG_WEIGHTS] = of_all[0]
         return figures
 
     def compute(self, share: Share) -> tuple[NDArray[np.float32], NDArray[np.float64], dict[str, Any]]:
@@ -316,12 +252,11 @@ class Learner:
         with self._phases.measure("optimizer"):
             figures = self.optimizer.step(loss=float(totals[0]), total_weight=float(totals[3]))
         there = torch.cat(values, dim=1).cpu().numpy()  # this waits for the device to finish the step
-        figures["memory_peak_gib"] = take_memory_peak(self.policy.device) / 1024**3
+        figures["memory_peak_gib"] = meter.take_memory_peak(self.policy.device) / 1024**3
         figures["compute_s"] = self._phases.take()
         return there, totals, figures
 
     def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Add one micro-batch's gradient, and return its part of the values and totals of `compute`, on the device."""
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(
                 batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0
@@ -344,17 +279,14 @@ class Learner:
 
     def score(self, token_ids: TokenIds, *, adapters: bool = True) -> Logprobs:
         """Return float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1.
-        `adapters=False`: disable the adapters. This changes nothing for a model without adapters."""
+        `adapters=False`: disable the adapters, if there are any."""
         self.order(SCORE, token_ids=np.asarray(token_ids), adapters=np.asarray(adapters))
         with nullcontext() if adapters else adapters_off(self.policy.model):
             return self.policy.sequence_logprobs(token_ids)
 
     def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole parameters by their checkpoint names, one after the other. All ranks must iterate to the end.
-
-        `WEIGHTS`: the weights that actors serve, with adapters merged in. `VALUE_HEAD`: the value head, if there is one.
-        `ADAPTER`: A and B of each adapted layer, if there are adapters.
-        """
+        """Yield whole parameters by their checkpoint names, one after the other. All ranks must iterate to the end. `WEIGHTS`:
+        the weights that actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer."""
         self.order(kind)
         if kind == WEIGHTS:
             return served_weights(self.policy.model)

@@ -1,14 +1,11 @@
-"""The trainer's Prometheus metrics. The Prometheus server computes sums and rates.
-
-Figures of an optimizer step are set when its record is complete. Events are counted when they happen. States are read at each
-scrape, on the HTTP thread.
-"""
+"""The trainer's Prometheus metrics. Figures of an optimizer step are set when its record is complete, events are counted when
+they happen, and states are read at each scrape, on the HTTP thread."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -27,9 +24,9 @@ from pipelinerl.run_summary import StepRecord
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading, Values
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
+from services.trainer.checkpoint.store import CHECKPOINT_SECONDS, UploadMetrics
 from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.step import TRAIN
-from services.trainer.reporting.run_view import RunView
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.membership import MEMBER_STATES, UpdateRecord
 
@@ -38,8 +35,7 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return the counter of rank 0's orders, which the first rank of each further node exports for its pod. The thread that
-    executes the orders increments it."""
+    """Return the counter of rank 0's orders, which the first rank of each further node exports for its pod."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
     )
@@ -54,29 +50,6 @@ PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 """Bucket edges for the phases of a step: from short copies to long waits."""
 STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
-
-
-class FigureMetrics:
-    """Gauges and counters defined in `pipelinerl.figures`."""
-
-    def __init__(self, metrics: MetricSet) -> None:
-        self._readings, self._counters = list[tuple[Figure, Reading]](), list[tuple[Figure, Counter]]()
-        for figure in FIGURES:
-            text = plain(figure.help or figure.text)
-            if figure.metric.endswith("_total"):
-                self._counters.append((figure, metrics.counter(figure.metric, text, unit=figure.unit)))
-            elif figure.metric:
-                reading = metrics.reading(figure.metric, text, figure.labels, unit=figure.unit)
-                self._readings.append((figure, reading))
-
-    def observe(self, record: StepRecord) -> None:
-        for figure, reading in self._readings:
-            value = record.get(figure.key)
-            if value is not None or not figure.stays:
-                reading.set(value)
-        for figure, counter in self._counters:
-            value = record[figure.key]
-            counter.inc(bool(value) if isinstance(value, str) else value or 0)
 
 
 class TaskMetrics:
@@ -115,10 +88,16 @@ class TaskMetrics:
 
 
 class StepMetrics:
-    """All metrics of an optimizer step: figures, token lag, time by phase, and memory."""
-
     def __init__(self, metrics: MetricSet) -> None:
-        self._figures, self._tasks = FigureMetrics(metrics), TaskMetrics(metrics)
+        self._readings, self._counters = list[tuple[Figure, Reading]](), list[tuple[Figure, Counter]]()
+        for figure in FIGURES:
+            text = plain(figure.help or figure.text)
+            if figure.metric.endswith("_total"):
+                self._counters.append((figure, metrics.counter(figure.metric, text, unit=figure.unit)))
+            elif figure.metric:
+                reading = metrics.reading(figure.metric, text, figure.labels, unit=figure.unit)
+                self._readings.append((figure, reading))
+        self._tasks = TaskMetrics(metrics)
         self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
         text = "algorithm.max_lag; no series without one, or if it bounds a mean."
@@ -134,8 +113,13 @@ class StepMetrics:
         self._memory = metrics.reading("memory_peak_bytes", text)
 
     def observe(self, record: StepRecord) -> None:
-        """Update all metrics from one step's record in metrics.jsonl."""
-        self._figures.observe(record)
+        for figure, reading in self._readings:
+            value = record.get(figure.key)
+            if value is not None or not figure.stays:
+                reading.set(value)
+        for figure, counter in self._counters:
+            value = record[figure.key]
+            counter.inc(bool(value) if isinstance(value, str) else value or 0)
         self._tasks.observe(record)
         self._lags.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
         self._lag_max.set(record.get("lag", {}).get("max"))
@@ -154,8 +138,6 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class MembershipMetrics:
-    """Joins and departures of members, and the weight updates that reach them."""
-
     def __init__(self, metrics: MetricSet) -> None:
         text = "Regroupings: the group of all members was formed again."
         self.regroups = metrics.counter("regroups_total", text, unit="groups of members")
@@ -192,10 +174,6 @@ def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, fl
     return {**{reason: float(count) for reason, count in ordered[:most]}, **({OTHER: float(rest)} if rest else {})}
 
 
-CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""Bucket edges: from a checkpoint of megabytes, up to a large model on a slow disk."""
-
-
 def phase_name(phase: int) -> str:
     """Return the name of a `TrainerPhase` in lower case without its prefix. Pure."""
     return trainer_pb2.TrainerPhase.Name(phase).removeprefix("TRAINER_PHASE_").lower()
@@ -217,7 +195,7 @@ class CheckpointMetrics:
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
         """`checkpoint`: version of the checkpoint that this trainer resumes from. `since_s`: when it was written; without a
-        checkpoint, when the run first started. None: this trainer is the run's first; `training_begins` sets the time."""
+        checkpoint, when the run first started; None for the run's first trainer."""
         self._planned.set(planned_steps)
         self._version.set(checkpoint)
         self._at.set(since_s)
@@ -236,32 +214,6 @@ class CheckpointMetrics:
         self._seconds.observe(written.seconds)
 
 
-class UploadMetrics:
-    """Uploads of checkpointed models to the store in `checkpoint.upload`."""
-
-    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
-        self._clock_s = clock_s
-        text, outcomes = "Attempts to upload a checkpoint.", ("uploaded", "failed")
-        self._tries = metrics.counter("checkpoint_uploads_total", text, {"outcome": outcomes}, unit="tries")
-        self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
-        self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
-        text = "Time to upload and verify one checkpoint."
-        self._seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
-
-    def took_over(self, version: int, at_s: float) -> None:
-        """Restore the last upload by an earlier trainer of this run."""
-        self._version.set(version)
-        self._at.set(at_s)
-
-    def uploaded(self, version: int, seconds: float) -> None:
-        self.took_over(version, self._clock_s())
-        self._tries.labels("uploaded").inc()
-        self._seconds.observe(seconds)
-
-    def failed(self) -> None:
-        self._tries.labels("failed").inc()
-
-
 STREAMS = ("prompts", "sequences")
 BY_STREAM = {"stream": STREAMS}
 
@@ -278,7 +230,6 @@ class StreamMetrics:
         self._oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
 
     def saw(self, stream: str, info: StreamInfo) -> None:
-        """Record the current state of one of `STREAMS`."""
         self.seen = seen = {**self.seen, stream: info}
         now_s = self._clock_s()
         self._messages.set({name: one.messages for name, one in seen.items()})
@@ -292,11 +243,8 @@ LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 
 
 class TokenLagHistogram(Collector):
-    """Tokens by lag since the start. One thread adds and any thread reads, because the state is replaced as a whole.
-
-    The client library's histogram takes one observation at a time, which is too slow for the hundreds of thousands of tokens
-    of a step. They are already counted by lag.
-    """
+    """Tokens by lag since the start. One thread adds and any thread reads, because the state is replaced as a whole. The client
+    library's histogram takes one observation at a time, too slow for the hundreds of thousands of tokens of a step."""
 
     NAME, TEXT = "token_lag_steps", "Token lag at use, optimizer steps; each trained token counts once."
 
@@ -317,6 +265,54 @@ class TokenLagHistogram(Collector):
         edges = [*(f"{float(edge)}" for edge in LAG_EDGES), "+Inf"]
         buckets = list(zip(edges, map(float, accumulate(counts)), strict=True))
         yield HistogramMetricFamily(self._name, self.TEXT, buckets=buckets, sum_value=float(total))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """State of a run at one moment, for scrapes, the page and gRPC callers. `TrainingRun.view` makes it on any thread."""
+
+    version: int
+    """Optimizer steps taken."""
+    waiting_for: str
+    """Event or data that the trainer waits for; empty if it is not waiting."""
+    served_version: int | None
+    """Newest version that every member serves; None before the first."""
+    epoch: int
+    num_members: int
+    """Members of the epoch."""
+    states: Mapping[str, str]
+    """State of each registered actor, one of `MEMBER_STATES`."""
+    serving: Collection[str]
+    """Actors that serve the newest served version."""
+    evictions: int
+    counts: LedgerCounts
+    reasons: Mapping[Outcome, Mapping[str, int]]
+    """Sequences of the whole run by outcome and reason. Sequences without a reason are left out."""
+    tokens: Mapping[str, int]
+    """Completion tokens by outcome of their sequence, since this start."""
+    tokens_arrived: int
+    """Completion tokens that reached the trainer since this start."""
+    position: int
+    """Position of the last message read from SEQUENCES."""
+    bad_messages: int
+    failures: Mapping[str, str]
+    """For each reason, one example message of a failed sequence or refused prompt."""
+    quarantined: int
+    """Number of actors in quarantine."""
+    ready_groups: int
+    allowance_by_version: int
+    """Number of groups that the staleness bound alone would allow to issue now."""
+    in_flight: int
+    in_flight_limit: int | None
+    holds_actors_back: bool
+    """True if the freshness limit keeps actors from getting more prompts."""
+    upload_waiting_s: float | None
+    """Time that a checkpoint has been waiting for its upload; None without uploads."""
+
+    @property
+    def member_states(self) -> dict[str, int]:
+        states = list(self.states.values())
+        return {state: states.count(state) for state in MEMBER_STATES}
 
 
 class StateMetric(NamedTuple):
@@ -363,8 +359,7 @@ STATE_METRICS = (
 
 
 class TrainerMetrics:
-    """All metrics of the trainer, on one registry. States are read at each scrape, on the HTTP thread. Before `watch`, only the
-    phase `loading` is exported."""
+    """All metrics of the trainer, on one registry. Before `watch`, only the phase `loading` is exported."""
 
     def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
         metrics = MetricSet(PREFIX, registry)
@@ -394,14 +389,12 @@ class TrainerMetrics:
         return None if self._run is None else state.read(self._run)
 
     def _unread(self, run: RunView) -> int | None:
-        """Return the number of unread messages: those at the last check of the stream, less those read since."""
         log = self.streams.seen.get("sequences")
         return None if log is None else max(0, log.last_position - run.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
-    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler of the actors. The metric has no value until enough is
-    measured; until then the autoscaler keeps the current replicas."""
+    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler. It has no value until enough is measured."""
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )

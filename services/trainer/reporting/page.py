@@ -1,12 +1,11 @@
 """The live page: its content as JSON, and its HTTP routes. The event loop writes; the HTTP server's thread reads.
 
-Memory is bounded however long the run is: records are thinned, and only the first and the newest samples are kept. No state is
-kept per reader. A reader asks about once a second for the steps after its position. If the reader is too far behind, or its
-position is from an earlier trainer, the answer says to fetch everything again. `pipelinerl.page.data` documents the keys of the
-page's object, and builds the same object for a finished run.
+Memory is bounded however long the run is: records are thinned, and only the first and the newest samples are kept. A reader
+asks about once a second for the steps after its position. If it is too far behind, or its position is from an earlier trainer,
+the answer says to fetch everything again. `pipelinerl.page.data` documents the keys of the page's object.
 
 The page is read-only. Because it shows model output, it may load scripts and styles only from this server, and no other site
-may read it. With a key, the page's path begins with the key, so only clients that know the key can read the page.
+may read it. With a key, only clients that know the key can read the page.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ class PageBoard:
     # --- written by the trainer --------------------------------------------------------------------------------------
 
     def begin(self, about: Mapping[str, Any], records: Iterable[Mapping[str, Any]], samples: Iterable[Any]) -> None:
-        """Set the constant part of the page (`about`), the run's steps so far, and their samples."""
         history = RunHistory()
         for record in records:
             history.add(record)
@@ -74,7 +72,6 @@ class PageBoard:
             self._anew()
 
     def sample(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample to show with the next step."""
         self._samples.append(sample)
 
     def step(self, record: Mapping[str, Any]) -> None:
@@ -99,8 +96,8 @@ class PageBoard:
         return to_json(data)
 
     def news(self, after: str) -> str:
-        """Return JSON: the `steps` since position `after`, the current `state` and the new `position`. Return `{"reset": true}`
-        if some of these steps are no longer kept, or `after` is invalid or from another trainer."""
+        """Return JSON: the `steps` since position `after`, the current `state` and the new `position`; or `{"reset": true}` if
+        some of these steps are no longer kept, or `after` is invalid."""
         self._asked_at = time.monotonic()
         token, _, number = after[:64].partition("-")
         with self._lock:
@@ -121,7 +118,6 @@ class PageBoard:
 
 
 def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
-    """Return the part of the page's object that is constant while a trainer runs, for `PageBoard.begin`."""
     return {
         "run": run,
         "description": recipe.description or recipe.name,
@@ -139,8 +135,7 @@ MOST_MEMBERS = 256
 
 
 def member_rows(states: Mapping[str, str], served_version: int | None, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
-    """Return each registered actor with its state, ordered by name. A serving actor's version is `served_version`; any other
-    actor's is the last version that it reported."""
+    """Return each registered actor, ordered by name, with its state and the last version known of it."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)
@@ -191,8 +186,8 @@ def add_page(app: FastAPI, board: PageBoard) -> None:
 
 
 def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
-    """Restrict `app`'s page to clients that know the key, if there is one, and that use one of the trainer's host names. On a
-    loopback interface, `serve_http` checks the host name instead."""
+    """Restrict `app`'s page to clients that know the key, if any, and that use one of the trainer's host names. On a loopback
+    interface, `serve_http` checks the name instead."""
     if settings.page_key is not None:
         app = behind_key(app, settings.page_key.read_bytes())
     if not settings.page or is_loopback(settings.http_host):
@@ -201,7 +196,7 @@ def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
 
 
 def behind_key(app: ASGIApp, key: bytes) -> ASGIApp:
-    """Serve `app` below the path `/KEY/`. Paths in `PROBED` also work without the key; all other requests are refused."""
+    """Serve `app` below the path `/KEY/`. Without the key, only paths in `PROBED` work."""
 
     async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PROBED:

@@ -1,7 +1,7 @@
 """The recorder of a run. It passes the run's events to every sink: files, metrics, page, trackers, gRPC step feed and logs.
 
-The recorder makes one record per optimizer step for all sinks, adds up the run's totals, and writes the summary. It does not
-change the run. It is called on the trainer's event loop and never waits.
+It makes one record per optimizer step for all sinks, adds up the run's totals, and writes the summary. It is called on the
+trainer's event loop and never waits.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from pipelinerl.run_summary import METRICS, SAMPLES, RunFiles, RunTotals, StepRe
 from pipelinerl.service.logs import LogContext
 from pipelinerl.v1 import trainer_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, sampled_sequences
-from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
+from services.trainer.reporting.metrics import RunView, TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
-from services.trainer.reporting.run_view import RunView
 from services.trainer.reporting.samples import Sample, has_tokens, heldout_sample, trained_sample, without_tokens
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
@@ -46,7 +44,7 @@ log = logging.getLogger(__name__)
 
 PAGE_STATE_EVERY_S = 1.0
 SAMPLES_READ = 256
-"""A resumed run reads this many of the first and of the last samples. The page chooses from them."""
+"""A resumed run reads this many of the first and of the last samples for the page."""
 
 
 class Recorder:
@@ -65,7 +63,7 @@ class Recorder:
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """The caller opens and closes the sinks. A sink that is None is off. Without a `tokenizer`, samples have no tokens."""
+        """A sink that is None is off. Without a `tokenizer`, samples have no tokens."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
         self._trackers = trackers or RunTrackers()
@@ -75,7 +73,7 @@ class Recorder:
         self._used_up: int | None = None
         self._warned_of_lag = False
         self._cut: deque[float] = deque(maxlen=CUT_STEPS)
-        """Fraction of tokens that the loss clipped in each recent step. Empty if the loss does not clip."""
+        """Fraction of tokens that the loss clipped in each recent step."""
         self._warned_of_range = False
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
@@ -92,7 +90,7 @@ class Recorder:
         )
 
     def watch(self, view: Callable[[], RunView]) -> None:
-        """Set `view`, which returns the run's current state. The page, scrapes and gRPC callers read it on demand."""
+        """Set `view`, which returns the run's current state."""
         self._view = view
         metrics, start = self.metrics, self._start
         metrics.checkpoints.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
@@ -101,7 +99,6 @@ class Recorder:
         metrics.watch(view, lambda: self._phase_of(view()))
 
     def to_state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON-compatible values."""
         return {"time_s": time.monotonic() - self._started_at, "totals": self.totals.to_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -118,8 +115,7 @@ class Recorder:
         self.metrics.checkpoints.training_begins()
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
-        """Record one optimizer step on `batch`: complete its record, pass it to every sink and return it. `figures`: from the
-        learner and the loop; its entry SAMPLED_WEIGHTS is used for samples only and left out of the record."""
+        """Complete the record of one optimizer step on `batch`, pass it to every sink and return it."""
         record = self._complete(figures, batch, tokens_arrived)
         self._arrived = no_events()
         self.totals.add_step(record)
@@ -162,15 +158,10 @@ class Recorder:
         self.totals.add_events({"parity_failures": len(parity.problems), "logprob_mismatch": parity.mismatch})
 
     def commits_held(self, seconds: float) -> None:
-        """Record the end of a measurement (evaluation or probe) that held commits of later versions for `seconds`."""
         self._arrived["commits_held_s"] += seconds
         self.totals.add_events({"commits_held_s": seconds})
 
-    def checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self.metrics.checkpoints.written(written)
-
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
-        """Record the end of the run in every sink. Call this last."""
         shown = {"finished": finished, "steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]}
         log.info("run ended", extra=shown)
         self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
@@ -184,12 +175,11 @@ class Recorder:
     # --- its members and weight updates ------------------------------------------------------------------------------
 
     def actor_loads(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
-        """Record the actors' latest reported states. `measuring`: an evaluation or a probe is in progress."""
         self._loads.update(loads)
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Record that every member serves the version of `update`. Times per actor are recorded as the slowest actor's."""
+        """Times per actor are recorded as the slowest actor's."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,
@@ -205,13 +195,12 @@ class Recorder:
         self.metrics.membership.served(update)
 
     def joined(self, actor: str, update: UpdateRecord) -> None:
-        """Record that a side group has brought `actor` to the served version, in `update.round_trip_s` seconds."""
+        """Record that a side group has brought `actor` to the served version."""
         self._arrived["joins"].append({"actor": actor, "version": update.version, "join_s": update.round_trip_s})
         self.totals.join_s.append(update.round_trip_s)
         self.metrics.membership.join_seconds.observe(update.round_trip_s)
 
     def update_aborted(self) -> None:
-        """Record that a transfer was aborted, in an epoch or on a side group."""
         self.metrics.membership.updates.labels("aborted").inc()
 
     def member_changed(self, change: MemberChange) -> None:
@@ -235,13 +224,12 @@ class Recorder:
     # --- present state, for callers over gRPC, the page, and scrapes -----------------------------------------------------
 
     def _phase_of(self, run: RunView) -> trainer_pb2.TrainerPhase:
-        """Return the phase. Sending weights and waiting for actors to receive them count as training; alerts rely on this."""
+        """Sending weights and waiting for actors to receive them count as training; alerts rely on this."""
         if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and run.waiting_for.startswith("sequences"):
             return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return self._phase
 
     def status(self) -> trainer_pb2.TrainerStatus:
-        """Return the trainer's status for its gRPC service."""
         run = self._view()
         phase = self._phase_of(run)
         waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else run.waiting_for
@@ -259,7 +247,7 @@ class Recorder:
         )
 
     async def publish_state(self) -> None:
-        """Update the page's state about once a second, until cancelled. Return at once if there is no page."""
+        """Update the page's state about once a second, if there is a page."""
         while self._board is not None:
             self._tell_page(lambda board: board.state(self._page_state()))
             await asyncio.sleep(PAGE_STATE_EVERY_S)
@@ -281,7 +269,7 @@ class Recorder:
         }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
-        """Call `tell` with the page's board, if there is a page. Log any error, so that the page cannot end the run."""
+        """Log any error, so that the page cannot end the run."""
         if self._board is not None:
             try:
                 tell(self._board)
@@ -294,12 +282,11 @@ class Recorder:
         now = time.monotonic()
         since_last_s, self._last_step_at = now - self._last_step_at, now
         sequences = [sequence for group in batch for sequence in group.sequences]
-        rewards = np.array([sequence.reward for sequence in sequences])
         return {
             **{key: value for key, value in figures.items() if key not in (SAMPLED_WEIGHTS, LOG_WEIGHTS)},
             "time_s": now - self._started_at,
-            "reward_mean": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
+            **sequence_figures(sequences),
+            "reward_std": float(np.std([sequence.reward for sequence in sequences])),
             **group_figures(batch),
             **episode_figures(sequences),
             **({"tasks": task_figures(sequences)} if self._recipe.tasks else {}),
@@ -307,9 +294,7 @@ class Recorder:
             "tokens_generated": tokens_arrived,
             "tokens_generated_per_s": (tokens_arrived - self.totals.tokens_generated) / since_last_s,
             "tokens_trained_per_s": figures["tokens_trained"] / since_last_s,
-            "completion_tokens_mean": float(np.mean([s.num_episode_tokens for s in sequences])),
             "multi_version_fraction": float(np.mean([s.num_versions > 1 for s in sequences])),
-            "truncated_fraction": float(np.mean([s.finish_reason is FinishReason.LENGTH for s in sequences])),
             **self._arrived,
             "actor_busy_fraction": self._actor_busy_fraction(),
             "trainer_busy_fraction": (self.totals.compute_s + figures["step_s"]["compute"]) / (now - self._started_at),
@@ -323,10 +308,8 @@ class Recorder:
 
     def _max_lag_too_small(self, record: StepRecord) -> bool:
         """Return whether the lag limit is below the recommended one and costs time or sequences: the trainer waits because the
-        limit holds back prompts, or more than `MOST_STALE` of the sequences were dropped as stale. Logged once.
-
-        Return False until the longest of the first sequences have ended: before that, only short lengths are known.
-        """
+        limit holds back prompts, or more than `MOST_STALE` of the sequences were stale. Logged once. False until the longest of
+        the first sequences have ended: before that, only short lengths are known."""
         problem, seconds = too_small_max_lag(self._recipe, record["largest_lag"]), record["step_s"]
         if problem is None or record["step"] <= record["largest_lag"]:
             return False
@@ -340,8 +323,7 @@ class Recorder:
         return True
 
     def _clip_range_cut(self, record: StepRecord) -> float | None:
-        """Return the fraction of tokens that the loss clipped in the last `CUT_STEPS` steps; None up to `MOST_CUT`. Logged
-        once."""
+        """Return the fraction of tokens that the loss clipped lately; None up to `MOST_CUT`. Logged once."""
         if self._recipe.algorithm.loss in CUTTING and not record["skipped"]:
             self._cut.append(record["clip_fraction"])
         share = sum(self._cut) / CUT_STEPS
@@ -353,14 +335,12 @@ class Recorder:
         return share
 
     def _sample(self, sample: Sample) -> None:
-        """Pass a sample to the file and the page. The page always gets its tokens. The file gets them only at some steps, to
-        limit its size."""
+        """The page always gets a sample's tokens. The file gets them only at some steps, to limit its size."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
         self._files.append(SAMPLES, sample if due else without_tokens(sample))
         self._tell_page(lambda board: board.sample(sample))
 
     def _actor_busy_fraction(self) -> float | None:
-        """Return the fraction of the engines' uptime in which they generated, over all actors."""
         uptime_s = sum(load.uptime_s for load in self._loads.values())
         return sum(load.busy_s for load in self._loads.values()) / uptime_s if uptime_s else None
 
@@ -369,7 +349,6 @@ class Recorder:
             self._context.policy_version = version
 
     def write_summary(self, *, finished: bool) -> dict[str, Any]:
-        """Write summary.json from the run so far, and return its content."""
         run, wall_s = self._view(), time.monotonic() - self._started_at
         summary = self.totals.summary(self._recipe, run.counts.as_dict())
         summary["membership"]["evictions"] = run.evictions
@@ -399,17 +378,18 @@ def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
     }
 
 
+def sequence_figures(sequences: list[Sequence]) -> dict[str, float]:
+    """Return the figures that a step has for all sequences and for each task (`OF_TASK`). Pure."""
+    return {
+        "reward_mean": float(np.mean([one.reward for one in sequences])),
+        "completion_tokens_mean": float(np.mean([one.num_episode_tokens for one in sequences])),
+        "truncated_fraction": float(np.mean([one.finish_reason is FinishReason.LENGTH for one in sequences])),
+    }
+
+
 def task_figures(sequences: list[Sequence]) -> dict[str, dict[str, float]]:
     """Return a step's figures by task, with the names of metrics.jsonl. Tasks without sequences are left out. Pure."""
-    return {
-        name: {
-            "sequences": len(own),
-            "reward_mean": float(np.mean([sequence.reward for sequence in own])),
-            "completion_tokens_mean": float(np.mean([sequence.num_episode_tokens for sequence in own])),
-            "truncated_fraction": float(np.mean([one.finish_reason is FinishReason.LENGTH for one in own])),
-        }
-        for name, own in _by_task(sequences).items()
-    }
+    return {name: {"sequences": len(own), **sequence_figures(own)} for name, own in _by_task(sequences).items()}
 
 
 def _by_task(sequences: list[Sequence]) -> dict[str, list[Sequence]]:

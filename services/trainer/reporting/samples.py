@@ -1,8 +1,5 @@
 """Samples: completions for people to read, with the text and importance weight of each token. An episode's sample has its turns
-and the observations between them.
-
-Pure. `learn.meter.sampled_sequences` chooses the completions.
-"""
+and the observations between them. Pure."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ MOST_WITH_TOKENS = 500
 
 
 def has_tokens(step: int, steps: int) -> bool:
-    """Return whether the samples of `step`, in a run of `steps` steps, are written with tokens and weights. They are at about
-    `MOST_WITH_TOKENS` steps, which include the first and the last. Pure."""
+    """Return whether samples of `step` have tokens: at about `MOST_WITH_TOKENS` steps, with the first and the last. Pure."""
     return step <= 1 or step == steps or step % -(-steps // MOST_WITH_TOKENS) == 0
 
 
@@ -41,12 +37,11 @@ def trained_sample(
     step: int, sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: NDArray[np.float64] | None
 ) -> Sample:
     """Return the sample of a sequence that optimizer step `step` trained on. `weights`: importance weights, float64[sampled
-    tokens]; they are written with four digits to save space."""
+    tokens], written with four digits to save space."""
     return {"step": step, "version": step - 1, "heldout": False, **_told(sequence, tokenizer, weights)}
 
 
 def heldout_sample(version: int, answer: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
-    """Return the sample of one answer from the evaluation of `version`. An answer with a `failure` has no verdict."""
     return {"step": version, "version": version, "heldout": True, **_told(answer, tokenizer, None)}
 
 
@@ -84,7 +79,7 @@ def _reference(text: str) -> Any:
 def _branches(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: list[float] | None
 ) -> list[dict[str, Any]]:
-    """Return an episode's branches. Special tokens are kept as text, since they mark the roles. `weights`: of all branches."""
+    """Return an episode's branches. Special tokens are kept, since they mark the roles. `weights`: of all branches."""
     branches, written = [], 0
     for branch in sequence.all_branches:
         pieces, parts, end = _pieces(tokenizer, branch.completion_token_ids) or [], [], 0
@@ -113,7 +108,6 @@ def _branches(
 
 
 def without_tokens(sample: Sample) -> Sample:
-    """Return a copy of the sample without tokens and weights."""
     bare = {**sample, "tokens": None, "weights": None}
     if "branches" in sample:
         bare["branches"] = [
@@ -126,8 +120,8 @@ def without_tokens(sample: Sample) -> Sample:
 def token_pieces(tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
     """Split `text`, the decoded `token_ids`, by token: return the piece of text that each of the first `limit` tokens adds.
 
-    If several tokens make one character, the last of them gets it. Special tokens have no text. Return None if tokens and text
-    cannot be matched: without a tokenizer, if it is not from the tokenizers library, or if it fails.
+    If several tokens make one character, the last of them gets it. Return None if tokens and text cannot be matched: without a
+    tokenizer, if it is not from the tokenizers library, or if it fails.
     """
     pieces = _pieces(tokenizer, token_ids[:limit], skip_special_tokens=True)
     return pieces if pieces is not None and text.startswith("".join(pieces)) else None

@@ -1,11 +1,11 @@
 """Experiment trackers (Weights & Biases, MLflow, TensorBoard), each with a bounded queue and its own thread.
 
-The trainer queues points on its event loop and never waits for a tracker's import, server or uploads. If a tracker hangs, its
-oldest points are lost. If it fails, one warning is logged. Only the end of the run waits for trackers, and for a bounded time.
+The trainer queues points and never waits for a tracker's import, server or uploads. If a tracker hangs, its oldest points are
+lost. If it fails, one warning is logged. Only the end of the run waits for trackers, and for a bounded time.
 
-Each client is configured by its library's own environment variables. The library is imported when the client is made, so unused
-libraries need not be installed. The libraries' logs and output are silenced, since they may contain secrets. Code, console
-output, artifacts and machine statistics are not sent.
+Each client is configured by its library's own environment variables. Unused libraries need not be installed. The libraries'
+logs and output are silenced, since they may contain secrets. Code, console output, artifacts and machine statistics are not
+sent.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ THREAD = "tracker "
 @dataclass(frozen=True)
 class TrackedRun:
     """A run as trackers see it. `params`: the recipe's fields by dotted path. `version`: policy version at which this trainer
-    starts, 0 for a new run. `incarnation`: number of this trainer's start, from 1."""
+    starts. `incarnation`: number of this trainer's start, from 1."""
 
     name: str
     description: str
@@ -69,14 +69,13 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Interface of a tracker. One thread makes all calls. A call may wait for the network and raise its library's errors."""
+    """Interface of a tracker. One thread makes all calls, which may wait for the network and raise their library's errors."""
 
     def start(self, run: TrackedRun) -> None:
         """Open the run, or continue it if an earlier trainer opened it. After an error, this is called again."""
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """Log figures at `position` of `axis`. Axes: `STEP`; and `HELDOUT_VERSION`, the evaluated version, which may be older
-        than the last step. `time_s`: Unix time."""
+        """Log figures at `position` of `axis`: `STEP`, or `HELDOUT_VERSION`, which may be older than the last step."""
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         """Log the run's summary at its last step, and send unsent points. `finished`: the run was not stopped early."""
@@ -86,10 +85,10 @@ Call = Callable[[Tracker], None]
 
 
 class TrackerThread:
-    """Makes the queued calls in order. `lost`: points that the tracker has not accepted, including one in progress."""
+    """Makes the queued calls in order. `lost`: points that the tracker has not accepted."""
 
     def __init__(self, name: str, run: TrackedRun, open_this: Callable[[], Tracker]) -> None:
-        """`open_this`: makes the tracker. It imports the tracker's library, which may be missing."""
+        """`open_this`: makes the tracker, and imports its library, which may be missing."""
         self.name, self._run, self._open = name, run, open_this
         self._points: deque[Call] = deque(maxlen=BACKLOG)
         self._end: Call | None = None
@@ -115,7 +114,6 @@ class TrackerThread:
             self._changed.notify()
 
     def end(self, call: Call) -> None:
-        """Queue the end call after all points."""
         with self._changed:
             self._end = call
             self._changed.notify()
@@ -160,17 +158,14 @@ class TrackerThread:
         return True
 
     def _warn(self, what: str) -> None:
-        """Log a warning the first time only, since an unreachable tracker would fill the log."""
+        """Log only once, since an unreachable tracker would fill the log."""
         if not self._warned:
             self._warned = True
             log.warning("tracker %s %s; training goes on without waiting for it", self.name, what)
 
 
 class RunTrackers:
-    """All trackers of a run. Does nothing if the recipe has no trackers."""
-
     def __init__(self, trackers: list[TrackerThread] | None = None, version: int = 0) -> None:
-        """`version`: policy version at which this trainer starts."""
         self._trackers, self._last_step = trackers or [], version
         self._abandon_at_s: float | None = None
 
@@ -191,7 +186,7 @@ class RunTrackers:
             tracker.send(lambda to: to.log(HELDOUT_VERSION, result.version, time_s, figures))
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
-        """Queue the end call of every tracker. Points sent after the first call of this method are lost."""
+        """Queue the end call of every tracker. Later points are lost."""
         if self._abandon_at_s is None:
             self._abandon_at_s = time.monotonic() + (FLUSH_S if finished else FLUSH_STOPPED_S)
             last_step = self._last_step
@@ -208,7 +203,6 @@ class RunTrackers:
 
 @asynccontextmanager
 async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start) -> AsyncIterator[RunTrackers]:
-    """Open every tracker in the recipe, and close them at the end of the block."""
     run = TrackedRun(
         name=settings.run,
         description=recipe.description,
@@ -228,8 +222,7 @@ async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start) 
 
 
 def is_not_of_a_library(record: logging.LogRecord) -> bool:
-    """Return False for records that libraries (urllib3, requests, warnings) log on a tracker's thread, since they may contain
-    secrets."""
+    """Return False for records of libraries (urllib3, requests) on a tracker's thread, which may contain secrets."""
     return not (record.threadName or "").startswith(THREAD) or record.name.startswith(("services.", "pipelinerl."))
 
 
@@ -288,8 +281,7 @@ def open_tracker(name: str) -> Tracker:
 
 
 def kept_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
-    """Return the run's id at a tracker. It is kept in the run directory so that a later trainer continues the same run. If
-    there is none yet, store and return the result of `make`. Raises `ValueError` or `KeyError` if the file is malformed."""
+    """Return the run's id at a tracker, which is kept in the run directory so that a later trainer continues the same run."""
     path = run_dir / "trackers" / f"{tracker}.json"
     if path.is_file():
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
@@ -369,7 +361,6 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
 
     def _experiment(self) -> str:
-        """Return the experiment's id. If no experiment has the name, create one."""
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
@@ -389,8 +380,8 @@ class MlflowTracker:
 
 
 class WandbTracker:
-    """Logs to W&B. W&B's own variables set project, team, key and mode (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...).
-    Its files are in `<run dir>/wandb`; `wandb sync` can upload them later."""
+    """Logs to W&B, configured by its own variables (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...). Its files are in
+    `<run dir>/wandb`; `wandb sync` can upload them later."""
 
     def __init__(self) -> None:
         import wandb
@@ -422,7 +413,7 @@ class WandbTracker:
         self._run.define_metric("heldout/*", step_metric=HELDOUT_VERSION)
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """Log figures, with the run's step among them. W&B's own step can only grow, but a restarted trainer repeats steps."""
+        """W&B's own step can only grow, but a restarted trainer repeats steps."""
         incarnation = {"incarnation": self._incarnation} if axis == STEP else {}
         self._run.log({axis: position, **incarnation, **figures})
 

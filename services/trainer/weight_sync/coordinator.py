@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 from pipelinerl.messages.control import Abort, EpochJoined, Serving, Staged
@@ -33,7 +33,7 @@ TRAINER = ""
 
 @dataclass(frozen=True)
 class Member:
-    """One actor process. `ranks`: its number of ranks in the group, which is the tensor-parallel size."""
+    """One actor process. `ranks`: its number of ranks in the group."""
 
     actor: str
     process: str
@@ -55,16 +55,15 @@ class MemberUp:
 
 @dataclass(frozen=True)
 class MembersDown:
-    """Actors removed their registrations, or their heartbeats expired. They share an event, so that one new epoch is enough."""
+    """Actors removed their registrations, or their heartbeats expired."""
 
     actors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class MembersLeaving:
-    """These processes are shutting down. `still_running`: they still take part in a running transfer for a while. The transfer
-    then continues, but does not wait for their answers; the remaining members are not affected. A second event, when the
-    processes are gone, ends a transfer that may hang on their ranks."""
+    """These processes are shutting down. `still_running`: they still take part in a running transfer, which then continues
+    without their answers. A second event, when the processes are gone, ends a transfer that may hang on their ranks."""
 
     members: tuple[Member, ...]
     reason: str
@@ -73,8 +72,7 @@ class MembersLeaving:
 
 @dataclass(frozen=True)
 class MemberReady:
-    """An actor serves a version that it got on a side group, and may be in the next epoch. `process`: distinguishes processes
-    with the same name."""
+    """An actor serves a version that it got on a side group, and may be in the next epoch."""
 
     actor: str
     process: str
@@ -158,8 +156,6 @@ class SendAbort:
 
 
 class EvictionCause(StrEnum):
-    """Why an actor was evicted from an epoch, by class. `Evicted.reason` has the details."""
-
     HEARTBEAT = "heartbeat"
     RESTARTED = "restarted"
     MISSING = "missing"
@@ -214,19 +210,8 @@ class Phase(Enum):
 _WAITED_FOR: dict[Phase, type] = {Phase.FORMING: EpochJoined, Phase.SENDING: Staged, Phase.COMMITTING: Serving}
 
 
-@dataclass
-class _Round:
-    """Answers in the current epoch, while the group forms or one version is sent."""
-
-    answered: dict[str, int] = field(default_factory=dict)
-    """Actors that have answered in this phase, including the trainer, with the checksum of their staged bytes."""
-    left: set[str] = field(default_factory=set)
-    """Processes that left while their ranks were in the group. If the group then breaks or hangs, no other member is blamed."""
-
-
 class Coordinator:
-    """State machine of one group. `epoch`: 0 before the first group is formed. `epochs`: numbers for further epochs, shared by
-    all coordinators of a run."""
+    """State machine of one group. `epochs`: numbers for further epochs, shared by all coordinators of a run."""
 
     def __init__(self, epochs: Iterator[int] | None = None) -> None:
         self._epochs = itertools.count(1) if epochs is None else epochs
@@ -241,14 +226,17 @@ class Coordinator:
         """Actors that came after the first version was offered. Until `MemberReady`, they are not in an epoch with others."""
         self._benched: dict[str, int] = {}
         """Failure order per actor. A failed actor rejoins through a side group. If nobody else is left, failed actors are tried
-        one at a time at their heartbeats, and the actor that failed longest ago is tried first."""
+        one at a time at their heartbeats, from the one that failed longest ago."""
         self._failures = itertools.count()
         self._group_stands = False
-        self._round = _Round()
+        self._answered: dict[str, int] = {}
+        """Actors that have answered in this phase, including the trainer, with the checksum of their staged bytes."""
+        self._left: set[str] = set()
+        """Processes that left while their ranks were in the group. If it then breaks or hangs, no other member is blamed."""
         self._restarts = 0
         """Failed attempts at the current version with the same members, none of whom could be blamed."""
         self._breaks = False
-        """True if the last group of several members broke repeatedly and was dissolved. The next group is then not retried."""
+        """True if the last group of several members was dissolved. The next group is then not retried."""
         self._held_above: int | None = None
         self._deadline_token = 0
 
@@ -258,7 +246,6 @@ class Coordinator:
 
     @property
     def held(self) -> bool:
-        """Return whether the version in transfer may be staged, but not committed yet."""
         return self._under_way and self._held_above is not None and self.version > self._held_above
 
     def step(self, event: Event) -> list[Action]:
@@ -273,9 +260,15 @@ class Coordinator:
             case MembersLeaving(members, reason, still_running):
                 return self._members_leaving(members, reason, still_running)
             case MemberReady(actor, process):
-                return self._member_ready(actor, process)
+                if actor not in self.present or self.present[actor].process != process:
+                    return []
+                self._benched.pop(actor, None)
+                self._newcomers.discard(actor)
+                return self._form() if self.phase is Phase.WAITING else []
             case VersionReady(version):
-                return self._version_ready(version)
+                assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
+                self.version, self._restarts = version, 0
+                return self._send() if self._group_stands and self.members == self._eligible() else self._form()
             case HoldCommits(above):
                 self._held_above = above
                 return self._advance()
@@ -309,26 +302,19 @@ class Coordinator:
             return self._form()
         return []
 
-    def _member_ready(self, actor: str, process: str) -> list[Action]:
-        if actor not in self.present or self.present[actor].process != process:
-            return []
-        self._benched.pop(actor, None)
-        self._newcomers.discard(actor)
-        return self._form() if self.phase is Phase.WAITING else []
-
     def _members_leaving(self, members: tuple[Member, ...], reason: str, still_running: bool) -> list[Action]:
         processes = {member.actor: member.process for member in members}
         self._forget(_of(processes, self.present))
         leaving = _of(processes, self.members)
         if not leaving:
-            hangs = self.phase is Phase.SENDING and TRAINER not in self._round.answered
-            gone = not still_running and not self._round.left.isdisjoint(processes.values())
+            hangs = self.phase is Phase.SENDING and TRAINER not in self._answered
+            gone = not still_running and not self._left.isdisjoint(processes.values())
             return self._again(reason) if hangs and gone else []
         if not still_running or self.phase is not Phase.SENDING or len(leaving) == len(self.members):
             return self._lose(leaving, reason, None)
         for actor in leaving:
-            self._round.left.add(self.members.pop(actor).process)
-            self._round.answered.pop(actor, None)
+            self._left.add(self.members.pop(actor).process)
+            self._answered.pop(actor, None)
         self._group_stands = False
         return [Evicted(actor, self.epoch, reason, None) for actor in sorted(leaving)] + self._advance()
 
@@ -338,20 +324,13 @@ class Coordinator:
             self._benched.pop(actor, None)
             self._newcomers.discard(actor)
 
-    def _version_ready(self, version: int) -> list[Action]:
-        assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
-        self.version, self._restarts = version, 0
-        if self._group_stands and self.members == self._eligible():
-            return self._send()
-        return self._form()
-
     def _deadline(self, token: int) -> list[Action]:
         if token != self._deadline_token or not self._under_way:
             return []
-        late = set(self.members) - self._round.answered.keys()
-        if not late and TRAINER in self._round.answered:
+        late = set(self.members) - self._answered.keys()
+        if not late and TRAINER in self._answered:
             return [self._new_deadline()]  # complete everywhere; only the commit is held
-        if not late or self._round.left:
+        if not late or self._left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)
 
@@ -367,7 +346,7 @@ class Coordinator:
             return
         known = answer.actor in self.members or answer.actor == TRAINER
         if known and isinstance(answer, _WAITED_FOR.get(self.phase, ())):
-            self._round.answered[answer.actor] = answer.checksum if isinstance(answer, Staged) else 0
+            self._answered[answer.actor] = answer.checksum if isinstance(answer, Staged) else 0
 
     # --- phases --------------------------------------------------------------------------------------------------
 
@@ -376,7 +355,7 @@ class Coordinator:
         return self.phase in (Phase.FORMING, Phase.SENDING, Phase.COMMITTING)
 
     def _advance(self) -> list[Action]:
-        answered = self._round.answered
+        answered = self._answered
         complete = answered.keys() >= self.members.keys()
         if self.phase is Phase.FORMING and TRAINER in answered and complete:
             self._group_stands = True
@@ -386,7 +365,7 @@ class Coordinator:
             if wrong:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             if complete and not self.held:
-                self.phase, self._round.answered = Phase.COMMITTING, {}
+                self.phase, self._answered = Phase.COMMITTING, {}
                 return [SendCommit(self.epoch, self.version), self._new_deadline()]
         if self.phase is Phase.COMMITTING and complete:
             self.phase = Phase.IDLE
@@ -401,7 +380,7 @@ class Coordinator:
             self._restarts = 0
         self.members = members
         self._newcomers -= set(self.members)
-        self._round = _Round()
+        self._answered, self._left = {}, set()
         if not self.members:
             self.phase = Phase.WAITING
             return [WaitingForMembers(self.version)]
@@ -409,14 +388,12 @@ class Coordinator:
         return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
 
     def _eligible(self) -> dict[str, Member]:
-        """Return the members of an epoch that begins now, in order of their ranks. Newcomers are included only if nobody else
-        is available."""
+        """Newcomers are included only if nobody else is available."""
         able = {actor: member for actor, member in sorted(self.present.items()) if actor not in self._benched}
         return {actor: member for actor, member in able.items() if actor not in self._newcomers} or able
 
     def _send(self) -> list[Action]:
-        self.phase = Phase.SENDING
-        self._round = _Round()
+        self.phase, self._answered, self._left = Phase.SENDING, {}, set()
         return [SendVersion(self.epoch, self.version), self._new_deadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
@@ -435,8 +412,8 @@ class Coordinator:
         return evicted
 
     def _restart(self, reason: str) -> list[Action]:
-        """Form the group again after it broke without a member to blame. Dissolve a group that breaks repeatedly."""
-        if self._round.left:
+        """Form the group again. Dissolve a group that breaks repeatedly."""
+        if self._left:
             return self._again(reason)
         self._restarts += 1
         if self._restarts > (0 if self._breaks else MOST_RESTARTS):
@@ -455,5 +432,4 @@ class Coordinator:
 
 
 def _of(processes: Mapping[str, str], members: Mapping[str, Member]) -> set[str]:
-    """Return the actors of `processes` that are in `members` with the same process. Pure."""
     return {actor for actor, process in processes.items() if actor in members and members[actor].process == process}

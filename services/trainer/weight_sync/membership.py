@@ -1,8 +1,7 @@
 """Arrivals and departures of actors, the known state of each actor, and the choice of actors for side groups. Pure.
 
 A side group consists of the trainer and one actor, beside the others' epoch. It brings a new or evicted actor to the newest
-served version at once. Once the actor serves that version, it joins the next epoch like any other. Until then it cannot delay
-others. `coordinator.py` controls the transfer itself, and handles departures from an epoch.
+served version at once. Once the actor serves that version, it joins the next epoch. Until then it cannot delay others.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ Kind = Literal["joined", "left", "evicted"]
 
 @dataclass(frozen=True)
 class MemberChange:
-    """One arrival or departure. `joined`: the actor now serves `version`. `left`: it left in order, because it had to end.
-    `evicted`: it was removed from `epoch` for a `cause`, or its heartbeats stopped."""
+    """One arrival or departure. `left`: in order. `evicted`: from `epoch` for a `cause`, or its heartbeats stopped."""
 
     kind: Kind
     member: Member
@@ -37,8 +35,6 @@ class MemberChange:
 
 @dataclass
 class UpdateRecord:
-    """Figures of the update to one version, in seconds and bytes. Dictionaries are by actor."""
-
     version: int
     num_bytes: int = 0
     transfer_s: float = 0.0
@@ -63,8 +59,7 @@ class UpdateObserver(Protocol):
 
 
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""`waiting`: the actor serves no version or an older one, and its update has not begun. `leaving`: the actor is shutting down
-but still registered."""
+"""`waiting`: the actor serves no version or an older one, and its update has not begun. `leaving`: it is shutting down."""
 
 MOST_AT_ONCE = 4
 """Maximum number of side groups at a time, since each sends the whole version over the trainer's uplink."""
@@ -75,15 +70,12 @@ MOST_RESTED = 16
 
 @dataclass
 class _Registered:
-    """Known state of one registered process."""
-
     member: Member
     version: int = -1
     """Newest version that the actor is known to serve; -1 = none."""
     joined: bool = False
-    """True if its arrival was reported, and no departure since."""
     met: bool = False
-    """True if a group was built with this process, which will therefore join the next group quickly."""
+    """True if a group was built with this process."""
     failures: int = 0
     """Consecutive failures, in epochs or on side groups."""
     rest: int = 0
@@ -91,8 +83,7 @@ class _Registered:
 
 
 class Roster:
-    """Registered actors in order of arrival, and pods that are ending or have ended. Each arrival and each departure is
-    reported once."""
+    """Registered actors in order of arrival, and pods that are ending. Each arrival and departure is reported once."""
 
     def __init__(self) -> None:
         self._actors: dict[str, _Registered] = {}
@@ -100,8 +91,7 @@ class Roster:
         self._behind: dict[str, _Registered] = {}
         """Actors that do not serve the newest version, in order of arrival. A heartbeat costs a look at these alone."""
         self._ended: dict[str, tuple[Member, ...]] = {}
-        """By uid of an ended pod, or by process if an actor does not know its pod: the members that had to end and may still
-        be running."""
+        """By uid of an ended pod, or by process if an actor does not know its pod: the members that may still be running."""
 
     def up(self, member: Member) -> None:
         """Record a registration or heartbeat. A new process of a known actor starts without a version."""
@@ -112,7 +102,7 @@ class Roster:
             known.member, known.rest = member, max(known.rest - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """Remove an actor that is no longer registered. Its departure is not reported again if an epoch has removed it."""
+        """Remove an actor that is no longer registered. Its departure is reported unless an epoch has removed it."""
         known = self._actors.pop(actor, None)
         self._behind.pop(actor, None)
         if known is None or not known.joined:
@@ -120,7 +110,6 @@ class Roster:
         return [MemberChange("left" if left else "evicted", known.member, epoch, version, reason)]
 
     def put_out(self, evicted: Evicted, version: int) -> list[MemberChange]:
-        """Record that an actor was removed from an epoch, whether or not it served a version."""
         known = self._actors.get(evicted.actor)
         if known is None:
             return []
@@ -130,7 +119,6 @@ class Roster:
         return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, evicted.cause)]
 
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
-        """Record that these members received the version, in an epoch or on a side group."""
         changes = []
         self._expect(version)
         for member in members:
@@ -145,12 +133,11 @@ class Roster:
         return changes
 
     def serving(self, version: int) -> dict[str, Member]:
-        """Return the actors that are known to serve `version`; empty for a negative version. May be called on any thread."""
+        """Return the actors that are known to serve `version`. May be called on any thread."""
         actors = list(self._actors.values())
         return {known.member.actor: known.member for known in actors if known.version == version >= 0}
 
     def met(self, members: Iterable[Member]) -> None:
-        """Record that a group was built with these members."""
         for known in map(self._process, members):
             if known is not None:
                 known.met = True
@@ -167,8 +154,8 @@ class Roster:
     def side_groups(
         self, version: int, epoch: Collection[str], running: Mapping[str, Member]
     ) -> tuple[list[str], list[Member]]:
-        """Return two lists: actors whose `running` side group must end, because the actor is gone, has restarted, or is now in
-        the `epoch`; and members that need a new side group to get `version`."""
+        """Return the actors whose `running` side group must end, because the actor is gone, has restarted, or is now in the
+        `epoch`; and the members that need a new side group to get `version`."""
         ended = [actor for actor, member in running.items() if actor in epoch or self._process(member) is None]
         busy = running.keys() - ended
         self._expect(version)
@@ -185,9 +172,9 @@ class Roster:
             self._behind = {actor: known for actor, known in self._actors.items() if known.version < version}
 
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
-        """Return the departure that follows from a pod's end; None if no actor of that pod is present (yet). When a pod
-        is deleted, its actor departs twice: at the deletion, and when the processes have ended. If the pod's end is not
-        certain, its actor returns with its next heartbeat."""
+        """Return the departure that follows from a pod's end; None if no actor of that pod is present. When a pod is deleted,
+        its actor departs twice: at the deletion, and when the processes have ended. If the pod's end is not certain, its actor
+        returns with its next heartbeat."""
         of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
         nameless = present.get(pod.name)
         if nameless is not None and not nameless.pod_uid:
@@ -200,8 +187,8 @@ class Roster:
         return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
 
     def has_left(self, member: Member) -> bool:
-        """Return whether the member's pod is ending or has ended, so that a late heartbeat does not bring the member back. A
-        new pod with the same name, or a restarted container in its pod, is another member."""
+        """Return whether the member's pod is ending, so that a late heartbeat does not bring the member back. A new pod with
+        the same name, or a restarted container in its pod, is another member."""
         return member.pod_uid in self._ended or member.process in self._ended
 
     def _remember(self, key: str, still_running: tuple[Member, ...] = ()) -> None:

@@ -1,12 +1,9 @@
 """The trainer's end of the weight transfer: the manifest, snapshots of a version, groups, and broadcasts of chunks.
 
 Only `snapshot` stops the optimizer: it copies the weights once, in the wire dtype. On a device the copy is queued on a separate
-stream and the host continues; the optimizer's later work waits for the copy. A snapshot may be sent any number of times, on
-any group (a joiner's side group, a rebuilt group), on a background thread. On the wire, each chunk follows an int64[6] header:
-magic, incarnation, version, chunk index, checksum, bytes. While one chunk is sent, the next chunk's checksum is computed.
-
-If a group is abandoned while stuck, its thread ends within the stall timeout, and other groups do not wait for it. Other
-modules handle members and messages, and decide when to give up a group.
+stream. A snapshot may be sent any number of times, on any group, on a background thread. On the wire, each chunk follows an
+int64[6] header: magic, incarnation, version, chunk index, checksum, bytes. While one chunk is sent, the next chunk's checksum
+is computed. If a group is abandoned while stuck, its thread ends within the stall timeout.
 """
 
 from __future__ import annotations
@@ -45,36 +42,32 @@ from services.trainer.learn.lora import factor_names, layer_adapters, served_par
 def as_in_files(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]], converted: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of `model`, one parameter after the other, with the names and shapes of its files, which any engine can
-    load. These differ from the model's own where transformers renames layers or stacks the experts of a mixture.
-
-    `converted`: the result of `converted_parameters`, if known. Only these parameters are then converted.
-    """
+    """Yield the weights of `model` with the names and shapes of its files, which any engine can load. These differ from the
+    model's own where transformers renames layers or stacks the experts of a mixture. `converted`: the result of
+    `converted_parameters`; only these are then converted."""
     for name, tensor in parameters:
         plain = converted is not None and name not in converted
         yield from [(name, tensor)] if plain else revert_weight_conversion(model, {name: tensor}).items()
 
 
 def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Return the parameters whose names or shapes differ in the files of `model`. transformers takes 10 to 50 µs to check each;
-    call this once for all versions, and not while the optimizer waits for a snapshot."""
+    """Return the parameters that differ in the files of `model`. It takes 10 to 50 µs for each; call this once."""
     shapes = _shapes(model)
     return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
 
 def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
-    """Return the manifest for sending whole weights: names, shapes and dtypes. One rank can compute it without the
-    others."""
+    """Return the manifest for sending whole weights. One rank can compute it without the others."""
     return describe(as_in_files(model, _shapes(model)), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
 
 
 def _shapes(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the served parameters as empty tensors on the meta device."""
+    """Yield the served parameters on the meta device."""
     return ((name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in served_parameters(model))
 
 
 def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
-    """Return the manifest for sending adapter factors. It also describes how receivers merge them."""
+    """Return the manifest for sending adapter factors, and how receivers merge them."""
     factors, low_rank = [], []
     for name, adapter in layer_adapters(model).items():
         (a, b), dtype = factor_names(name), dtype_name(adapter.weight.dtype)
@@ -97,18 +90,15 @@ MOST_SNAPSHOTS = 3
 
 
 class Snapshot:
-    """A copy of one version's weights. `stream`: uint8[manifest.total_bytes], at `placement`, in the manifest's order."""
+    """A copy of one version's weights. `stream`: uint8[manifest.total_bytes], at `placement`."""
 
     def __init__(self, manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST) -> None:
         self.manifest, self.version, self.stream, self._placement = manifest, version, stream, placement
         self._checksums: dict[int, int] = {}
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
-        """Return the chunk's bytes at the `placement` of the sending group, and their checksum, computed there.
-
-        Each checksum is computed once, during the first broadcast, where it overlaps with sending. On a device, the checksum is
-        queued behind the copy into `stream` and waited for. So a chunk that has a checksum is also fully copied.
-        """
+        """Return the chunk's bytes at the `placement` of the sending group, and their checksum, computed there once. On a
+        device, the checksum waits for the copy into `stream`, so a chunk that has a checksum is also fully copied."""
         with placement.scope(), self._placement.scope():
             raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
             if chunk.index not in self._checksums:
@@ -120,9 +110,8 @@ class WeightSender:
     """The trainer's end of the collective: takes snapshots, opens a group per epoch or joiner, starts broadcasts.
 
     `stall_timeout_s`: maximum time for one chunk before the group counts as broken; it also bounds an abort. `placement`:
-    memory of the snapshots. `group_placement`: memory from which groups send; the two differ only if a device's snapshots are
-    kept in host memory, and each chunk is copied to the device just before it is sent. `store`: where groups meet; None if this
-    sender opens no groups. `host`: address at which actors reach this pod.
+    memory of the snapshots. `group_placement`: memory from which groups send; it differs if a device's snapshots are kept in
+    host memory. `store`: where groups meet, if this sender opens any. `host`: address at which actors reach this pod.
     """
 
     def __init__(
@@ -143,17 +132,13 @@ class WeightSender:
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy the parameters (such as `model.named_parameters()`). The caller may change them as soon as this returns.
-
-        On a device, change them only by work queued afterwards on the caller's stream. Raises ManifestDiffers if the parameters
-        do not match the manifest.
-        """
+        """Copy the parameters (such as `model.named_parameters()`). On a device, change them only by work queued afterwards on
+        the caller's stream. Raises ManifestDiffers."""
         with self.placement.beside():
             stream = pack(self.manifest, parameters, self._empty_stream())
         return Snapshot(self.manifest, version, stream, self.placement)
 
     def _empty_stream(self) -> Tensor:
-        """Return memory for a snapshot. If groups send from a device, snapshots in host memory are pinned."""
         num_bytes, device, of_groups = self.manifest.total_bytes, self.placement.device, self.group_placement.device
         if device.type == of_groups.type == "cpu":
             return self._memory.take(num_bytes)
@@ -161,8 +146,7 @@ class WeightSender:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
-        """Start meeting the other ranks of `epoch`, as rank 0. Epoch numbers are never reused. `patience_s`: maximum wait for
-        each further rank once one has connected; None = until the deadline."""
+        """Start meeting the ranks of a new `epoch`. `patience_s`: maximum wait for each further rank after one."""
         assert self._store is not None
         spec = GroupSpec(self._store.own_address, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), on_device(self.group_placement.device)
@@ -173,8 +157,7 @@ class WeightSender:
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
-        """Start sending on `group`, on a separate thread. Until that ends, no other code may use the group. If sending fails,
-        the group is closed. Setting `given_up` makes it fail within the stall timeout."""
+        """Start sending on `group`, on a separate thread. A failure, or setting `given_up`, closes the group."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         chunks = snapshot.manifest.chunks
         ready: Generator[tuple[Tensor, int], None, None] = (snapshot.ready(chunk, placement) for chunk in chunks)
@@ -203,8 +186,7 @@ class WeightSender:
 
 
 class CollectiveGroup:
-    """The trainer's end of one group. `store_address`: host:port where its members meet. Cancelling a waiting caller does not
-    stop the operation; `abandon` does."""
+    """The trainer's end of one group. Cancelling a waiting caller does not stop the operation; `abandon` does."""
 
     def __init__(
         self, sender: WeightSender, store_address: str, meeting: Future[WeightGroup], given_up: threading.Event

@@ -1,9 +1,8 @@
 """Bring every version to every actor: the session of the epoch, side sessions of joiners, and control messages in and out.
 
-Input: versions offered by the optimizer loop, and the actors' answers. Output: served versions. `offer` returns as soon as
-sending has begun, so that the next batch is computed meanwhile. It waits only until the previous version is served, so that
-sending is at most one version behind the optimizer. Registrations, answers and deadlines end the waits; outages of NATS are
-waited through. Only the first version has a time limit: if no actor serves it, the run ends with the actors' reasons.
+`offer` returns as soon as sending has begun, so that the next batch is computed meanwhile. It waits only until the previous
+version is served, so that sending is at most one version behind. Registrations, answers and deadlines end the waits; outages of
+NATS are waited through. If no actor serves the first version in time, the run ends with the actors' reasons.
 """
 
 from __future__ import annotations
@@ -17,23 +16,13 @@ from dataclasses import replace
 from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
+from google.protobuf.message import Message
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import MessageError, ServiceError, TransferError
 from pipelinerl.kube.client import PodEnd
-from pipelinerl.messages.control import (
-    Abort,
-    Announce,
-    Commit,
-    EpochJoined,
-    EpochMember,
-    EpochStart,
-    Registration,
-    Serving,
-    Staged,
-    decode_control,
-)
+from pipelinerl.messages import control
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
@@ -47,26 +36,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ANSWER_TYPES = {"joined": EpochJoined, "staged": Staged, "serving": Serving, "failed": Abort}
-"""Message types of the actors' answers, by kind."""
+ANSWER_TYPES = {"joined": control.EpochJoined, "staged": control.Staged, "serving": control.Serving, "failed": control.Abort}
 MEETING_SHARE = 0.8
-"""Share of the phase's deadline in which a group's members must meet. If some are missing by then, only they are blamed; the
-phase's deadline would blame every member still waiting."""
+"""Share of the phase's deadline in which a group's members must meet, so that only missing members are blamed."""
 PATIENCE_S = 3.0
-"""Maximum wait for the next rank once one has connected, if all members have met before. It detects a member that has just died
-long before its registration expires. It also excludes a slow member, which returns through a side group."""
+"""Maximum wait for the next rank once one has connected, if all members have met before. It detects a dead member long before
+its registration expires, and excludes a slow member, which returns through a side group."""
 MOST_REASONS = 16
-"""Maximum number of actors whose last reason for not serving is kept. It bounds memory if actors' names keep changing."""
+"""Maximum number of actors whose last reason for not serving is kept."""
 
 
 class TransferSession:
-    """One transfer group and its state machine: the epoch of all actors, or the side group of a `joiner`, which then gets all
-    orders alone.
-
-    The session performs its coordinator's actions on the group (open, announce, broadcast, commit, abort, deadlines) and
-    records the update's figures. The update's span lasts from the offer until every member serves the version, or the update is
-    given up. Members' spans follow the announcement or commit that they answer.
-    """
+    """One transfer group and its state machine: the epoch of all actors, or the side group of a `joiner`. It performs its
+    coordinator's actions on the group and records the update's figures. The update's span lasts from the offer until every
+    member serves the version, or the update is given up."""
 
     def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiner: c.Member | None = None) -> None:
         self._updater, self.coordinator, self.joiner = updater, coordinator, joiner
@@ -80,13 +63,11 @@ class TransferSession:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, version: int, snapshot: Snapshot) -> None:
-        """Set the version that the next `VersionReady` sends."""
         self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
         about: a.Attributes = {a.VERSION: version, **({a.ACTOR: self.joiner.actor} if self.joiner else {})}
         self._span = root("weight_update", attributes=about)
 
     async def step(self, event: c.Event) -> list[c.Action]:
-        """Handle an event of this session, perform the resulting actions on the group, and return them."""
         self._note(event)
         actions = self.coordinator.step(event)
         for action in actions:
@@ -94,19 +75,17 @@ class TransferSession:
         return actions
 
     async def close(self) -> None:
-        """End running operations, in bounded time."""
         if self._timer is not None:
             self._timer.cancel()
         await self._stop_transfer()
         self._end_spans("given up")
 
     def _note(self, event: c.Event) -> None:
-        """Record the times that a member reports for the version in transfer."""
-        if not isinstance(event, Staged | Serving) or event.actor == c.TRAINER:
+        if not isinstance(event, control.Staged | control.Serving) or event.actor == c.TRAINER:
             return
         if (event.epoch, event.version) != (self.coordinator.epoch, self.record.version):
             return
-        if isinstance(event, Staged):
+        if isinstance(event, control.Staged):
             self.record.receive_s[event.actor], self.record.prepare_s[event.actor] = event.receive_s, event.prepare_s
             self._span.add_event("staged", {a.ACTOR: event.actor, a.BYTES: event.bytes})
         else:
@@ -119,7 +98,7 @@ class TransferSession:
             case c.FormGroup(epoch, members):
                 await self._form_group(epoch, members)
             case c.SendVersion(epoch, version):
-                announce = Announce(
+                announce = control.Announce(
                     incarnation=incarnation,
                     epoch=epoch,
                     version=version,
@@ -133,13 +112,13 @@ class TransferSession:
                 self._task = updater.tasks.create_task(self._broadcast(self._group, self._snapshot, epoch, version))
             case c.SendCommit(epoch, version):
                 self._commit_span = self._order_span("commit", epoch)
-                commit = Commit(incarnation=incarnation, epoch=epoch, version=version)
+                commit = control.Commit(incarnation=incarnation, epoch=epoch, version=version)
                 await self._say("commit", commit, self._commit_span)
             case c.SendAbort(epoch, version, reason):
                 log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
                 self._span.add_event("aborted", {a.REASON: reason})
                 self._end_spans(reason, of_commit_only=True)
-                abort = Abort(incarnation=incarnation, epoch=epoch, version=version, reason=reason, actor="")
+                abort = control.Abort(incarnation=incarnation, epoch=epoch, version=version, reason=reason, actor="")
                 await self._say("abort", abort)
                 await self._stop_transfer()
             case c.SetDeadline(token):
@@ -166,7 +145,7 @@ class TransferSession:
         patience_s = PATIENCE_S if updater.roster.have_met(members) else None
         group = updater.sender.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
         self._group = group
-        start = EpochStart(
+        start = control.EpochStart(
             incarnation=updater.incarnation,
             epoch=epoch,
             store_address=group.store_address,
@@ -187,7 +166,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error), missing))
         else:
             self._updater.roster.met(members)
-            self._updater.post(self, EpochJoined(actor=c.TRAINER, epoch=epoch))
+            self._updater.post(self, control.EpochJoined(actor=c.TRAINER, epoch=epoch))
 
     async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
         try:
@@ -197,7 +176,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return
         self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
-        self._updater.post(self, Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
+        self._updater.post(self, control.Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
 
     async def _stop_transfer(self) -> None:
         task, group = self._task, self._group
@@ -209,19 +188,16 @@ class TransferSession:
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _say(self, kind: str, order: EpochStart | Announce | Commit | Abort, span: Span = INVALID_SPAN) -> None:
-        """Send an order to all actors, or to the joiner alone."""
+    async def _say(self, kind: str, order: Message, span: Span = INVALID_SPAN) -> None:
         payload, actor = order.SerializeToString(), self.joiner.actor if self.joiner else ""
         headers, bus = headers_of(trace_of(span)), self._updater.bus
         await retry_forever(lambda: bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
 
     def _order_span(self, kind: str, epoch: int) -> Span:
-        """Return a span for sending an order of this `kind` to the members."""
         attributes = {a.EPOCH: epoch, **a.messaging("send", f"control.{kind}")}
         return child(trace_of(self._span), f"weight_update.{kind}", kind=SpanKind.PRODUCER, attributes=attributes)
 
     def _end_spans(self, failure: str = "", *, of_commit_only: bool = False) -> None:
-        """End the spans once the version is served, or given up for the reason `failure`. Only the first call counts."""
         for span in (self._commit_span,) if of_commit_only else (self._commit_span, self._span):
             if failure:
                 span.set_status(Status(StatusCode.ERROR, failure))
@@ -231,11 +207,8 @@ class TransferSession:
 
 
 class WeightUpdater:
-    """Sends versions to all actors. `join_timeout_s`: limit from the offer of the first version until a version is served.
-
-    Besides the snapshot in transfer, the updater keeps that of the newest served version for joiners. It calls `on_change` when
-    the epoch or a joiner serves a version, and when an actor is gone.
-    """
+    """Sends versions to all actors. `join_timeout_s`: limit from the offer of the first version until it is served. `on_change`
+    is called when a version is served, and when an actor is gone."""
 
     def __init__(
         self,
@@ -253,21 +226,18 @@ class WeightUpdater:
         self.tasks: asyncio.TaskGroup
         self.roster = Roster()
         self._draining: set[str] = set()
-        """Actors that are shutting down but still registered."""
         self._events: asyncio.Queue[tuple[TransferSession | None, c.Event]] = asyncio.Queue()
         self._epochs = count(1)
         self._main = TransferSession(self, c.Coordinator(self._epochs))
         self._sides: dict[str, TransferSession] = {}
         self._formed_before = False
         self._changed = asyncio.Condition()
-        """Notified after each event."""
         self._under_way: Snapshot | None = None
         self._served_snapshot: Snapshot | None = None
         self._reasons: dict[str, str] = {}
         self.served_version = -1
         self.evictions = 0
         self.bad_messages = 0
-        """Number of answers and registrations since the start that could not be read."""
 
     # --- used by the rest of the trainer ----------------------------------------------------------------------------
 
@@ -278,13 +248,11 @@ class WeightUpdater:
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors that are known to serve `served_version`. While commits are held, they can be measured."""
         return self.roster.serving(self.served_version)
 
     @property
     def states(self) -> dict[str, str]:
-        """Return the state of each registered actor by name. `joining`: the actor is on a side group, and may still serve an
-        older version. May be read on any thread."""
+        """Return the state of each registered actor. `joining`: it is on a side group. May be read on any thread."""
         serving, joining = set(self.serving), set(self._sides)
         states = {
             name: "joining" if name in joining else "serving" if name in serving else "waiting"
@@ -298,7 +266,6 @@ class WeightUpdater:
 
     @property
     def reasons(self) -> str:
-        """Return why actors did not serve, preferably as they reported it; empty if no reason is known."""
         return "; ".join(f"{actor}: {reason}" for actor, reason in sorted(self._reasons.items()))
 
     async def wait_for_members(self, count: int) -> None:
@@ -316,14 +283,13 @@ class WeightUpdater:
         self.post(self._main, c.VersionReady(version))
 
     def pod_ends(self, pod: PodEnd) -> None:
-        """Record that an actor's pod is being deleted or has ended. The actor departs even if it still sends heartbeats."""
+        """Record that an actor's pod ends. The actor departs even if it still sends heartbeats."""
         leaving = self.roster.leaving(pod, self._main.coordinator.present)
         if leaving is not None:
             self.post(None, leaving)
 
     @property
     def commit_held(self) -> bool:
-        """Return whether `hold_when_served` keeps the version in transfer from being served."""
         return self._main.coordinator.held
 
     async def all_served(self) -> None:
@@ -376,7 +342,7 @@ class WeightUpdater:
                     self.post(None, c.MembersDown((event.actor,)))
                     continue
                 try:
-                    said = decode_control(event.payload, Registration)
+                    said = control.decode_control(event.payload, control.Registration)
                 except MessageError as error:
                     self.bad_messages += 1
                     log.error("registration of %s is set aside: %s", event.actor, error, extra=AGGREGATED)
@@ -393,7 +359,7 @@ class WeightUpdater:
         async with self.bus.watch_control(tuple(ANSWER_TYPES)) as messages:
             async for message in messages:
                 try:
-                    answer: c.Answer = decode_control(message.payload, ANSWER_TYPES[message.kind])
+                    answer: c.Answer = control.decode_control(message.payload, ANSWER_TYPES[message.kind])
                 except MessageError as error:
                     self.bad_messages += 1
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error, extra=AGGREGATED)
@@ -404,15 +370,14 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer for this incarnation to its epoch's session. An answer for a past epoch goes to the main session,
-        which ignores it."""
+        """Post an answer for this incarnation to its epoch's session. The main session ignores past epochs."""
         ours = answer.incarnation == self.incarnation
-        if isinstance(answer, Abort) and (ours or not answer.incarnation):
+        if isinstance(answer, control.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
             self._note_reason(answer.actor, answer.reason)
         if not ours:
             return
-        if isinstance(answer, EpochJoined):
+        if isinstance(answer, control.EpochJoined):
             self._reasons.pop(answer.actor, None)
         sides = (session for session in self._sides.values() if session.coordinator.epoch == answer.epoch)
         self.post(next(sides, self._main), answer)
@@ -496,7 +461,6 @@ class WeightUpdater:
         await self._tend_sides()  # after all actions, so that evicted actors rest first
 
     async def _tend_sides(self) -> None:
-        """End side groups that are no longer needed, and begin new ones."""
         running = {actor: session.joiner for actor, session in self._sides.items() if session.joiner is not None}
         ended, due = self.roster.side_groups(self.served_version, self.members, running)
         for actor in ended:
@@ -546,11 +510,11 @@ def coalesce_departures(events: list[tuple[TransferSession | None, c.Event]]) ->
     return merged
 
 
-def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:
+def epoch_members(members: tuple[c.Member, ...]) -> tuple[control.EpochMember, ...]:
     """Return the rank layout: the trainer is rank 0, followed by each actor's ranks in the members' order. Pure."""
     first_ranks = accumulate((member.ranks for member in members), initial=1)
     return tuple(
-        EpochMember(actor=member.actor, process=member.process, first_rank=first_rank, ranks=member.ranks)
+        control.EpochMember(actor=member.actor, process=member.process, first_rank=first_rank, ranks=member.ranks)
         for member, first_rank in zip(members, first_ranks, strict=False)  # the last number is not used
     )
 
